@@ -1,0 +1,1 @@
+"""Stage 3: acceptance length and speed, measured; the release folder."""

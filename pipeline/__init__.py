@@ -1,0 +1,15 @@
+"""What the three stages share: recipes, the two contracts (feature shard, draft checkpoint), drafts, decoding.
+
+Knows no Ray, no DeepSpeed and no network of its own. Stages import it; it imports no stage.
+
+Shape letters, used as suffixes of tensor names (``hidden_BTD``):
+
+    B dialogues      T positions       D hidden size       V target vocabulary   U draft vocabulary
+    E experts        K kept experts    S tree depth        W nodes of one level  N tree nodes, root included
+    C cached draft inputs              M trained rows of a batch                 P prefix length
+
+Index conventions (position i of a dialogue t_0 .. t_{L-1}):
+
+    f_i     the target's hidden state at position i after its final norm, so head(f_i) are the logits of t_{i+1}
+    input i the pair (f_i, t_{i+1});  horizon h of a branch: its output at i predicts f_{i+h}, hence t_{i+1+h}
+"""

@@ -1,0 +1,109 @@
+"""The draft-checkpoint contract: model.safetensors, config.json, provenance.json, recipe.json. No pickle.
+
+Embedding and head are the target's, referred to by fingerprint. Guarantees: weights are whole (written under a temporary
+name) and config.json, written last, names their SHA-256; a checkpoint for another target is refused.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.drafts import Draft, build
+from pipeline.errors import PipelineError
+from pipeline.files import atomic_path, read_json, sha256, write_json
+from pipeline.provenance import public_name, write_provenance
+from pipeline.recipe import DraftConfig, Recipe, TreeConfig
+
+VERSION = 1
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What config.json says of a checkpoint."""
+
+    config: DraftConfig
+    shapes: dict[str, Any]
+    target: dict[str, Any]  # model, revision, fingerprint
+    train_hash: str
+    weights_sha256: str
+    training: dict[str, Any]  # what was done to get here: steps, tokens, ...
+
+
+def save(
+    folder: Path, draft: Draft, weights: dict[str, torch.Tensor], recipe: Recipe, name: str, training: dict
+) -> None:
+    """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_file(contiguous, temporary, metadata={"format": "pt"})
+    target = recipe.target
+    config = {
+        "format_version": VERSION,
+        "draft": draft.config.model_dump(mode="json"),
+        "shapes": draft.shapes,
+        "target": {
+            "model": public_name(target.model),
+            "revision": target.revision,
+            "fingerprint": draft.ends.fingerprint,
+        },
+        "train_hash": recipe.train_hash(name),
+        "weights_sha256": sha256(folder / WEIGHTS),
+        "training": training,
+    }
+    write_provenance(folder, recipe, draft=name)
+    write_json(folder / CONFIG, config)
+
+
+def read_config(folder: Path) -> Saved:
+    """Raises PipelineError when there is no checkpoint of this project in `folder`."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise PipelineError(
+            f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
+        )
+    raw = read_json(path)
+    if raw.get("format_version") != VERSION:
+        raise PipelineError(
+            f"{path}: format_version is {raw.get('format_version')!r}, expected {VERSION}: it is no draft checkpoint of this "
+            "project, or of another version of it"
+        )
+    try:
+        config = TypeAdapter(DraftConfig).validate_python(raw["draft"])
+        return Saved(config, raw["shapes"], raw["target"], raw["train_hash"], raw["weights_sha256"], raw["training"])
+    except (KeyError, ValidationError) as error:
+        raise PipelineError(f"{path} is damaged or of another version: {error}") from None
+
+
+def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) -> Draft:
+    """The draft with its weights, on CPU in their stored dtype; `bind` it before use.
+
+    Parameters: `tree` replaces the decoding tree that was saved (it is no part of the weights).
+    Raises PipelineError for a missing, damaged or foreign checkpoint.
+    """
+    saved = read_config(folder)
+    if saved.target["fingerprint"] != target_fingerprint:
+        raise PipelineError(
+            f"{folder}: trained for target {saved.target['model']!r} (fingerprint {saved.target['fingerprint']}), but the target "
+            f"at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use that one, or train again"
+        )
+    path = folder / WEIGHTS
+    if not path.exists() or sha256(path) != saved.weights_sha256:
+        state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
+        raise PipelineError(f"{path} is {state}. Restore it or train again")
+    config = saved.config if tree is None else saved.config.model_copy(update={"tree": tree})
+    draft = build(config, saved.shapes)
+    try:
+        weights = load_file(path)
+        draft.load_state_dict(weights)
+    except (SafetensorError, RuntimeError) as error:
+        raise PipelineError(f"{path} does not fit its config.json: {error}") from None
+    dtype = weights["fc.weight"].dtype
+    return draft.to(dtype).eval().requires_grad_(False)

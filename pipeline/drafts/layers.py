@@ -1,0 +1,67 @@
+"""The parts that one-layer drafts share, built from transformers' Llama modules in the target's shapes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+SHAPE_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+)
+
+
+def shapes_of(target: Any) -> dict[str, Any]:
+    """What a draft's layer takes from its target's configuration (GQA, RoPE with its scaling, widths)."""
+    shapes = {field: getattr(target, field, None) for field in SHAPE_FIELDS}
+    shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
+    shapes["head_dim"] = shapes["head_dim"] or shapes["hidden_size"] // shapes["num_attention_heads"]
+    shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
+    return shapes
+
+
+def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
+    config = LlamaConfig(**shapes, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
+    return LlamaMLP(LlamaConfig(**{**config.to_dict(), "intermediate_size": width}))
+
+
+class AttentionBlock(nn.Module):
+    """u = attention(x) + x, with NO norm before the attention (EAGLE, Jakiro), and the norm that precedes the MLP."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def attend(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: DynamicCache | None
+    ) -> Tensor:
+        out, _ = self.self_attn(x_BTD, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
+        return x_BTD + out
+
+
+def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(config)
+
+
+def initialise(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
+    """Normal(0, std) for every matrix, zero for biases; norms stay at one. Depends on the generator alone."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim >= 2:
+            nn.init.normal_(parameter, std=std, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)

@@ -1,0 +1,140 @@
+"""THE feature-shard contract, version 1. Everything that writes or reads a shard goes through this file.
+
+A shard is an uncompressed Arrow IPC file; one record batch of one row is one dialogue:
+
+    doc_id      string                               stable id of the dialogue
+    input_ids   large_list<int32>                    t_0 .. t_{L-1}
+    loss_mask   large_list<uint8>                    1 where t_i was written by the assistant
+    hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
+
+The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32.
+"""
+
+import warnings
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.errors import PipelineError
+
+# Shards are mapped read-only, and nobody writes to a Row: torch's warning about that would only repeat itself.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+VERSION = 1
+POST_FINAL_NORM = "post-final-norm"
+_WORDS = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
+    "bfloat16": (torch.bfloat16, np.uint16, pa.uint16()),
+    "float16": (torch.float16, np.uint16, pa.uint16()),
+    "float32": (torch.float32, np.uint32, pa.uint32()),
+}
+_TORCH_WORD = {2: torch.int16, 4: torch.int32}  # for reinterpreting a torch tensor's bits
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What makes two shards interchangeable."""
+
+    hidden_size: int
+    stored_dtype: str
+    target: str  # fingerprint of configuration and weights
+    tokenizer: str
+    template: str
+    recipe: str  # Recipe.dump_hash
+    norm_stage: str = POST_FINAL_NORM
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Row:
+    """One dialogue: T tokens, their assistant mask, and the hidden states of all T positions."""
+
+    doc_id: str
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+    hidden_TD: torch.Tensor  # stored dtype
+
+
+def arrow_schema(spec: FeatureSpec) -> pa.Schema:
+    word = _WORDS[spec.stored_dtype][2]
+    fields = [
+        ("doc_id", pa.string()),
+        ("input_ids", pa.large_list(pa.int32())),
+        ("loss_mask", pa.large_list(pa.uint8())),
+        ("hidden", pa.large_list(pa.list_(word, spec.hidden_size))),
+    ]
+    return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items()})
+
+
+def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
+    """The spec that a shard's schema declares. Raises PipelineError when it is no shard of this version."""
+    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    if metadata.get("version") != str(VERSION):
+        raise PipelineError(
+            f"{path}: feature-shard version {metadata.get('version')!r}, expected {VERSION!r}: "
+            "it is no feature shard, or was written by another version of this project; dump it again"
+        )
+    spec = FeatureSpec(**{**metadata, "hidden_size": int(metadata["hidden_size"]), "version": VERSION})
+    if not schema.equals(arrow_schema(spec)):
+        raise PipelineError(
+            f"{path}: columns are {schema.names} of other types than version {VERSION} has; dump it again"
+        )
+    return spec
+
+
+def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None:
+    """Refuses features that were not made by the recipe and target at hand, naming what differs."""
+    meanings = {
+        "target": "another target model or revision",
+        "tokenizer": "another tokenizer",
+        "template": "another chat template",
+        "norm_stage": "hidden states of another stage of the target",
+        "stored_dtype": "another stored dtype",
+        "hidden_size": "another hidden size",
+        "recipe": "other data or feature settings",
+    }
+    for field, meaning in meanings.items():
+        have, want = getattr(got, field), getattr(expected, field)
+        if have != want:
+            raise PipelineError(
+                f"{where}: features of {meaning} ({field} is {have!r}, this run expects {want!r}). "
+                "Use the recipe they were dumped with, or dump again into another output folder"
+            )
+
+
+def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
+    torch_dtype, word, _ = _WORDS[spec.stored_dtype]
+    length, width = row.hidden_TD.shape
+    if (
+        width != spec.hidden_size
+        or row.hidden_TD.dtype != torch_dtype
+        or not (len(row.input_ids) == len(row.loss_mask) == length)
+    ):
+        raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
+    words = row.hidden_TD.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(words.reshape(-1)), width)
+
+    def one(values: pa.Array) -> pa.Array:
+        return pa.LargeListArray.from_arrays(pa.array([0, length], pa.int64()), values)
+
+    columns = [
+        pa.array([row.doc_id]),
+        one(pa.array(row.input_ids.astype(np.int32, copy=False))),
+        one(pa.array(row.loss_mask.astype(np.uint8, copy=False))),
+        one(vectors),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
+
+
+def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
+    """Zero-copy views into the batch's (memory-mapped) buffers."""
+    torch_dtype, word, _ = _WORDS[spec.stored_dtype]
+    words = batch.column("hidden").flatten().flatten().to_numpy(zero_copy_only=True)
+    signed = words.view({2: np.int16, 4: np.int32}[word().itemsize]).reshape(-1, spec.hidden_size)
+    return Row(
+        doc_id=batch.column("doc_id")[0].as_py(),
+        input_ids=batch.column("input_ids").flatten().to_numpy(zero_copy_only=True),
+        loss_mask=batch.column("loss_mask").flatten().to_numpy(zero_copy_only=True),
+        hidden_TD=torch.from_numpy(signed).view(torch_dtype),
+    )

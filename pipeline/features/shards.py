@@ -1,0 +1,165 @@
+"""Writing, listing and reading feature shards.
+
+Guarantees: a shard is whole or absent; the manifest is the only truth about what is finished; a reader refuses
+anything whose size, checksum, structure or origin differs from the manifest and from its own recipe.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch, require_same, spec_of, to_batch
+from pipeline.files import atomic_path, read_json, sha256, write_json
+
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One line of the manifest. Counts are of dialogues (rows), tokens and tokens with a loss."""
+
+    name: str
+    split: str
+    index: int
+    rows: int
+    tokens: int
+    trained_tokens: int
+    bytes: int
+    sha256: str
+    rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
+
+
+@dataclass
+class Manifest:
+    """What a feature folder holds; ``complete`` only after the last shard and the final accounting."""
+
+    spec: FeatureSpec
+    shards: list[ShardRecord] = field(default_factory=list)
+    accounting: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        path = folder / MANIFEST
+        if not path.exists():
+            raise PipelineError(
+                f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py RECIPE"
+            )
+        raw = read_json(path)
+        try:
+            return cls(
+                spec=FeatureSpec(**raw["spec"]),
+                shards=[ShardRecord(**record) for record in raw["shards"]],
+                accounting=raw["accounting"],
+                complete=raw["complete"],
+            )
+        except (KeyError, TypeError) as error:
+            raise PipelineError(
+                f"{path} is no manifest of this version ({error}); dump again into another folder"
+            ) from None
+
+    def save(self, folder: Path) -> None:
+        self.shards.sort(key=lambda record: (record.split, record.index))
+        write_json(folder / MANIFEST, asdict(self))
+
+    def total(self, split: str, count: str) -> int:
+        return sum(getattr(record, count) for record in self.shards if record.split == split)
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"features-{split}-{index:06d}.arrow"
+
+
+def write_shard(
+    folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[Row], rejected: dict[str, str]
+) -> ShardRecord:
+    """Writes one shard atomically and returns its manifest record. Raises PipelineError when the disk is full.
+
+    `rejected` may be filled by `rows` while it is consumed.
+    """
+    path = folder / shard_name(split, index)
+    count = tokens = trained = 0
+    with atomic_path(path) as temporary:
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, arrow_schema(spec)) as writer:
+            for row in rows:
+                writer.write_batch(to_batch(row, spec))
+                count += 1
+                tokens += len(row.input_ids)
+                trained += int(row.loss_mask.sum())
+        size, checksum = temporary.stat().st_size, sha256(temporary)
+    return ShardRecord(path.name, split, index, count, tokens, trained, size, checksum, rejected)
+
+
+def damage(folder: Path, record: ShardRecord, checksum: bool = True) -> str | None:
+    """Why the shard on disk is not the one of the manifest, or None when it is."""
+    path = folder / record.name
+    if not path.exists():
+        return "it is missing"
+    size = path.stat().st_size
+    if size != record.bytes:
+        return f"it has {size} bytes, the manifest says {record.bytes}: it was truncated or overwritten"
+    if checksum and sha256(path) != record.sha256:
+        return "its SHA-256 is not the manifest's: its content was changed or damaged"
+    return None
+
+
+def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> None:
+    reason = damage(folder, record, checksum)
+    if reason:
+        raise PipelineError(
+            f"feature shard {folder / record.name}: {reason}. Run the dump again: it redoes exactly the damaged shards"
+        )
+
+
+class FeatureStore:
+    """The dialogues of one split, memory-mapped; rows are numbered across shards in manifest order."""
+
+    def __init__(self, folder: Path, split: str, expected: FeatureSpec):
+        """Opens every shard and checks size, structure and origin (not checksums: see `require_whole`).
+
+        Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged shard.
+        """
+        manifest = Manifest.load(folder)
+        require_same(manifest.spec, expected, folder)
+        if not manifest.complete:
+            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        self.spec = manifest.spec
+        self.records = [record for record in manifest.shards if record.split == split]
+        if not self.records:
+            raise PipelineError(
+                f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
+            )
+        self._readers = [self._open(folder, record) for record in self.records]
+        self._starts = np.cumsum([0] + [record.rows for record in self.records])
+
+    def _open(self, folder: Path, record: ShardRecord) -> pa.ipc.RecordBatchFileReader:
+        require_whole(folder, record, checksum=False)
+        path = folder / record.name
+        try:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        except pa.ArrowInvalid as error:
+            raise PipelineError(
+                f"feature shard {path} is not a whole Arrow file: {error}. Run the dump again"
+            ) from None
+        require_same(spec_of(reader.schema, path), self.spec, path)
+        if reader.num_record_batches != record.rows:
+            raise PipelineError(
+                f"feature shard {path}: {reader.num_record_batches} rows, the manifest says {record.rows}"
+            )
+        return reader
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _batch(self, index: int) -> pa.RecordBatch:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._readers[shard].get_batch(index - int(self._starts[shard]))
+
+    def row(self, index: int) -> Row:
+        return from_batch(self._batch(index), self.spec)

@@ -1,0 +1,321 @@
+"""The frozen target: its hidden states for the dump, its verdict on a token tree, its two ends for the draft.
+
+Works on any full-attention `AutoModelForCausalLM` through its own forward; holds no private copy of a model.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import cached_file
+
+from pipeline import embedded
+from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec
+from pipeline.recipe import Recipe, TargetConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a target's files are, and how to ask transformers for them."""
+
+    name: str  # folder or Hub id
+    revision: str | None
+    trust_remote_code: bool
+
+    def options(self) -> dict[str, Any]:
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    def file(self, name: str) -> Path | None:
+        found = cached_file(self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found else None
+
+
+def source(config: TargetConfig) -> Source:
+    name = config.model
+    if name.startswith(embedded.PREFIX):
+        name = str(embedded.model_folder(name.removeprefix(embedded.PREFIX)))
+    return Source(name, config.revision, config.trust_remote_code)
+
+
+def load_config(config: TargetConfig) -> Any:
+    """The text configuration. Raises PipelineError when the model cannot be had or is not a full-attention decoder."""
+    where = source(config)
+    try:
+        full = AutoConfig.from_pretrained(where.name, **where.options())
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"target {config.model!r} cannot be loaded: {error}") from None
+    text = full.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    if kinds - {"full_attention"} or (not kinds and windowed):
+        raise PipelineError(
+            f"target {config.model!r} uses {sorted(kinds) or ['sliding_attention']}: only full attention is supported, "
+            "since a token tree is verified through a 4-D attention mask over the whole cache"
+        )
+    return text
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    where = source(config)
+    tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+    require_template(tokenizer, config.model)
+    return tokenizer
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+class LMHead(nn.Module):
+    """The target's logits from its post-final-norm hidden state, in the arithmetic of the stored weights.
+
+    ``weight_VD``, optional bias, and the two after-effects some families have: a scale and a soft cap.
+    """
+
+    def __init__(
+        self, weight_VD: Tensor, bias_V: Tensor | None = None, scale: float = 1.0, softcap: float | None = None
+    ):
+        super().__init__()
+        self.linear = nn.Linear(*reversed(weight_VD.shape), bias=bias_V is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight_VD, requires_grad=False)
+        if bias_V is not None:
+            self.linear.bias = nn.Parameter(bias_V, requires_grad=False)
+        self.scale, self.softcap = scale, softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def restricted(self, ids_U: Tensor) -> "LMHead":
+        """The same head over the ids of a reduced vocabulary."""
+        bias = self.linear.bias
+        return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
+
+
+def _head_effects(config: Any) -> dict[str, float | None]:
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    if getattr(config, "logits_scaling", None):  # Granite
+        scale = 1.0 / config.logits_scaling
+    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma
+
+
+@dataclass
+class Ends:
+    """The target's frozen embedding and head: all that training a draft needs of the target."""
+
+    embedding_VD: Tensor
+    head: LMHead
+    fingerprint: str
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
+        return Ends(self.embedding_VD.to(device, dtype), self.head.to(device, dtype), self.fingerprint)
+
+
+def weight_files(where: Source) -> dict[str, Path]:
+    """Tensor name -> safetensors file. Raises PipelineError when the target has none."""
+    index = where.file(_INDEX)
+    if index:
+        names = json.loads(index.read_text())["weight_map"]
+        paths = {shard: where.file(shard) for shard in sorted(set(names.values()))}
+        missing = [shard for shard, path in paths.items() if path is None]
+        if missing:
+            raise PipelineError(f"target {where.name}: {_INDEX} names {missing[0]}, which does not exist")
+        return {tensor: paths[shard] for tensor, shard in names.items()}
+    single = where.file(_SINGLE)
+    if single is None:
+        raise PipelineError(
+            f"target {where.name} has no safetensors weights ({_SINGLE} or {_INDEX}). Pickled weights are not read: "
+            "convert them once with transformers' save_pretrained and point target.model at the folder"
+        )
+    with safe_open(single, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def fingerprint(config: TargetConfig) -> str:
+    """Identifies configuration and weights without reading terabytes.
+
+    Hash of the model's configuration and, for each safetensors file, its header and 64 evenly spaced 4 KiB blocks.
+    """
+    where = source(config)
+    plain = load_config(config).to_dict()
+    for volatile in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
+        plain.pop(volatile, None)
+    state = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    for path in sorted(set(weight_files(where).values())):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            state.update(file.read(header))
+            for block in range(64):
+                file.seek(header + (size - header) * block // 64)
+                state.update(file.read(4096))
+    return state.hexdigest()[:16]
+
+
+def feature_spec(recipe: Recipe) -> FeatureSpec:
+    """What the shards of this recipe declare: the dump writes it, training expects it."""
+    tokenizer = load_tokenizer(recipe.target)
+    return FeatureSpec(
+        hidden_size=load_config(recipe.target).hidden_size,
+        stored_dtype=recipe.features.stored_dtype,
+        target=fingerprint(recipe.target),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        template=template_fingerprint(tokenizer),
+        recipe=recipe.dump_hash,
+    )
+
+
+def load_ends(config: TargetConfig) -> Ends:
+    """Reads only the embedding and the head from the target's files, in their stored dtype."""
+    text = load_config(config)
+    where = source(config)
+    full = AutoConfig.from_pretrained(where.name, **where.options())
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code)
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    output = skeleton.get_output_embeddings()
+    files = weight_files(where)
+    wanted = {
+        "embedding": next(n for n, p in skeleton.named_parameters() if p is skeleton.get_input_embeddings().weight),
+        "head": names[id(output.weight)],
+        "bias": names[id(output.bias)] if getattr(output, "bias", None) is not None else None,
+    }
+    if wanted["head"] not in files and text.tie_word_embeddings:
+        wanted["head"] = wanted["embedding"]
+    read = {}
+    for role, name in wanted.items():
+        if name is None:
+            continue
+        if name not in files:
+            raise PipelineError(f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete")
+        with safe_open(files[name], "pt") as tensors:
+            read[role] = tensors.get_tensor(name)
+    head = LMHead(read["head"], read.get("bias"), **_head_effects(text))
+    return Ends(read["embedding"], head, fingerprint(config))
+
+
+class Target:
+    """The frozen model, loaded. Hidden states are the decoder's output after its final norm."""
+
+    def __init__(self, config: TargetConfig, dtype: str):
+        """Raises PipelineError when hidden state and head do not reproduce the model's own logits."""
+        where = source(config)
+        self.config = load_config(config)
+        self.tokenizer = load_tokenizer(config)
+        self.device = resolve_device(config.device)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            where.name, dtype=DTYPES[dtype], use_safetensors=True, **where.options()
+        )
+        self.model = self.model.to(self.device).eval().requires_grad_(False)
+        self.dtype = DTYPES[dtype]
+        self.decoder = self.model.base_model
+        output = self.model.get_output_embeddings()
+        self.head = LMHead(output.weight, output.bias, **_head_effects(self.config))
+        self.embedding_VD = self.model.get_input_embeddings().weight
+        self._require_split(config.model)
+
+    def _require_split(self, name: str) -> None:
+        probe = torch.arange(8, device=self.device)[None]
+        with torch.inference_mode():
+            whole = self.model(input_ids=probe).logits
+            split = self.head(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
+        if not torch.equal(whole, split.to(whole.dtype)):
+            raise PipelineError(
+                f"target {name!r}: its logits are not head(last hidden state) (largest difference "
+                f"{(whole - split).abs().max().item():.3g}); this architecture needs support in pipeline/target.py"
+            )
+
+    def stop_ids(self) -> set[int]:
+        eos = self.model.generation_config.eos_token_id
+        ids = {self.tokenizer.eos_token_id} | set(eos if isinstance(eos, list) else [eos])
+        return {token for token in ids if token is not None}
+
+    @torch.inference_mode()
+    def capture(self, tokens_BT: Tensor) -> Tensor:
+        """``hidden_BTD`` of right-padded dialogues. Causality keeps padding out of every real position."""
+        return self.decoder(input_ids=tokens_BT.to(self.device), use_cache=False).last_hidden_state
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.config)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens_N: Tensor, cache: DynamicCache, positions_N: Tensor | None = None, mask_NC: Tensor | None = None
+    ):
+        """Appends N tokens to the cache and returns ``hidden_ND``.
+
+        ``mask_NC`` (bool, C = cached + N) says what each token sees; without it tokens follow each other causally,
+        which is right for a first prompt or a single token only.
+        """
+        past = cache.get_seq_length()
+        assert mask_NC is not None or past == 0 or len(tokens_N) == 1
+        if positions_N is None:
+            positions_N = torch.arange(past, past + len(tokens_N), device=self.device)
+        mask = None if mask_NC is None else additive(mask_NC, self.dtype)[None, None]
+        out = self.decoder(
+            input_ids=tokens_N[None],
+            position_ids=positions_N[None],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state[0]
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, the most negative number where not: what every attention implementation accepts."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def keep_cached(cache: DynamicCache, prefix: int, kept: list[int]) -> None:
+    """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `kept`, in that order."""
+    contiguous = kept == list(range(prefix, prefix + len(kept)))
+    for layer in cache.layers:
+        if contiguous:
+            layer.keys, layer.values = (x[:, :, : prefix + len(kept)] for x in (layer.keys, layer.values))
+            continue
+        index = torch.tensor(kept, device=layer.keys.device)
+        layer.keys, layer.values = (
+            torch.cat([x[:, :, :prefix], x[:, :, index]], dim=2) for x in (layer.keys, layer.values)
+        )
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is laid out once for oneDNN (CPU): few rows run up to twice as fast."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replaces every linear layer below `module`. For frozen CPU modules; the same for target and draft, or it is no contest."""
+    if not torch.backends.mkldnn.is_available():
+        raise PipelineError("eval.pack_linears=true needs a CPU build of torch with oneDNN; set it to false")
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)

@@ -1,0 +1,1 @@
+"""Stage 2: DeepSpeed trains drafts on the shards."""

@@ -1,0 +1,171 @@
+"""DeepSpeed, and nothing else of it anywhere: building the engine, one optimiser step, resume state."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import get_scheduler
+
+from pipeline.batch import Batch
+from pipeline.drafts import Draft
+from pipeline.errors import PipelineError
+from pipeline.files import read_json, write_json
+from pipeline.recipe import TrainConfig
+
+RESUME = "resume.json"  # the only truth about which resume state is whole
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def start_distributed() -> None:
+    """Joins the launcher's process group (a single process makes its own); sets CPU threads to this rank's share."""
+    if not dist.is_initialized():
+        deepspeed.init_distributed()
+    if get_accelerator().device_name() == "cpu":
+        local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def deepspeed_config(config: TrainConfig, accumulation: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
+    derived = {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.clip_norm,
+        "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": config.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "fp16": {"enabled": config.dtype == "float16"},
+    }
+    return _merge(derived, config.deepspeed)
+
+
+def _merge(base: dict, over: dict) -> dict:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return out
+
+
+class Engine:
+    """A draft under DeepSpeed."""
+
+    def __init__(self, draft: Draft, config: TrainConfig, accumulation: int, steps: int, train_hash: str):
+        optimizer = torch.optim.AdamW(
+            draft.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+        if config.warmup_steps >= steps and config.schedule != "constant":
+            raise PipelineError(
+                f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train longer"
+            )
+        schedule = get_scheduler(
+            _SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=draft,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            config=deepspeed_config(config, accumulation),
+            dist_init_required=False,
+        )
+        self._draft, self._config, self._train_hash = draft, config, train_hash
+        self._accumulation = accumulation
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device, self.dtype = self._engine.device, _DTYPES[config.dtype]
+
+    def step(self, batches: list[Batch]) -> dict[int, dict[str, torch.Tensor]]:
+        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by horizon.
+
+        Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
+        which is multiplied back here, so that the gradient is that of one large batch.
+        """
+        pooled: dict[int, dict[str, torch.Tensor]] = {}
+        self._engine.train()
+        for batch in batches:
+            loss, sums = self._engine(batch.to(self.device, self.dtype))
+            self._engine.backward(loss * (self.ranks * self._accumulation))
+            self._engine.step()
+            _add(pooled, sums)
+        return pooled
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> dict[int, dict[str, torch.Tensor]]:
+        self._engine.eval()
+        return self._engine(batch.to(self.device, self.dtype))[1]
+
+    def total(self, pooled: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, float]]:
+        """Sums over all ranks."""
+        names = [(h, name) for h, parts in sorted(pooled.items()) for name in sorted(parts)]
+        flat = torch.stack([pooled[h][name].double() for h, name in names])
+        dist.all_reduce(flat)
+        out: dict[int, dict[str, float]] = {}
+        for (h, name), value in zip(names, flat.tolist(), strict=True):
+            out.setdefault(h, {})[name] = value
+        return out
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def learning_rate(self) -> float:
+        return self._engine.get_lr()[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The full state dict on rank 0; every rank takes part (ZeRO-3 gathers)."""
+        if self._config.zero_stage == 3:
+            return self._engine._zero3_consolidated_16bit_state_dict() or {}
+        return self._draft.state_dict()
+
+    # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
+
+    def save_resume(self, folder: Path, step: int, progress: dict[str, Any]) -> None:
+        """Saves after `step` steps; then points `resume.json` at it; then removes the one before."""
+        tag = f"step-{step:07d}"
+        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        self.barrier()
+        if self.rank == 0:
+            state = {
+                "tag": tag,
+                "step": step,
+                "ranks": self.ranks,
+                "train_hash": self._train_hash,
+                "progress": progress,
+            }
+            write_json(folder / RESUME, state)
+            for old in folder.glob("step-*"):
+                if old.name != tag:
+                    shutil.rmtree(old)
+        self.barrier()
+
+    def resume(self, folder: Path) -> tuple[int, dict[str, Any]]:
+        """(finished steps, progress); (0, {}) when there is nothing to resume. Raises PipelineError for a foreign state."""
+        if not (folder / RESUME).exists():
+            return 0, {}
+        state = read_json(folder / RESUME)
+        if state["train_hash"] != self._train_hash:
+            raise PipelineError(
+                f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run has "
+                f"{self._train_hash}). Use the recipe it was started with, or another output folder"
+            )
+        if self._config.zero_stage and state["ranks"] != self.ranks:
+            raise PipelineError(
+                f"{folder} was saved by {state['ranks']} ranks under ZeRO-{self._config.zero_stage}, which splits its state by "
+                f"rank; this run has {self.ranks}. Resume with {state['ranks']} ranks, or start over in another output folder"
+            )
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=state["tag"])
+        if loaded is None:
+            raise PipelineError(f"{folder / state['tag']} cannot be loaded; remove {folder} to train from the start")
+        return state["step"], state["progress"]
+
+
+def _add(pooled: dict, sums: dict) -> None:
+    for horizon, parts in sums.items():
+        mine = pooled.setdefault(horizon, {})
+        for name, value in parts.items():
+            mine[name] = mine[name] + value if name in mine else value

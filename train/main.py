@@ -1,0 +1,45 @@
+"""Trains the recipe's drafts on its shards, one after the other.
+
+deepspeed train/main.py RECIPE                                            (every accelerator of this machine)
+DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two CPU ranks)
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+
+import torch.distributed as dist
+
+from pipeline import entry
+from pipeline.recipe import add_recipe_arguments, load_recipe
+from pipeline.target import feature_spec, load_ends
+from train.engine import start_distributed
+from train.loop import train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--draft", help="train only this one of the recipe's drafts")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.draft and arguments.draft not in recipe.draft:
+        parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(sorted(recipe.draft))}")
+    ends = load_ends(recipe.target)
+    expected = feature_spec(recipe)
+    start_distributed()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        for name in [arguments.draft] if arguments.draft else sorted(recipe.draft):
+            line = train(recipe, name, ends, expected, rank, ranks)
+            if rank == 0:
+                print(line)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    entry.run(main)
