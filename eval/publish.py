@@ -1,0 +1,119 @@
+"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card. And its upload."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
+
+from eval import report
+from pipeline import checkpoint, embedded
+from pipeline.errors import PipelineError
+from pipeline.files import read_json, sha256, write_text
+from pipeline.provenance import public_name
+from pipeline.recipe import Recipe
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+REPORT, CARD = "report.json", "README.md"
+_DESCRIPTIONS = {
+    "eagle": "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,",
+    "jakiro": "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,",
+}
+
+
+def build_release(recipe: Recipe) -> Path:
+    """Writes the release folder anew. Raises PipelineError unless the report measured this checkpoint and was lossless."""
+    name = recipe.publish.draft
+    source, measured = recipe.draft_dir(name), read_json(recipe.eval_dir / REPORT)
+    saved = checkpoint.read_config(source)
+    weights = sha256(source / checkpoint.WEIGHTS)
+    if measured["drafts"].get(name, {}).get("weights_sha256") != weights:
+        raise PipelineError(
+            f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before releasing"
+        )
+    if not report.lossless(measured["results"]):
+        raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
+    release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    for file in (checkpoint.WEIGHTS, checkpoint.CONFIG, "provenance.json", "recipe.json"):
+        shutil.copy(source / file, building / file)
+    shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+    drawn = [recipe.eval_dir / plot for plot in measured["plots"]]
+    for plot in drawn:
+        shutil.copy(plot, building / plot.name)
+    write_text(building / CARD, card(recipe, saved, measured, drawn))
+    shutil.rmtree(release, ignore_errors=True)
+    building.replace(release)
+    return release
+
+
+def hub_name(model: str) -> str | None:
+    """The Hub id to link to, if the target has one."""
+    if model.startswith(embedded.PREFIX):
+        return embedded.HUB_NAME
+    return model if model.count("/") == 1 and public_name(model) == model else None
+
+
+def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plots: list[Path]) -> str:
+    """README.md: a YAML head for the Hub and a body that states only what `measured` holds."""
+    hub = hub_name(recipe.target.model)
+    head = ModelCardData(
+        language=list(recipe.publish.language),
+        license=recipe.publish.license,
+        library_name="jakiro",
+        base_model=hub,
+        tags=["speculative-decoding", "draft-model", saved.config.kind],
+    )
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
+    provenance = measured["provenance"]
+    body = environment.from_string(TEMPLATE.read_text()).render(
+        name=f"{recipe.name}-{recipe.publish.draft}",
+        kind=saved.config.kind,
+        target_name=hub or public_name(recipe.target.model),
+        target_link=f"https://huggingface.co/{hub}" if hub else "#limits",
+        target_address=public_name(recipe.target.model),
+        revision=recipe.target.revision,
+        fingerprint=saved.target["fingerprint"],
+        description=_DESCRIPTIONS[saved.config.kind],
+        parameters=saved.training["parameters"],
+        vocabulary=saved.config.vocabulary,
+        coverage=saved.training.get("vocabulary_coverage", 1.0),
+        tree=recipe.draft[recipe.publish.draft].tree,
+        data=public_name(recipe.data.source),
+        dialogues=saved.training["dialogues"],
+        training=saved.training,
+        recipe_hash=recipe.hash,
+        code_revision=provenance["code_revision"],
+        hardware=provenance["hardware"],
+        dtype=recipe.eval.dtype,
+        packed=recipe.eval.pack_linears,
+        max_new_tokens=recipe.eval.max_new_tokens,
+        repeats=recipe.eval.repeats,
+        table=measured["table"],
+        explanation=report.explain(),
+        others=sorted(set(recipe.draft) - {recipe.publish.draft}),
+        plots=plots,
+        max_length=recipe.data.max_length,
+    )
+    return f"---\n{head.to_yaml()}\n---\n\n{body}"
+
+
+def push(release: Path, repository: str, private: bool) -> str:
+    """Uploads the release folder; returns its address. The token is huggingface_hub's own (HF_TOKEN or its login)."""
+    if repository.count("/") != 1:
+        raise PipelineError(f"--push {repository!r}: expected OWNER/NAME")
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        found = api.upload_folder(
+            repo_id=repository, folder_path=release, commit_message=f"Release {read_json(release / REPORT)['name']}"
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise PipelineError(
+            f"the Hub refused the upload to {repository} ({status}): check the name and that HF_TOKEN may write there"
+        ) from None
+    return str(found.commit_url)
