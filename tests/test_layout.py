@@ -1,0 +1,40 @@
+"""The house rules that a machine can check: who may import whom."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = {"preprocess", "train", "eval"}
+HEAVY = {"ray": {"preprocess/driver.py"}, "deepspeed": {"train/engine.py"}}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("pipeline", *sorted(STAGES)) for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_stages_import_the_pipeline_and_never_each_other():
+    for path in sources():
+        own = path.relative_to(ROOT).parts[0]
+        assert not (imports(path) & STAGES) - {own}, f"{path} imports another stage"
+
+
+def test_each_heavy_engine_is_imported_in_one_file():
+    for engine, allowed in HEAVY.items():
+        users = {str(path.relative_to(ROOT)) for path in sources() if engine in imports(path)}
+        assert users == allowed
+
+
+def test_no_pickle():
+    for path in sources():
+        assert not imports(path) & {"pickle", "dill", "joblib", "cloudpickle"}, path
+        assert "torch.load(" not in path.read_text(), path
