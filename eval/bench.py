@@ -61,20 +61,19 @@ class Bench:
         self.gates: dict[tuple[str, str, float], Gate] = {}  # (benchmark, draft, temperature)
 
     def run(self, benchmarks: dict[str, list[Prompt]]) -> None:
-        config = self._config
-        methods = [PLAIN, *self._drafts]
+        config, methods = self._config, [PLAIN, *self._drafts]
         turns = sum(len(prompt.turns) for prompts in benchmarks.values() for prompt in prompts)
-        progress = Progress("decode", turns * len(config.temperatures) * config.repeats * len(methods), "answers")
         self._warm_up(next(iter(benchmarks.values())))
-        for name, prompts in benchmarks.items():
-            histories = [self._with_histories(prompt) for prompt in prompts]
-            for temperature in config.temperatures:
-                for prompt, encoded in zip(prompts, histories, strict=True):
-                    for turn, ids in enumerate(encoded):
-                        self._decode(name, prompt, turn, ids, temperature, methods, progress)
-                if temperature > 0:
-                    self._enumerate(name, [ids for encoded in histories for ids in encoded], temperature)
-        progress.close()
+        total = turns * len(config.temperatures) * config.repeats * len(methods)
+        with Progress("decode", total, "answers") as progress:
+            for name, prompts in benchmarks.items():
+                histories = [self._with_histories(prompt) for prompt in prompts]
+                for temperature in config.temperatures:
+                    for prompt, encoded in zip(prompts, histories, strict=True):
+                        for turn, ids in enumerate(encoded):
+                            self._decode(name, prompt, turn, ids, temperature, methods, progress)
+                    if temperature > 0:
+                        self._enumerate(name, [ids for encoded in histories for ids in encoded], temperature)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 

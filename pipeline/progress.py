@@ -12,7 +12,7 @@ CHANNEL = "JAKIRO_PROGRESS_FILE"  # set by `pipeline run`: a file that stages ap
 
 
 class Progress:
-    """Counts work done. ``Progress("dump", total=1000, unit="tokens")``; ``.advance(17, loss=0.3)``."""
+    """Counts work done: ``with Progress("dump", total=1000, unit="tokens") as p: p.advance(17, loss=0.3)``."""
 
     def __init__(self, what: str, total: int, unit: str, start: int = 0, quiet: bool = False):
         self._what, self._total, self._done = what, total, start
@@ -33,7 +33,11 @@ class Progress:
         elif time.monotonic() - self._last > 0.5 or self._done >= self._total:
             self._send(shown)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves the bar's line, so that an error's message starts on its own."""
         if self._bar is not None:
             self._bar.close()
 

@@ -34,6 +34,7 @@ class TargetConfig(Section):
     dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
+    chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
 
 
 class DataConfig(Section):

@@ -69,6 +69,11 @@ def load_config(config: TargetConfig) -> Any:
 def load_tokenizer(config: TargetConfig) -> Any:
     where = source(config)
     tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+    if config.chat_template:
+        template = Path(config.chat_template)
+        if not template.is_file():
+            raise PipelineError(f"target.chat_template {template} does not exist: expected a Jinja file")
+        tokenizer.chat_template = template.read_text().rstrip("\n")
     require_template(tokenizer, config.model)
     return tokenizer
 

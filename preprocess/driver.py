@@ -69,6 +69,8 @@ class Plan:
             raise chat.Unusable("duplicate")
         self._seen.add(dialogue.doc_id)
         split = "validation" if held_out(dialogue.doc_id, data.heldout_fraction) else "train"
+        if split == "validation":
+            self._offer_prompt(dialogue)
         if self._full(split):
             self.skipped[f"{split} is full"] += 1
             return None
@@ -78,21 +80,22 @@ class Plan:
         self.edits.update(dialogue.edits)
         if split == "train":
             self._train_tokens += len(encoded.input_ids)
-        else:
-            self._offer_prompt(dialogue)
         return split
 
     def _full(self, split: str) -> bool:
         data = self.recipe.data
         if split == "validation":
-            return self.accepted[split] >= data.validation_dialogues and len(self.prompts) >= data.heldout_prompts
+            return self.accepted[split] >= data.validation_dialogues
         tokens = data.max_tokens is not None and self._train_tokens >= data.max_tokens
         return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
 
     def _offer_prompt(self, dialogue) -> None:
+        """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted."""
+        if len(self.prompts) == self.recipe.data.heldout_prompts:
+            return
         question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
         length = len(chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}]))
-        if len(self.prompts) < self.recipe.data.heldout_prompts and length <= self.recipe.data.max_length:
+        if length <= self.recipe.data.max_length:
             self.prompts.append({"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]})
 
     def _close(self, split: str) -> ShardTask:
@@ -158,12 +161,11 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
     manifest = Manifest.load(folder)
     require_same(manifest.spec, spec, folder)
     whole = []
-    progress = Progress("verify shards", len(manifest.shards), "shards")
-    for shard in manifest.shards:
-        if damage(folder, shard) is None:
-            whole.append(shard)
-        progress.advance(1)
-    progress.close()
+    with Progress("verify shards", len(manifest.shards), "shards") as progress:
+        for shard in manifest.shards:
+            if damage(folder, shard) is None:
+                whole.append(shard)
+            progress.advance(1)
     if len(whole) < len(manifest.shards):
         manifest.shards, manifest.complete = whole, False
         manifest.save(folder)
@@ -173,16 +175,14 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
     plan = Plan(recipe, tokenizer)
     finished = {(shard.split, shard.index) for shard in manifest.shards}
-    progress = Progress("dump", recipe.data.max_tokens or 0, "tokens")
-    for shard in manifest.shards:
-        progress.advance(shard.tokens)
     tasks = (task for task in plan.tasks() if (task.split, task.index) not in finished)
     write_provenance(folder, recipe)
-    for record in _on_ray(recipe, folder, manifest.spec, tasks):
-        manifest.shards.append(record)
-        manifest.save(folder)
-        progress.advance(record.tokens, shards=len(manifest.shards))
-    progress.close()
+    done = sum(shard.tokens for shard in manifest.shards)
+    with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress:
+        for record in _on_ray(recipe, folder, manifest.spec, tasks):
+            manifest.shards.append(record)
+            manifest.save(folder)
+            progress.advance(record.tokens, shards=len(manifest.shards))
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(

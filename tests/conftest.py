@@ -1,6 +1,5 @@
-"""A tiny random target with a byte tokenizer and a chat template, saved like a real one; and helpers around it."""
+"""Fixtures around the tiny target of `tests.kit`."""
 
-import json
 import os
 from pathlib import Path
 
@@ -8,67 +7,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.recipe import Recipe, TargetConfig
 from pipeline.target import Ends, Target, fingerprint
-
-ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, the template's markers as special tokens; `<|end|>` ends a turn."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    markers = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    core.add_special_tokens(markers)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def save_tiny_target(folder: Path, seed: int = 0) -> Path:
-    """A 2-layer GQA Llama (d = 32, 260 tokens) with random weights of `seed`."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=256,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config.eos_token_id = 256
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def write_sharegpt(path: Path, count: int = 60) -> Path:
-    """`count` clean two-exchange dialogues of different lengths."""
-    records = []
-    for number in range(count):
-        turns = []
-        for exchange in range(2):
-            turns.append({"from": "human", "value": f"question {number}.{exchange} " + "why? " * (number % 5)})
-            turns.append({"from": "gpt", "value": f"answer {number}.{exchange} " + "because. " * (1 + number % 7)})
-        records.append({"id": f"doc{number}", "conversations": turns})
-    path.write_text(json.dumps(records))
-    return path
+from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 
 
 @pytest.fixture(scope="session")
@@ -84,51 +26,6 @@ def loaded_target(tiny_target) -> Target:
 @pytest.fixture(scope="session")
 def ends(loaded_target, tiny_target) -> Ends:
     return Ends(loaded_target.embedding_VD, loaded_target.head, fingerprint(TargetConfig(model=str(tiny_target))))
-
-
-def recipe_tree(target: Path, source: Path, output: Path) -> dict:
-    """A whole recipe on the tiny target, as a plain dict to change and validate."""
-    return {
-        "name": "tiny",
-        "output": str(output),
-        "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "source": str(source),
-            "max_length": 160,
-            "heldout_fraction": 0.2,
-            "validation_dialogues": 8,
-            "heldout_prompts": 4,
-        },
-        "features": {"rows_per_shard": 8, "batch_tokens": 512},
-        "draft": {
-            "jakiro": {
-                "kind": "jakiro",
-                "vocabulary": 128,
-                "tree": {"depth": 3, "top_k": 3, "nodes": 7, "hybrid": True},
-            },
-            "eagle": {"kind": "eagle", "tree": {"depth": 3, "top_k": 3, "nodes": 7}},
-        },
-        "train": {
-            "epochs": 2,
-            "global_batch": 8,
-            "micro_batch": 4,
-            "ranks": 1,
-            "learning_rate": 1e-3,
-            "warmup_steps": 1,
-            "dtype": "float32",
-            "checkpoint_every": 2,
-            "validate_every": 4,
-        },
-        "eval": {
-            "benchmarks": {"heldout": {"source": "heldout", "prompts": 2}},
-            "max_new_tokens": 8,
-            "repeats": 1,
-            "warmups": 1,
-            "dtype": "float32",
-            "gate_rounds": 2,
-        },
-        "publish": {"draft": "jakiro"},
-    }
 
 
 @pytest.fixture

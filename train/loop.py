@@ -115,11 +115,9 @@ class _Run:
 
     def to_the_end(self) -> None:
         quiet = self._engine.rank != 0
-        progress = Progress(f"train {self._folder.name}", self._batches.steps, "steps", self._step, quiet)
-        for step, micro_batches in self._batches.from_step(self._step):
-            shown = self._one_step(step, micro_batches)
-            progress.advance(1, **shown)
-        progress.close()
+        with Progress(f"train {self._folder.name}", self._batches.steps, "steps", self._step, quiet) as progress:
+            for step, micro_batches in self._batches.from_step(self._step):
+                progress.advance(1, **self._one_step(step, micro_batches))
         if self._metrics:
             self._metrics.close()
 

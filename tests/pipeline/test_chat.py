@@ -1,0 +1,262 @@
+"""The loss mask: the assistant's tokens, closing marker included, and nothing else, under templates as people ship them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from pipeline import chat
+from pipeline.chat import Unusable, encode
+from pipeline.errors import PipelineError
+from tests.kit import byte_tokenizer
+
+CHATML = (  # SmolLM2's, which puts a system turn where there is none
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = 'A chat between a curious user and an artificial intelligence assistant.' %}{% endif %}"
+    "{{ system_message }}{% for message in loop_messages %}{% if message['role'] == 'user' %}"
+    "{{ ' USER: ' + message['content'].strip() }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+REASONING = (  # shows the last answer's thoughts only, as Qwen3 does
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TWO_TURNS = [
+    {"role": "user", "content": "Hi, who?"},
+    {"role": "assistant", "content": "I am\n\nAda."},
+    {"role": "user", "content": "assistant: no"},
+    {"role": "assistant", "content": "Yes — é😀"},
+]
+
+
+def tokenizer_with(template: str, bos: str = "<s>", eos: str = "</s>"):
+    """Every marker is ordinary bytes here: the mask must not need special tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token, tokenizer.eos_token = bos, eos
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_of(tokenizer, ids) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def masked_runs(tokenizer, encoded) -> list[str]:
+    """Text of each run of marked tokens."""
+    runs, previous = [], 0
+    for token, mark in zip(encoded.input_ids, encoded.loss_mask, strict=True):
+        if mark and not previous:
+            runs.append([])
+        if mark:
+            runs[-1].append(int(token))
+        previous = mark
+    return [text_of(tokenizer, run) for run in runs]
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer()
+
+
+def test_answers_and_their_end_markers_are_marked_and_the_newline_after_is_not(tokenizer):
+    encoded = encode(tokenizer, TWO_TURNS, 1000)
+    assert masked_runs(tokenizer, encoded) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+    assert text_of(tokenizer, encoded.input_ids).endswith("<|end|>\n")
+    assert encoded.loss_mask[-2:].tolist() == [1, 0]
+    assert (encoded.input_ids.dtype, encoded.loss_mask.dtype) == ("int32", "uint8")
+
+
+def test_a_system_turn_is_kept_and_not_marked(tokenizer):
+    encoded = encode(tokenizer, [SYSTEM, *TWO_TURNS], 1000)
+    assert text_of(tokenizer, encoded.input_ids).startswith("<|system|>Be brief.<|end|>\n<|user|>")
+    assert masked_runs(tokenizer, encoded) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+
+
+def test_white_space_inside_an_answer_is_marked(tokenizer):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "  if x:\n    y \n"}]
+    assert masked_runs(tokenizer, encode(tokenizer, messages, 1000)) == ["  if x:\n    y \n<|end|>"]
+
+
+@pytest.mark.xfail(strict=True, reason="zero-width offsets of trimmed white space are taken for no characters")
+def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
+    """ByteLevel's trim_offsets gives a token of blanks alone an empty span."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "if x:\n    y"}]
+    encoded = encode(tokenizer, messages, 1000)
+    assert text_of(tokenizer, encoded.input_ids[encoded.loss_mask == 1]) == "if x:\n    y<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "before_first", "runs", "last"),
+    [
+        (
+            CHATML,
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nHi, who?<|im_end|>\n<|im_start|>assistant\n",
+            ["I am\n\nAda.<|im_end|>", "Yes — é😀<|im_end|>"],
+            "\n",
+        ),
+        (LLAMA_2, "<s>[INST] Hi, who? [/INST]", [" I am\n\nAda. </s>", " Yes — é😀 </s>"], ""),
+        (
+            LLAMA_3,
+            "<s><|start_header_id|>user<|end_header_id|>\n\nHi, who?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            ["I am\n\nAda.<|eot_id|>", "Yes — é😀<|eot_id|>"],
+            "",
+        ),
+        (
+            VICUNA,
+            "A chat between a curious user and an artificial intelligence assistant. USER: Hi, who? ASSISTANT:",
+            [" I am\n\nAda.</s>", " Yes — é😀</s>"],
+            "",
+        ),
+    ],
+    ids=["chatml", "llama-2", "llama-3", "vicuna"],
+)
+def test_golden_masks_of_well_known_templates(template, before_first, runs, last):
+    tokenizer = tokenizer_with(template)
+    encoded = encode(tokenizer, TWO_TURNS, 1000)
+    assert masked_runs(tokenizer, encoded) == runs
+    first = int(encoded.loss_mask.argmax())
+    assert text_of(tokenizer, encoded.input_ids[:first]) == before_first
+    whole = text_of(tokenizer, encoded.input_ids)
+    assert whole.endswith(runs[-1] + last)
+    assert encoded.loss_mask[len(encoded.loss_mask) - len(last) :].tolist() == [0] * len(last)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_2, LLAMA_3, VICUNA], ids=["chatml", "llama-2", "llama-3", "vicuna"])
+def test_what_is_asked_for_is_how_the_training_text_begins(template):
+    """Prompts at evaluation are prefixes of the text that the draft was trained on."""
+    tokenizer = tokenizer_with(template)
+    encoded = encode(tokenizer, [SYSTEM, *TWO_TURNS], 1000)
+    asked = chat.prompt_ids(tokenizer, [SYSTEM, TWO_TURNS[0]])
+    assert encoded.input_ids[: len(asked)].tolist() == asked
+    assert encoded.loss_mask[: len(asked) + 1].tolist() == [0] * len(asked) + [1]
+
+
+def test_a_dialogue_is_cut_in_the_middle_of_an_answer(tokenizer):
+    whole = encode(tokenizer, TWO_TURNS, 1000)
+    first = int(whole.loss_mask.argmax())
+    cut = encode(tokenizer, TWO_TURNS, first + 3)
+    assert cut.input_ids.tolist() == whole.input_ids[: first + 3].tolist()
+    assert cut.loss_mask.tolist() == [0] * first + [1] * 3
+
+
+def test_a_dialogue_of_exactly_the_limit_is_whole(tokenizer):
+    whole = encode(tokenizer, TWO_TURNS, 1000)
+    assert encode(tokenizer, TWO_TURNS, len(whole.input_ids)).input_ids.tolist() == whole.input_ids.tolist()
+
+
+def test_a_dialogue_cut_before_any_answer_is_refused(tokenizer):
+    first = int(encode(tokenizer, TWO_TURNS, 1000).loss_mask.argmax())
+    with pytest.raises(Unusable, match="^no_assistant_token$"):
+        encode(tokenizer, TWO_TURNS, first)
+
+
+def test_a_dialogue_without_an_answer_is_refused(tokenizer):
+    with pytest.raises(Unusable, match="^no_assistant_token$"):
+        encode(tokenizer, TWO_TURNS[:1], 1000)
+
+
+def test_a_template_that_refuses_is_a_reason():
+    with pytest.raises(Unusable, match="^template_refuses$"):
+        encode(tokenizer_with(LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], 1000)
+
+
+def test_a_template_that_rewrites_earlier_answers_is_a_reason():
+    tokenizer = tokenizer_with(REASONING)
+    with pytest.raises(Unusable, match="^template_not_prefix_stable$"):
+        encode(tokenizer, TWO_TURNS, 1000)
+
+
+def test_a_template_without_a_generation_prompt_of_its_own_is_proven_or_refused():
+    """Asking for an answer renders text that the dialogue itself does not hold."""
+    template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}GO{% endif %}"
+    with pytest.raises(Unusable, match="^template_not_prefix_stable$"):
+        encode(tokenizer_with(template), TWO_TURNS, 1000)
+
+
+def test_a_template_that_shows_answers_only_is_a_reason():
+    """Nothing would be left to condition the first answer on."""
+    template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(Unusable, match="^only_assistant_tokens$"):
+        encode(tokenizer_with(template), TWO_TURNS[:2], 1000)
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_advice(tokenizer):
+    chat.require_template(tokenizer, "some/model")
+    tokenizer.chat_template = None
+    with pytest.raises(PipelineError, match=r"some/model has no chat template.*chat_template\.jinja"):
+        chat.require_template(tokenizer, "some/model")
+
+
+def test_fingerprints_tell_templates_and_tokenizers_apart(tokenizer):
+    template, vocabulary = chat.template_fingerprint(tokenizer), chat.tokenizer_fingerprint(tokenizer)
+    assert (template, vocabulary) == (
+        chat.template_fingerprint(byte_tokenizer()),
+        chat.tokenizer_fingerprint(byte_tokenizer()),
+    )
+    tokenizer.chat_template += " "
+    assert chat.template_fingerprint(tokenizer) != template
+    assert chat.tokenizer_fingerprint(tokenizer) == vocabulary
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    assert chat.tokenizer_fingerprint(tokenizer) != vocabulary
+
+
+BYTES = byte_tokenizer()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=30), st.text(max_size=30)), min_size=1, max_size=4), st.booleans())
+def test_the_marked_tokens_are_exactly_the_answers(exchanges, with_system):
+    messages = [SYSTEM] if with_system else []
+    for question, answer in exchanges:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    encoded = encode(BYTES, messages, 10_000)
+    marked = text_of(BYTES, encoded.input_ids[encoded.loss_mask == 1])
+    assert marked == "".join(f"{answer}<|end|>" for _, answer in exchanges)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20), st.text(min_size=1, max_size=20), st.integers(1, 80))
+def test_a_cut_dialogue_is_the_beginning_of_the_whole_one(question, answer, limit):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    whole = encode(BYTES, messages, 10_000)
+    if not whole.loss_mask[:limit].any():
+        with pytest.raises(Unusable, match="no_assistant_token"):
+            encode(BYTES, messages, limit)
+        return
+    cut = encode(BYTES, messages, limit)
+    assert cut.input_ids.tolist() == whole.input_ids[:limit].tolist()
+    assert cut.loss_mask.tolist() == whole.loss_mask[:limit].tolist()

@@ -1,0 +1,165 @@
+"""The dump as a user starts it: the script alone, a Ray job on a cluster, and what is left when it is killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.features.shards import MANIFEST, Manifest
+from pipeline.files import sha256
+from tests.kit import (
+    BIN,
+    ROOT,
+    command_environment,
+    dump_command,
+    free_port,
+    recipe_tree,
+    run_command,
+    save_tiny_target,
+    write_recipe,
+    write_sharegpt,
+)
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def job(tiny_target, tmp_path_factory) -> tuple[Path, Path, dict[str, str]]:
+    """(recipe file, features folder, checksum by shard) of an undisturbed dump with many small shards."""
+    folder = tmp_path_factory.mktemp("dump")
+    tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
+    tree["features"]["rows_per_shard"] = 2
+    recipe = write_recipe(tree, folder / "recipe")
+    done = run_command(dump_command(recipe))
+    assert done.returncode == 0, done.stderr
+    assert "60 records = " in done.stdout
+    return recipe, folder / "run" / "features", checksums(folder / "run" / "features")
+
+
+def checksums(features: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in sorted(features.glob("*.arrow"))}
+
+
+def test_a_second_run_finds_everything_done(job):
+    recipe, features, before = job
+    stamps = {path: path.stat().st_mtime_ns for path in features.glob("*.arrow")}
+    done = run_command(dump_command(recipe))
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in features.glob("*.arrow")} == stamps
+    assert checksums(features) == before
+
+
+def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path):
+    """The second run has another number of workers: who writes a shard is not seen in it."""
+    recipe, _, expected = job
+    command = dump_command(recipe, f"output={tmp_path}")
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    features = tmp_path / "features"
+    deadline = time.monotonic() + 120
+    while not (features / MANIFEST).exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    left = Manifest.load(features)
+    assert not left.complete and 0 < len(left.shards) < len(expected)
+    again = run_command([*command, "--set", "features.workers=2"])
+    assert again.returncode == 0, again.stderr
+    assert checksums(features) == expected
+    assert Manifest.load(features).complete
+    assert not list(features.glob(".*.tmp"))
+
+
+def test_damaged_shards_are_redone(job, tmp_path):
+    recipe, features, expected = job
+    copy = tmp_path / "features"
+    shutil.copytree(features, copy)
+    truncated, flipped, deleted = (copy / f"features-train-00000{number}.arrow" for number in (0, 1, 2))
+    os.truncate(truncated, truncated.stat().st_size // 2)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    deleted.unlink()
+    again = run_command(dump_command(recipe, f"output={tmp_path}"))
+    assert again.returncode == 0, again.stderr
+    assert checksums(copy) == expected
+
+
+def test_features_of_another_target_are_not_mixed_in(job, tmp_path):
+    recipe, features, _ = job
+    other = save_tiny_target(tmp_path / "other", seed=1)
+    done = run_command(dump_command(recipe, f'target.model="{other}"'))
+    assert done.returncode == 2
+    assert "another target model" in done.stderr and "Traceback" not in done.stderr
+    assert Manifest.load(features).complete
+
+
+def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_path):
+    recipe, _, _ = job
+    limited = (
+        "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
+        "from preprocess.worker import FeatureWorker, ShardTask; from pipeline.recipe import load_recipe; "
+        "from pipeline.target import feature_spec, load_tokenizer; from preprocess.driver import Plan; "
+        "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline import entry; "
+        "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); "
+        "entry.run(lambda: FeatureWorker(r, Path(sys.argv[2]), feature_spec(r)).dump(t))"
+    )
+    full = run_command([sys.executable, "-c", limited, str(recipe), str(tmp_path / "features")])
+    assert full.returncode == 2
+    assert full.stderr.splitlines()[-1].startswith("error: no space to write features-train-000000.arrow")
+    assert not list((tmp_path / "features").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("this is no JSON", "its first record cannot be parsed"),
+        ('{"a": 1}', "no list of records"),
+        ('[{"id": "a", "conversations": []}, {"id": "b"}]', "holds no usable dialogue: 2 records"),
+    ],
+)
+def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
+    recipe, _, _ = job
+    source = tmp_path / "data.json"
+    source.write_text(content)
+    done = run_command(dump_command(recipe, f'data.source="{source}"', f"output={tmp_path / 'run'}"))
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ray_job_submit_on_a_cluster(job, tmp_path):
+    recipe, _, expected = job
+    dashboard = free_port()
+    environment = command_environment(RAY_TMPDIR=str(tmp_path / "ray"))
+    ray = str(BIN / "ray")
+    start = [
+        ray,
+        "start",
+        "--head",
+        f"--port={free_port()}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+    ]
+    started = subprocess.run(
+        [*start, "--num-cpus=2", "--node-ip-address=127.0.0.1"], env=environment, capture_output=True, text=True
+    )
+    try:
+        assert started.returncode == 0, started.stderr
+        submit = [ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--working-dir", ".", "--"]
+        script = ["python", "preprocess/dump_features.py", str(recipe)]
+        lost = run_command([*submit, *script, "--set", "output=runs/relative"], RAY_TMPDIR=str(tmp_path / "ray"))
+        assert lost.returncode != 0 and "temporary copy of the checkout" in lost.stdout + lost.stderr
+        done = run_command([*submit, *script, "--set", f"output={tmp_path / 'run'}"], RAY_TMPDIR=str(tmp_path / "ray"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "60 records = " in done.stdout
+    finally:
+        subprocess.run([ray, "stop", "--force"], env=environment, capture_output=True)
+    assert checksums(tmp_path / "run" / "features") == expected

@@ -1,0 +1,179 @@
+"""Training as a user starts it: DeepSpeed's launcher, one and two ranks, kills, bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.features.shards import Manifest
+from pipeline.files import sha256
+from pipeline.recipe import load_recipe
+from pipeline.target import feature_spec, load_tokenizer
+from preprocess.driver import Plan
+from preprocess.worker import FeatureWorker
+from tests.kit import (
+    ROOT,
+    command_environment,
+    recipe_tree,
+    run_command,
+    save_tiny_target,
+    train_command,
+    write_recipe,
+    write_sharegpt,
+)
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
+    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs."""
+    folder = tmp_path_factory.mktemp("train")
+    tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json", 60), folder / "run")
+    tree["data"]["max_dialogues"] = 40
+    tree["train"]["epochs"] = 4
+    path = write_recipe(tree, folder / "recipe")
+    recipe = load_recipe(path)
+    spec = feature_spec(recipe)
+    features = recipe.features_dir
+    features.mkdir(parents=True)
+    worker, plan = FeatureWorker(recipe, features, spec), Plan(recipe, load_tokenizer(recipe.target))
+    manifest = Manifest(spec, [worker.dump(task) for task in plan.tasks()], complete=True)
+    manifest.accounting = plan.accounting(manifest.shards)
+    manifest.save(features)
+    assert manifest.total("train", "rows") == 40
+    return path, features
+
+
+def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro"):
+    """Trains on the dumped features under another output folder."""
+    recipe, features = dumped
+    output.mkdir(exist_ok=True)
+    if not (output / "features").exists():
+        (output / "features").symlink_to(features)
+    return run_command(train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft=draft))
+
+
+def losses(output: Path, draft: str = "jakiro") -> list[float]:
+    lines = [json.loads(line) for line in (output / "drafts" / draft / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dumped, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed")
+    done = run_training(dumped, output, "train.micro_batch=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(output)) == 20
+    return output
+
+
+@pytest.mark.parametrize(("micro_batch", "ranks"), [(1, 1), (2, 1), (4, 2), (1, 2)])
+def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
+    dumped, undisturbed, tmp_path, micro_batch, ranks
+):
+    """1x8, 2x4 (and 4x2, the reference) on one rank; 4x1 and 1x4 on two."""
+    done = run_training(dumped, tmp_path / "run", f"train.micro_batch={micro_batch}", ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference, got = losses(undisturbed), losses(tmp_path / "run")
+    assert len(got) == 20
+    worst = max(abs(a - b) / a for a, b in zip(reference, got, strict=True))
+    print(f"micro-batch {micro_batch}, ranks {ranks}: largest relative difference {worst:.1e}")
+    assert worst < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp_path, stage):
+    done = run_training(dumped, tmp_path / "run", f"train.zero_stage={stage}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    worst = max(abs(a - b) / a for a, b in zip(losses(undisturbed), losses(tmp_path / "run"), strict=True))
+    print(f"ZeRO-{stage}: largest relative difference {worst:.1e}")
+    assert worst < 1e-5
+    saved = json.loads((tmp_path / "run/drafts/jakiro/config.json").read_text())
+    whole = json.loads((undisturbed / "drafts/jakiro/config.json").read_text())
+    assert saved["training"]["parameters"] == whole["training"]["parameters"]
+    size = "drafts/jakiro/model.safetensors"
+    assert (tmp_path / "run" / size).stat().st_size == (undisturbed / size).stat().st_size
+
+
+def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undisturbed, tmp_path):
+    recipe, features = dumped
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "features").symlink_to(features)
+    command = train_command(recipe, f"output={output}", draft="jakiro")
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    resume = output / "drafts/jakiro/resume/resume.json"
+    deadline = time.monotonic() + 120
+    while not resume.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_dead(str(output))
+    assert 0 < json.loads(resume.read_text())["step"] < 20
+    assert not (output / "drafts/jakiro/config.json").exists()
+    again = run_command(command)
+    assert again.returncode == 0, again.stdout + again.stderr
+    weights = "drafts/jakiro/model.safetensors"
+    assert sha256(output / weights) == sha256(undisturbed / weights)
+    assert losses(output) == losses(undisturbed)
+    assert not resume.parent.exists()
+
+
+def wait_until_dead(mark: str) -> None:
+    """Kills what the launcher left behind: its ranks are process groups of their own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if mark in words and "train/main.py" in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+    time.sleep(0.5)
+
+
+def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undisturbed):
+    before = sha256(undisturbed / "drafts/jakiro/model.safetensors")
+    again = run_training(dumped, undisturbed)
+    assert again.returncode == 0 and "trained already" in again.stdout
+    other = run_training(dumped, undisturbed, "train.learning_rate=0.01")
+    assert other.returncode != 0 and "trained with other settings" in other.stderr + other.stdout
+    assert sha256(undisturbed / "drafts/jakiro/model.safetensors") == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "other target"])
+def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path, damage):
+    recipe, features = dumped
+    copy = tmp_path / "features"
+    shutil.copytree(features, copy)
+    victim = copy / "features-train-000001.arrow"
+    overrides = []
+    if damage == "truncated":
+        os.truncate(victim, victim.stat().st_size // 2)
+        message = "it was truncated or overwritten"
+    elif damage == "flipped":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+        message = "its SHA-256 is not the manifest's"
+    else:
+        overrides = [f'target.model="{save_tiny_target(tmp_path / "other", seed=1)}"']
+        message = "features of another target model or revision"
+    done = run_command(train_command(recipe, f"output={tmp_path}", *overrides, draft="eagle"))
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout and "Traceback" not in done.stderr
+    assert not (tmp_path / "drafts").exists()
