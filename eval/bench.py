@@ -1,6 +1,6 @@
 """Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
 
-A method is "plain" or a draft's name. Each (prompt, turn, temperature) is decoded `repeats` times by all methods in
+A method is "plain" or a draft's name. Each (prompt, turn, temperature) is decoded several times by all methods in
 turn; the second turn of a prompt continues one fixed history, plain decoding's greedy answers, for every method.
 """
 
@@ -64,7 +64,7 @@ class Bench:
         config, methods = self._config, [PLAIN, *self._drafts]
         turns = sum(len(prompt.turns) for prompts in benchmarks.values() for prompt in prompts)
         self._warm_up(next(iter(benchmarks.values())))
-        total = turns * len(config.temperatures) * config.repeats * len(methods)
+        total = turns * sum(self._repeats(temperature) for temperature in config.temperatures) * len(methods)
         with Progress("decode", total, "answers") as progress:
             for name, prompts in benchmarks.items():
                 histories = [self._with_histories(prompt) for prompt in prompts]
@@ -74,6 +74,9 @@ class Bench:
                             self._decode(name, prompt, turn, ids, temperature, methods, progress)
                     if temperature > 0:
                         self._enumerate(name, [ids for encoded in histories for ids in encoded], temperature)
+
+    def _repeats(self, temperature: float) -> int:
+        return self._config.sampled_repeats if temperature > 0 else self._config.repeats
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -109,7 +112,7 @@ class Bench:
     def _decode(
         self, benchmark, prompt: Prompt, turn: int, ids, temperature: float, methods, progress: Progress
     ) -> None:
-        for repeat in range(self._config.repeats):
+        for repeat in range(self._repeats(temperature)):
             answers = {}
             for place in range(len(methods)):  # each repeat starts with another method
                 method = methods[(place + repeat) % len(methods)]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline import embedded
 from pipeline.errors import PipelineError
@@ -21,11 +22,15 @@ class Prompt:
 def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
     """The benchmark's first `prompts` prompts. Raises PipelineError when it is missing, malformed or too small."""
     if config.source == "embedded:humaneval":
-        raw, where = embedded.human_eval_prompts(), config.source
+        raw, where = list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     else:
         path = recipe.features_dir / "heldout_prompts.jsonl" if config.source == HELDOUT else Path(config.source)
         raw, where = _read(name, path), str(path)
-    prompts = [_prompt(name, where, number, item) for number, item in enumerate(raw, start=1)]
+    prompts = [_prompt(name, where, number, item) for number, item in raw]
+    ids = [prompt.question_id for prompt in prompts]
+    if len(set(ids)) < len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise PipelineError(f"benchmark {name}: {where} has question_id {twice!r} twice: figures are formed by prompt")
     wanted = config.prompts or len(prompts)
     if not prompts or len(prompts) < wanted:
         raise PipelineError(
@@ -34,16 +39,22 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
     return prompts[:wanted]
 
 
-def _read(name: str, path: Path) -> list:
+def _read(name: str, path: Path) -> list[tuple[int, Any]]:
     if not path.is_file():
         raise PipelineError(
             f"benchmark {name}: {path} does not exist"
             + (": dump the features first" if path.name.startswith("heldout") else "")
         )
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except ValueError as error:
-        raise PipelineError(f"benchmark {name}: {path} is not JSON lines: {error}") from None
+    found = []
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8").split("\n"), start=1
+    ):  # not splitlines: U+2028 is text
+        if line.strip():
+            try:
+                found.append((number, json.loads(line)))
+            except ValueError as error:
+                raise PipelineError(f"benchmark {name}: {path}, line {number} is not JSON: {error}") from None
+    return found
 
 
 def _prompt(name: str, where: str, number: int, item) -> Prompt:

@@ -16,6 +16,7 @@ from scipy.stats import bootstrap
 
 from eval.bench import EXACT, PLAIN, Bench, Gate, Record
 from pipeline.decoding.accept import Acceptance, legacy_tau
+from pipeline.errors import PipelineError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -69,6 +70,11 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
     pooled = Acceptance()
     for record in drafted:
         pooled.merge(record.generation.acceptance)
+    if pooled.passes == 0:
+        raise PipelineError(
+            f"benchmark {drafted[0].benchmark}: no answer is longer than one token, so there is no pass to measure: raise "
+            "eval.max_new_tokens, or look at what the target answers"
+        )
     prompts, plain_prompts = _per_prompt(drafted), _per_prompt(baseline)
     passes = np.array([_sum(r, lambda g: g.acceptance.passes) for r in prompts.values()], float)
     emitted = np.array([_sum(r, lambda g: g.acceptance.tokens) for r in prompts.values()], float)
@@ -104,10 +110,10 @@ def _speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Recor
         return np.array([_sum(groups[key], what) for key in prompts], float)
 
     plain_s, plain_n = (
-        per_prompt(plain_prompts, lambda g: g.seconds),
-        per_prompt(plain_prompts, lambda g: len(g.tokens)),
+        per_prompt(plain_prompts, _seconds),
+        per_prompt(plain_prompts, _tokens),
     )
-    spec_s, spec_n = per_prompt(prompts, lambda g: g.seconds), per_prompt(prompts, lambda g: len(g.tokens))
+    spec_s, spec_n = per_prompt(prompts, _seconds), per_prompt(prompts, _tokens)
 
     def ratio(a, b, c, d, axis=0):
         return (a.sum(axis) / b.sum(axis)) / (c.sum(axis) / d.sum(axis))
@@ -143,7 +149,8 @@ def _seconds(generation) -> float:
 
 
 def _tokens(generation) -> int:
-    return len(generation.tokens)
+    """Tokens that the seconds paid for: the first one is the prompt's own forward's."""
+    return len(generation.tokens) - 1
 
 
 def lossless(entries: list[dict]) -> bool:

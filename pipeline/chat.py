@@ -79,10 +79,9 @@ def encode(tokenizer: Any, messages: Messages, max_length: int) -> Encoded:
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"][:max_length], dtype=np.int32)
     starts = np.asarray([start for start, _ in encoded["offset_mapping"][:max_length]])
-    ends = np.asarray([end for _, end in encoded["offset_mapping"][:max_length]])
     mask = np.zeros(len(ids), dtype=np.uint8)
     for first, last in spans:
-        mask |= ((starts >= first) & (starts < last) & (ends > starts)).astype(np.uint8)
+        mask |= ((starts >= first) & (starts < last)).astype(np.uint8)
     if not mask.any():
         raise Unusable("no_assistant_token")
     if mask.all():

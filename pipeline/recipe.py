@@ -19,11 +19,12 @@ from pipeline.errors import PipelineError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # becomes the name of a folder
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -123,6 +124,14 @@ class JakiroConfig(DraftBase):
     ahead: BranchLoss = BranchLoss(regression=1.0, classification=0.05)
     tree: TreeConfig = TreeConfig(hybrid=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _hybrid_by_default(cls, values: Any):
+        """Also where a tree is given without saying so."""
+        if isinstance(values, dict) and isinstance(values.get("tree"), dict):
+            return {**values, "tree": {"hybrid": True, **values["tree"]}}
+        return values
+
     @model_validator(mode="after")
     def _enough_experts(self):
         if self.experts_per_token > self.experts:
@@ -165,12 +174,13 @@ class BenchmarkConfig(Section):
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
-    benchmarks: dict[str, BenchmarkConfig]
+    benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
     temperatures: list[Annotated[float, Field(ge=0)]] = [0.0, 1.0]
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Positive = 512
-    repeats: Positive = 3
+    repeats: Positive = 3  # at temperature 0
+    sampled_repeats: Positive = 3  # above it, each with its own seed
     warmups: Positive = 3
     dtype: Dtype = "bfloat16"
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
@@ -190,7 +200,7 @@ class Recipe(Section):
     target: TargetConfig
     data: DataConfig
     features: FeaturesConfig = FeaturesConfig()
-    draft: dict[str, DraftConfig]  # one or several, trained on the same shards and measured side by side
+    draft: dict[Name, DraftConfig]  # one or several, trained on the same shards and measured side by side
     train: TrainConfig = TrainConfig()
     eval: EvalConfig
     publish: PublishConfig
@@ -260,9 +270,12 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         shipped = sorted(str(p) for p in Path("infra/recipes").glob("*.toml"))
         raise PipelineError(f"recipe {path} does not exist; the ones that come with the project: {', '.join(shipped)}")
     try:
-        tree = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise PipelineError(f"recipe {path} cannot be parsed: {error}") from error
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
+    if not isinstance(tree, dict):
+        raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
     for override in overrides or []:
         _apply(tree, override)
     try:
@@ -296,29 +309,35 @@ def _apply(tree: dict, override: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"] if part not in ("eagle", "jakiro") or part == error["loc"][-1])
+    location = error["loc"]
+    shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
+    where = ".".join(str(part) for part in shown)
     if error["type"] != "extra_forbidden":
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         return f"{where or 'recipe'}: {error['msg'].removeprefix('Value error, ')}{got}"
-    known = _fields_at(error["loc"][:-1])
-    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    known = _fields_at(location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
-    return f"{where}: unknown key {error['loc'][-1]!r}; {hint}"
+    return f"{where}: unknown key {location[-1]!r}; {hint}"
 
 
 def _fields_at(location: tuple) -> list[str]:
     """Field names of the section that a pydantic error location points into."""
-    models: list[Any] = [Recipe]
-    for part in location:
-        annotations = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        if annotations:
-            models = [m for annotation in annotations for m in _models_in(annotation)]
-        else:  # a name in a table of sections, or the tag of a union
-            models = [m for m in models if part in str(m.model_fields.get("kind"))] or models
-    return sorted({name for model in models for name in model.model_fields})
+    section: type[BaseModel] = Recipe
+    parts = list(location)
+    while parts:
+        annotation = section.model_fields[parts.pop(0)].annotation
+        models = _models_in(annotation)
+        if typing.get_origin(annotation) is dict and parts:
+            parts.pop(0)  # the name in a table of sections
+        section = models[0]
+        if len(models) > 1:
+            tag = parts.pop(0)
+            section = next(model for model in models if tag in typing.get_args(model.model_fields["kind"].annotation))
+    return sorted(section.model_fields)
 
 
-def _models_in(annotation: Any) -> list[Any]:
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
     plain_class = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
     if plain_class and issubclass(annotation, BaseModel):
         return [annotation]

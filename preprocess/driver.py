@@ -189,6 +189,11 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} records, "
             f"rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
         )
+    if manifest.total("validation", "rows") == 0:
+        raise PipelineError(
+            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records (parts ID_0, ID_1 of "
+            "one conversation stay together): raise it, or give the records ids that differ before the last underscore"
+        )
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))

@@ -13,12 +13,14 @@ Rules, in this order:
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
+import httpx
 import ijson
 
 from pipeline import embedded
@@ -57,22 +59,44 @@ def read_records(source: str, tail: Tail) -> Iterator[Any]:
             raise PipelineError(f"data.source={source!r} is not known; there is 'embedded:sharegpt'")
         source = str(embedded.dialogues())
     count = 0
-    try:
-        with fsspec.open(source, "rb") as file:
+    with _open(source) as raw:
+        file = _Watched(raw)
+        try:
             for record in ijson.items(file, "item", use_float=True):
                 count += 1
                 yield record
-    except FileNotFoundError:
-        raise PipelineError(f"data.source {source} does not exist") from None
-    except ijson.IncompleteJSONError:
-        if count == 0:
-            raise PipelineError(_not_sharegpt(source, "it ends before its first record does")) from None
-        tail.torn_after = count
-    except ijson.JSONError as error:
-        what = "its first record cannot be parsed" if count == 0 else f"it is damaged after {count} records"
-        raise PipelineError(_not_sharegpt(source, f"{what}: {str(error).splitlines()[0]}")) from None
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            if count == 0:
+                why = "it ends in its first record" if file.ended else "its first record cannot be parsed"
+            elif file.ended:
+                tail.torn_after = count
+                return
+            else:
+                why = f"it is damaged after {count} whole records"
+            raise PipelineError(_not_sharegpt(source, f"{why} ({str(error).splitlines()[0]})")) from None
     if count == 0:
         raise PipelineError(_not_sharegpt(source, "it is JSON, but no list of records"))
+
+
+class _Watched:
+    """A file that remembers having been read to its end: only there is a parse error a torn tail."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw, self.ended = raw, False
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._raw.read(size)
+        self.ended |= size != 0 and not content
+        return content
+
+
+def _open(source: str) -> BinaryIO:
+    try:
+        return fsspec.open(source, "rb").open()
+    except FileNotFoundError:
+        raise PipelineError(f"data.source {source} does not exist") from None
+    except (OSError, ValueError, ImportError, httpx.HTTPError) as error:
+        raise PipelineError(f"data.source {source} cannot be opened: {error}") from None
 
 
 def _not_sharegpt(source: str, why: str) -> str:
@@ -96,11 +120,11 @@ def clean(record: Any) -> Dialogue:
         raise Unusable("malformed")
     messages = [_message(turn) for turn in turns]
     edits = []
-    first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
     system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    if any(message["role"] == "assistant" for message in messages[:first]):
+    rest = list(itertools.dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
+    if len(system) + len(rest) < len(messages):
         edits.append("leading_assistant_dropped")
-    messages = system + messages[first:]
+    messages = system + rest
     if any(not message["content"].strip() for message in messages):
         raise Unusable("blank_turn")
     roles = [message["role"] for message in messages[len(system) :]]

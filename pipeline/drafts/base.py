@@ -128,15 +128,13 @@ class Draft(nn.Module):
         """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by horizon."""
         positions = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
         u = self._trunk(batch.hidden_BTD, batch.tokens_BT, positions, None, None)
+        all_sums = branch_sums(self.branches(u), batch, self.ends.head, self.vocabulary_size)
         total = torch.zeros((), device=u.device)
-        sums = {}
-        predictions = self.branches(u)
         for horizon, weights in self.branch_losses().items():
-            parts = branch_sums(predictions[horizon], batch, horizon, self.ends.head, self.vocabulary_size)
-            weighted = weights.regression * parts["regression"] + weights.classification * parts["classification"]
+            sums = all_sums[horizon]
+            weighted = weights.regression * sums["regression"] + weights.classification * sums["classification"]
             total = total + weighted / max(batch.totals[horizon], 1)
-            sums[horizon] = {name: value.detach() for name, value in parts.items()}
-        return total, sums
+        return total, {h: {name: value.detach() for name, value in sums.items()} for h, sums in all_sums.items()}
 
     def forward(self, batch: Batch):
         """DeepSpeed calls the module; its forward is the loss."""

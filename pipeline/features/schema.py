@@ -75,8 +75,12 @@ def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
             f"{path}: feature-shard version {metadata.get('version')!r}, expected {VERSION!r}: "
             "it is no feature shard, or was written by another version of this project; dump it again"
         )
-    spec = FeatureSpec(**{**metadata, "hidden_size": int(metadata["hidden_size"]), "version": VERSION})
-    if not schema.equals(arrow_schema(spec)):
+    try:
+        spec = FeatureSpec(**{**metadata, "hidden_size": int(metadata["hidden_size"]), "version": VERSION})
+        fits = schema.equals(arrow_schema(spec))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PipelineError(f"{path}: its metadata is not a feature shard's ({error}); dump it again") from None
+    if not fits:
         raise PipelineError(
             f"{path}: columns are {schema.names} of other types than version {VERSION} has; dump it again"
         )

@@ -143,7 +143,7 @@ class FeatureStore:
         path = folder / record.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise PipelineError(
                 f"feature shard {path} is not a whole Arrow file: {error}. Run the dump again"
             ) from None

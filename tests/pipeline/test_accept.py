@@ -182,7 +182,9 @@ def flawed(flaw):
                 token = tree.tokens[child]
                 if p_V[token] <= 0:
                     continue
-                probability = p_NV[node][token].item() if flaw == "accepts with the unconditioned p" else p_V[token].item()
+                probability = (
+                    p_NV[node][token].item() if flaw == "accepts with the unconditioned p" else p_V[token].item()
+                )
                 if chance.accept(1.0 if flaw == "always accepts" else probability):
                     accepted = child
                     break

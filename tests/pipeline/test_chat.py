@@ -180,37 +180,37 @@ def test_a_dialogue_of_exactly_the_limit_is_whole(tokenizer):
 
 def test_a_dialogue_cut_before_any_answer_is_refused(tokenizer):
     first = int(encode(tokenizer, TWO_TURNS, 1000).loss_mask.argmax())
-    with pytest.raises(Unusable, match="^no_assistant_token$"):
+    with pytest.raises(Unusable, match=r"^no_assistant_token$"):
         encode(tokenizer, TWO_TURNS, first)
 
 
 def test_a_dialogue_without_an_answer_is_refused(tokenizer):
-    with pytest.raises(Unusable, match="^no_assistant_token$"):
+    with pytest.raises(Unusable, match=r"^no_assistant_token$"):
         encode(tokenizer, TWO_TURNS[:1], 1000)
 
 
 def test_a_template_that_refuses_is_a_reason():
-    with pytest.raises(Unusable, match="^template_refuses$"):
+    with pytest.raises(Unusable, match=r"^template_refuses$"):
         encode(tokenizer_with(LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], 1000)
 
 
 def test_a_template_that_rewrites_earlier_answers_is_a_reason():
     tokenizer = tokenizer_with(REASONING)
-    with pytest.raises(Unusable, match="^template_not_prefix_stable$"):
+    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
         encode(tokenizer, TWO_TURNS, 1000)
 
 
 def test_a_template_without_a_generation_prompt_of_its_own_is_proven_or_refused():
     """Asking for an answer renders text that the dialogue itself does not hold."""
     template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}GO{% endif %}"
-    with pytest.raises(Unusable, match="^template_not_prefix_stable$"):
+    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
         encode(tokenizer_with(template), TWO_TURNS, 1000)
 
 
 def test_a_template_that_shows_answers_only_is_a_reason():
     """Nothing would be left to condition the first answer on."""
     template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(Unusable, match="^only_assistant_tokens$"):
+    with pytest.raises(Unusable, match=r"^only_assistant_tokens$"):
         encode(tokenizer_with(template), TWO_TURNS[:2], 1000)
 
 

@@ -123,9 +123,7 @@ def test_a_draft_named_like_another_kind_gets_the_hint_of_its_own_kind(recipe_fi
 @pytest.mark.xfail(strict=True, reason="_fields_at takes the benchmark's name for a key")
 @pytest.mark.parametrize("name", ["source", "prompts"])
 def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
-    message = refusal(
-        recipe_file, f"eval.benchmarks.{name}.source=x.jsonl", f"eval.benchmarks.{name}.prompt=1"
-    )
+    message = refusal(recipe_file, f"eval.benchmarks.{name}.source=x.jsonl", f"eval.benchmarks.{name}.prompt=1")
     assert f"eval.benchmarks.{name}.prompt: unknown key 'prompt'; did you mean 'prompts'?" in message
 
 
@@ -232,7 +230,7 @@ def test_a_broken_recipe_is_named(tmp_path, name, text):
     assert f"recipe {path} cannot be parsed" in refusal(path)
 
 
-@pytest.mark.xfail(strict=True, reason="load_recipe lets UnicodeDecodeError through")
+@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="load_recipe lets UnicodeDecodeError through")
 def test_a_recipe_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "latin.toml"
     path.write_bytes('name = "café"'.encode("latin-1"))
@@ -245,7 +243,7 @@ def test_a_json_recipe_that_is_no_object_is_refused(tmp_path):
     assert str(path) in refusal(path)
 
 
-@pytest.mark.xfail(strict=True, reason="_apply expects a dict: TypeError")
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="_apply expects a dict: TypeError")
 def test_a_json_recipe_that_is_no_object_is_refused_with_overrides_too(tmp_path):
     path = tmp_path / "list.json"
     path.write_text("[]")

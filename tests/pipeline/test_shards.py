@@ -43,7 +43,9 @@ def rows_of(count: int, dtype: str = "bfloat16", seed: int = 0) -> list[Row]:
         bits = torch.randint(limits.min, limits.max, (length, D), generator=generator).to(word)
         bits[0, 0] = limits.min  # minus zero
         mask = np.arange(length, dtype=np.uint8) % 2
-        rows.append(Row(f"doc{seed}-{number}", np.arange(length, dtype=np.int32) + seed, mask, bits.view(DTYPES[dtype])))
+        rows.append(
+            Row(f"doc{seed}-{number}", np.arange(length, dtype=np.int32) + seed, mask, bits.view(DTYPES[dtype]))
+        )
     return rows
 
 
@@ -143,7 +145,9 @@ def test_rows_are_views_into_the_mapped_file(folder):
     row = store.row(4)
     assert pa.total_allocated_bytes() == before
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [tuple(int(end, 16) for end in m[0].split("-")) for m in maps if m[-1] == str(folder / shard_name("train", 1))]
+    spans = [
+        tuple(int(end, 16) for end in m[0].split("-")) for m in maps if m[-1] == str(folder / shard_name("train", 1))
+    ]
     addresses = [row.hidden_TD.data_ptr(), row.input_ids.ctypes.data, row.loss_mask.ctypes.data]
     assert spans
     for address in addresses:
@@ -331,7 +335,7 @@ def test_a_file_that_is_no_arrow_file_is_refused(folder):
     assert f"feature shard {path} is not a whole Arrow file" in refusal(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="_open catches ArrowInvalid, a broken footer is an OSError")
+@pytest.mark.xfail(strict=True, raises=OSError, reason="_open catches ArrowInvalid, a broken footer is an OSError")
 def test_a_broken_footer_is_refused(folder):
     """What a dump reads back when checksums are not asked for (train.verify_checksums = false)."""
     path = folder / shard_name("train", 0)
@@ -342,7 +346,7 @@ def test_a_broken_footer_is_refused(folder):
     assert str(path) in refusal(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="spec_of trusts the metadata's keys: KeyError")
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="spec_of trusts the metadata's keys: KeyError")
 def test_an_arrow_file_with_a_version_of_its_own_is_refused(folder):
     path = folder / shard_name("train", 0)
     write_table(path, pa.table({"text": ["a", "b", "c"]}).replace_schema_metadata({"version": "1"}))

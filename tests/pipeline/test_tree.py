@@ -223,7 +223,9 @@ def test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank():
     assert last == {(B, D, C), (B, D, D), (B, E, C), (B, E, D)}
 
     kept = [(B, D), (B, E)]  # best first: their ranks are 0 and 1, like the rows of A and B
-    by_rank = {(*kept[rank], token) for rank, row in enumerate([(A,), (B,)]) for token in ahead(row).topk(2).indices.tolist()}
+    by_rank = {
+        (*kept[rank], token) for rank, row in enumerate([(A,), (B,)]) for token in ahead(row).topk(2).indices.tolist()
+    }
     assert by_rank == {(B, D, A), (B, D, B), (B, E, C), (B, E, D)} != last
 
 

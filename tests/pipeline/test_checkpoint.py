@@ -1,0 +1,190 @@
+"""The draft checkpoint: what is written comes back bit for bit, and what is not that draft is refused."""
+
+import json
+
+import pytest
+import torch
+
+from pipeline.checkpoint import CONFIG, WEIGHTS, load, read_config, save
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.errors import PipelineError
+from pipeline.recipe import Recipe, TreeConfig
+
+
+@pytest.fixture
+def make(tiny_recipe, loaded_target, ends, tmp_path):
+    """make(name, changes, dtype) -> (folder, draft): an initialised draft, saved."""
+
+    def factory(name="jakiro", changes=None, dtype=torch.float32):
+        tree = tiny_recipe.model_dump(mode="json")
+        tree["draft"][name] |= changes or {}
+        recipe = Recipe.model_validate(tree)
+        draft = build(recipe.draft[name], shapes_of(loaded_target.config))
+        draft.initialise(3)
+        if draft.draft_token_ids is not None:
+            draft.set_vocabulary(torch.arange(len(draft.draft_token_ids)) * 2 + 1)
+        draft.to(dtype)
+        draft.bind(ends)
+        folder = tmp_path / "drafts" / name
+        save(folder, draft, draft.state_dict(), recipe, name, {"steps": 12, "loss": 0.25})
+        return folder, draft
+
+    return factory
+
+
+def change_config(folder, change):
+    raw = json.loads((folder / CONFIG).read_text())
+    change(raw)
+    (folder / CONFIG).write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle", {}),
+        ("eagle", {"vocabulary": 50, "fc_bias": True, "mlp_width": 24}),
+        ("jakiro", {}),
+        ("jakiro", {"vocabulary": None, "contrast": "scalar", "experts": 3}),
+    ],
+)
+def test_what_was_saved_is_loaded_bit_for_bit(make, ends, name, changes, dtype):
+    folder, draft = make(name, changes, dtype)
+    loaded = load(folder, ends.fingerprint)
+    want, got = draft.state_dict(), loaded.state_dict()
+    assert list(want) == list(got)
+    for key in want:
+        assert want[key].dtype == got[key].dtype and torch.equal(want[key], got[key]), key
+    assert loaded.config == draft.config and loaded.shapes == draft.shapes
+    assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
+    loaded.bind(ends)
+    hidden, tokens = torch.ones(1, 5, 32, dtype=dtype), torch.tensor([[1, 2, 3, 4, 5]])
+    bf16_ends = ends.to(torch.device("cpu"), dtype)
+    for one in (draft, loaded):
+        one.bind(bf16_ends)
+    positions = torch.arange(5)[None]
+    assert torch.equal(*(one._trunk(hidden, tokens, positions, None, None) for one in (draft, loaded)))
+    assert torch.equal(*(one.ends.head(hidden) for one in (draft, loaded)))
+
+
+def test_a_checkpoint_is_safetensors_and_json(make):
+    folder, _ = make()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+        "recipe.json",
+    ]
+
+
+def test_what_config_json_says(make, ends):
+    folder, draft = make()
+    saved = read_config(folder)
+    assert saved.config == draft.config
+    assert saved.target["fingerprint"] == ends.fingerprint
+    assert saved.training == {"steps": 12, "loss": 0.25}
+    assert len(saved.weights_sha256) == 64 and len(saved.train_hash) == 16
+
+
+def test_saving_again_replaces_the_checkpoint(make, ends, tiny_recipe):
+    folder, draft = make()
+    with torch.no_grad():
+        draft.fc.weight.add_(1)
+    save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
+    assert torch.equal(load(folder, ends.fingerprint).fc.weight, draft.fc.weight)
+
+
+def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monkeypatch):
+    """The old config.json goes first: new weights must never stand beside it."""
+    folder, draft = make()
+
+    def crash(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.checkpoint.write_json", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
+    with pytest.raises(PipelineError, match=r"holds no draft checkpoint \(config.json is missing\)"):
+        load(folder, ends.fingerprint)
+
+
+def test_the_decoding_tree_can_be_replaced(make, ends):
+    folder, draft = make("jakiro")
+    other = TreeConfig(depth=4, top_k=2, nodes=9)
+    assert load(folder, ends.fingerprint, other).config.tree == other
+    assert load(folder, ends.fingerprint).config.tree == draft.config.tree != other
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path):
+    with pytest.raises(PipelineError, match=r"nowhere holds no draft checkpoint .*deepspeed train/main.py"):
+        load(tmp_path / "nowhere", "any")
+
+
+def test_another_targets_checkpoint_is_refused(make, ends):
+    folder, _ = make()
+    with pytest.raises(
+        PipelineError, match=rf"fingerprint {ends.fingerprint}.*at hand has fingerprint 0123456789abcdef"
+    ):
+        load(folder, "0123456789abcdef")
+
+
+@pytest.mark.parametrize("place", [8, -1])
+def test_a_flipped_byte_of_the_weights_is_refused(make, ends, place):
+    folder, _ = make()
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[place] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(
+        PipelineError, match=r"model.safetensors is not the file that config.json describes .*Restore it"
+    ):
+        load(folder, ends.fingerprint)
+
+
+def test_missing_weights_are_refused(make, ends):
+    folder, _ = make()
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(PipelineError, match=r"model.safetensors is missing"):
+        load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_version_is_refused(make, ends, version):
+    folder, _ = make()
+    change_config(folder, lambda raw: raw.update(format_version=version))
+    with pytest.raises(PipelineError, match=rf"format_version is {version!r}, expected 1"):
+        load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize("key", ["draft", "shapes", "target", "train_hash", "weights_sha256", "training"])
+def test_a_config_without_a_key_is_refused(make, ends, key):
+    folder, _ = make()
+    change_config(folder, lambda raw: raw.pop(key))
+    with pytest.raises(PipelineError, match=rf"config.json is damaged or of another version: .*{key}"):
+        load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw["draft"].update(kind="medusa"), "damaged.*medusa"),
+        (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
+        (lambda raw: raw["draft"].update(surprise=1), "damaged.*surprise"),
+        (lambda raw: raw["draft"].update(experts=3), "does not fit its config.json"),
+        (lambda raw: raw["draft"].update(vocabulary=64), "does not fit its config.json"),
+        (lambda raw: raw["shapes"].update(hidden_size=64), "does not fit its config.json"),
+    ],
+)
+def test_a_config_that_is_not_the_weights_is_refused(make, ends, change, message):
+    folder, _ = make()
+    change_config(folder, change)
+    with pytest.raises(PipelineError, match=f"(?s){message}"):
+        load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format_version": 1'])
+def test_a_truncated_config_is_refused(make, ends, text):
+    folder, _ = make()
+    (folder / CONFIG).write_text(text)
+    with pytest.raises(PipelineError, match=r"config.json is not JSON"):
+        load(folder, ends.fingerprint)

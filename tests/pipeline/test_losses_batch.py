@@ -1,0 +1,342 @@
+"""The shift by one, the masks and the losses, against slow implementations that cannot share their mistakes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline import losses
+from pipeline.batch import collate, trained, uniform_noise
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.features.schema import Row
+from pipeline.losses import branch_sums
+from pipeline.recipe import EagleConfig, JakiroConfig
+from pipeline.target import LMHead
+
+D, V = 6, 11
+
+
+def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: int = V) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
+    mask = torch.randint(0, 2, (length,), generator=generator).numpy() if mask is None else np.array(mask)
+    hidden = 2 * torch.randn(length, width, generator=generator)
+    return Row(f"row{seed}", tokens, mask.astype(np.uint8), hidden)
+
+
+# -- which positions are trained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "horizon", "rule", "want"),
+    [
+        # t:   u u a a u a a u   inputs 0..6; horizon h predicts t_{i+1+h}
+        ([0, 0, 1, 1, 0, 1, 1, 0], 1, "predicted", [1, 1, 0, 1, 1, 0, 0]),
+        ([0, 0, 1, 1, 0, 1, 1, 0], 2, "predicted", [1, 0, 1, 1, 0, 0, 0]),
+        ([0, 0, 1, 1, 0, 1, 0, 0], 1, "legacy", [0, 0, 1, 1, 0, 1, 0]),
+        ([0, 0, 1, 1, 0, 0, 0, 0], 2, "legacy", [0, 0, 1, 1, 0, 0, 0]),
+        ([0, 1, 1, 1, 1, 1], 1, "predicted", [1, 1, 1, 1, 0]),
+        ([0, 1, 1, 1, 1, 1], 2, "predicted", [1, 1, 1, 0, 0]),
+        ([1, 0, 0, 0], 1, "predicted", [0, 0, 0]),
+        ([1, 0, 0, 0], 1, "legacy", [1, 0, 0]),
+        ([1, 0, 0, 0], 2, "legacy", [1, 0, 0]),
+        ([1], 1, "predicted", []),
+        ([1], 2, "predicted", []),
+        ([1], 1, "legacy", []),
+        ([1], 2, "legacy", []),
+        ([1, 1], 1, "predicted", [0]),  # input 0 would predict t_2
+        ([1, 1], 2, "predicted", [0]),
+        ([0, 0], 1, "legacy", [0]),
+        ([1, 1], 2, "legacy", [0]),  # f_2 does not exist
+        ([0, 0, 1], 1, "predicted", [1, 0]),
+        ([1, 1, 0], 1, "predicted", [0, 0]),
+        ([1, 1, 1], 2, "predicted", [0, 0]),
+        ([1, 0, 0], 1, "legacy", [1, 0]),
+        ([0, 1, 1], 2, "legacy", [0, 0]),
+        ([0, 0, 0, 0], 1, "predicted", [0, 0, 0]),
+    ],
+)
+def test_trained_positions_by_hand(mask, horizon, rule, want):
+    got = trained(np.array(mask, dtype=np.uint8), horizon, rule)
+    assert (got.dtype, got.astype(int).tolist()) == (bool, want)
+
+
+def test_predicted_masks_train_the_first_token_of_an_answer_and_legacy_does_not():
+    mask = np.array([0, 0, 0, 1, 1, 0], dtype=np.uint8)  # the answer is t_3 t_4
+    assert trained(mask, 1, "predicted").nonzero()[0].tolist() == [1, 2]
+    assert trained(mask, 2, "predicted").nonzero()[0].tolist() == [0, 1]
+    assert trained(mask, 1, "legacy").nonzero()[0][0] == 3
+
+
+# -- the shift ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["predicted", "legacy"])
+@pytest.mark.parametrize("lengths", [[7], [4, 9, 2], [1, 3], [2, 2], [1]])
+def test_collate_shifts_by_one(lengths, rule):
+    rows = [row_of(length, seed) for seed, length in enumerate(lengths)]
+    noises = [torch.full((length - 1, D), 0.5) for length in lengths]
+    totals = {1: 5, 2: 3}
+    for noise in (None, noises):
+        batch = collate(rows, [1, 2], rule, totals, noise)
+        inputs = max(lengths) - 1
+        assert batch.tokens_BT.shape == (len(rows), inputs)
+        assert batch.hidden_BTD.shape == batch.labels_BTD.shape == (len(rows), inputs, D)
+        assert batch.totals == totals
+        for b, row in enumerate(rows):
+            for i in range(inputs):
+                real = i + 1 < lengths[b]
+                zero = torch.zeros(D)
+                added = 0.0 if noise is None or not real else 0.5
+                assert torch.equal(batch.hidden_BTD[b, i], row.hidden_TD[i] + added if real else zero)
+                assert torch.equal(batch.labels_BTD[b, i], row.hidden_TD[i + 1] if real else zero)
+                assert batch.tokens_BT[b, i] == (row.input_ids[i + 1] if real else 0)
+                for h in (1, 2):
+                    assert batch.trained[h][b, i] == bool(real and trained(row.loss_mask, h, rule)[i])
+
+
+def test_a_trained_position_always_has_its_label_and_its_token():
+    for length in range(1, 9):
+        row = row_of(length, length, mask=[1] * length)
+        for rule in ("predicted", "legacy"):
+            for horizon in (1, 2, 3):
+                for i in trained(row.loss_mask, horizon, rule).nonzero()[0]:
+                    assert i + horizon <= length - 1  # f_{i+h} exists
+                    assert rule == "legacy" or i + 1 + horizon <= length - 1
+
+
+def test_a_batch_moves_in_one_dtype_and_keeps_masks_and_ids():
+    batch = collate([row_of(5)], [1, 2], "predicted", {1: 1, 2: 1}).to(torch.device("cpu"), torch.bfloat16)
+    assert batch.hidden_BTD.dtype == batch.labels_BTD.dtype == torch.bfloat16
+    assert batch.tokens_BT.dtype == torch.long
+    assert {mask.dtype for mask in batch.trained.values()} == {torch.bool}
+
+
+# -- noise ----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_a_function_of_its_seed_alone():
+    first, other = row_of(9, 1), row_of(9, 2)
+    assert torch.equal(uniform_noise(first, 0.1, "plain", (3, 0, 5)), uniform_noise(other, 0.1, "plain", (3, 0, 5)))
+    seeds = [(3, 0, 5), (4, 0, 5), (3, 1, 5), (3, 0, 6), (0, 3, 5)]
+    noises = [uniform_noise(first, 0.1, "plain", seed) for seed in seeds]
+    assert len({tuple(noise.flatten().tolist()) for noise in noises}) == len(seeds)
+
+
+def test_noise_is_uniform_with_its_half_width():
+    noise = uniform_noise(row_of(2000), 0.1, "plain", (1,))
+    assert noise.shape == (1999, D)
+    assert -0.1 <= noise.min() < -0.0999 and 0.0999 < noise.max() <= 0.1
+    assert abs(noise.mean()) < 0.003
+
+
+@pytest.mark.parametrize("length", [64, 512, 1024])
+def test_legacy_noise_is_scaled_by_512_over_the_length(length):
+    row = row_of(length)
+    plain, legacy = (uniform_noise(row, 0.1, scaling, (1, 2)) for scaling in ("plain", "legacy"))
+    assert torch.allclose(legacy, plain * (512 / length), rtol=1e-6)
+
+
+def test_noise_never_touches_labels():
+    rows = [row_of(6, 1), row_of(4, 2)]
+    noises = [uniform_noise(row, 0.3, "plain", (n,)) for n, row in enumerate(rows)]
+    noisy = collate(rows, [1, 2], "predicted", {1: 1, 2: 1}, noises)
+    clean = collate(rows, [1, 2], "predicted", {1: 1, 2: 1})
+    assert torch.equal(noisy.labels_BTD, clean.labels_BTD) and torch.equal(noisy.tokens_BT, clean.tokens_BT)
+    assert not torch.equal(noisy.hidden_BTD, clean.hidden_BTD)
+    assert torch.equal(noisy.hidden_BTD[1, 3:], torch.zeros(2, D))  # nor the padding
+    assert torch.equal(rows[0].hidden_TD, row_of(6, 1).hidden_TD)  # nor the stored features
+
+
+# -- branch_sums ----------------------------------------------------------------------------------------------------
+
+
+def make_head(seed: int = 0) -> LMHead:
+    return LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(seed)) / 2)
+
+
+def direct(prediction_BTD, rows, horizon, head, rule="predicted"):
+    """Position by position in fp64, from the rows themselves: (regression, classification, agree, positions)."""
+    weight = head.linear.weight.double()
+    regression = classification = torch.zeros((), dtype=torch.float64)
+    agree = positions = 0
+    for b, row in enumerate(rows):
+        for i in trained(row.loss_mask, horizon, rule).nonzero()[0].tolist():
+            predicted, label = prediction_BTD[b, i].double(), row.hidden_TD[i + horizon].double()
+            distance = (predicted - label).abs()
+            regression = regression + torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+            p = (weight @ label).softmax(-1)
+            q = weight @ predicted
+            classification = classification - (p * (q - q.logsumexp(-1))).sum()
+            agree += int(p.argmax() == q.argmax())
+            positions += 1
+    return regression, classification, agree, positions
+
+
+ROWS = [row_of(9, 1, [0, 0, 1, 1, 1, 0, 1, 1, 1]), row_of(4, 2, [0, 1, 1, 1]), row_of(2, 3, [0, 1]), row_of(6, 4)]
+
+
+def one_branch(prediction, batch, horizon, head):
+    return branch_sums({horizon: prediction}, batch, head, V)[horizon]
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
+@pytest.mark.parametrize("horizon", [1, 2])
+def test_branch_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizon, rows_per_chunk):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
+    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    reference = prediction.detach().clone().requires_grad_()
+
+    got = one_branch(prediction, batch, horizon, head)
+    regression, classification, agree, positions = direct(reference, ROWS, horizon, head)
+    assert positions == got["positions"] > 6
+    assert got["agree"] == agree
+    assert got["regression"].item() == pytest.approx(regression.item(), rel=1e-6)
+    assert got["classification"].item() == pytest.approx(classification.item(), rel=1e-6)
+
+    (1.5 * got["regression"] + 0.7 * got["classification"]).backward()
+    (1.5 * regression + 0.7 * classification).backward()
+    assert reference.grad.abs().max() > 0.01
+    assert torch.allclose(prediction.grad, reference.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
+def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
+    """They share their teacher's rows, whichever of them either trains."""
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
+    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    generator = torch.Generator().manual_seed(6)
+    predictions = {h: torch.randn(batch.hidden_BTD.shape, generator=generator).requires_grad_() for h in (1, 2)}
+    together = branch_sums(predictions, batch, head, V)
+    (together[1]["classification"] + 3 * together[2]["classification"]).backward()
+    for horizon, factor in ((1, 1), (2, 3)):
+        alone = predictions[horizon].detach().clone().requires_grad_()
+        sums = one_branch(alone, batch, horizon, head)
+        (factor * sums["classification"]).backward()
+        assert torch.allclose(predictions[horizon].grad, alone.grad, rtol=1e-5, atol=1e-6)
+        for name, value in sums.items():
+            assert together[horizon][name].item() == pytest.approx(value.item(), rel=1e-6)
+
+
+def test_branch_sums_see_only_trained_positions():
+    """Neither a value nor a gradient comes from elsewhere, padding included."""
+    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    first = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    for horizon in (1, 2):
+        mask = batch.trained[horizon]
+        second = torch.where(mask[..., None], first, 1e3 + first).detach().requires_grad_()
+        got, other = (one_branch(x, batch, horizon, head) for x in (first, second))
+        assert all(torch.equal(got[name], other[name]) for name in got)
+        other["classification"].backward()
+        assert (second.grad[~mask] == 0).all() and (second.grad[mask] != 0).any()
+
+
+def test_a_perfect_prediction_has_no_regression_and_the_teachers_entropy():
+    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    for horizon in (1, 2):
+        perfect = torch.zeros_like(batch.hidden_BTD)
+        for b, row in enumerate(ROWS):
+            exists = max(len(row.hidden_TD) - horizon, 0)
+            perfect[b, :exists] = row.hidden_TD[horizon:]
+        got = one_branch(perfect, batch, horizon, head)
+        teacher = head(perfect[batch.trained[horizon]]).softmax(-1)
+        assert got["regression"] == 0
+        assert got["agree"] == got["positions"]
+        assert got["classification"].item() == pytest.approx(-(teacher * teacher.log()).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("horizon", [1, 2])
+@pytest.mark.parametrize("lengths", [[1], [2], [2, 1], [3]])
+def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
+    rows = [row_of(length, length, [0] * length) for length in lengths]
+    batch = collate(rows, [1, 2], "predicted", {1: 0, 2: 0})
+    prediction = torch.zeros_like(batch.hidden_BTD).requires_grad_()
+    got = one_branch(prediction, batch, horizon, make_head())
+    assert {name: value.item() for name, value in got.items()} == dict.fromkeys(got, 0)
+    (got["regression"] + got["classification"]).backward()
+    assert (prediction.grad == 0).all()
+
+
+def test_gradients_are_formed_only_where_they_are_asked_for():
+    batch = collate(ROWS, [1], "predicted", {1: 1})
+    got = one_branch(torch.zeros_like(batch.hidden_BTD), batch, 1, make_head())
+    assert not got["classification"].requires_grad
+
+
+def test_the_classification_loss_is_torchs_soft_cross_entropy():
+    batch, head = collate(ROWS, [1], "predicted", {1: 1}), make_head()
+    prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5))
+    mask = batch.trained[1]
+    want = F.cross_entropy(head(prediction[mask]), head(batch.labels_BTD[mask]).softmax(-1), reduction="sum")
+    assert one_branch(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
+
+
+# -- a draft's whole loss -------------------------------------------------------------------------------------------
+
+CONFIGS = [
+    EagleConfig(kind="eagle"),
+    JakiroConfig(kind="jakiro"),
+    JakiroConfig(kind="jakiro", vocabulary=100),
+]
+
+
+@pytest.fixture(params=CONFIGS, ids=["eagle", "jakiro", "reduced"])
+def draft(request, loaded_target, ends):
+    draft = build(request.param, shapes_of(loaded_target.config))
+    draft.initialise(0)
+    if request.param.vocabulary:
+        draft.set_vocabulary(torch.arange(0, 200, 2))
+    draft.bind(ends)
+    return draft
+
+
+def wide_rows():
+    lengths = [12, 5, 20, 3]
+    return [row_of(n, n, [0, 0] + [1] * (n - 2), width=32, vocabulary=260) for n in lengths]
+
+
+def whole_loss(draft, rows, totals):
+    draft.zero_grad()
+    loss, sums = draft.loss(collate(rows, draft.horizons, "predicted", totals))
+    loss.backward()
+    return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
+
+
+def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(draft):
+    """Under the same totals: hence padding, neighbours and the cut into micro-batches change nothing."""
+    rows, totals = wide_rows(), {1: 30, 2: 25}
+    loss, sums, gradient = whole_loss(draft, rows, totals)
+    alone = [whole_loss(draft, [row], totals) for row in rows]
+    assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
+    assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
+    for horizon in draft.horizons:
+        for name in ("positions", "agree"):
+            assert sums[horizon][name] == sum(part[1][horizon][name] for part in alone)
+
+
+def test_the_loss_weighs_sums_by_the_global_totals(draft):
+    rows = wide_rows()
+    totals = {1: 40, 2: 7}
+    loss, sums, _ = whole_loss(draft, rows, totals)
+    want = 0.0
+    for horizon, (regression, classification) in {1: (1.0, 0.1), 2: (1.0, 0.05)}.items():
+        if horizon in draft.horizons:
+            part = regression * sums[horizon]["regression"] + classification * sums[horizon]["classification"]
+            want += part.item() / totals[horizon]
+    assert loss == pytest.approx(want, rel=1e-6)
+
+
+def test_padding_changes_no_sum(draft):
+    """The garbage that a longer neighbour's padding could hold is never read."""
+    row, totals = wide_rows()[0], {1: 9, 2: 8}
+    batch = collate([row, row_of(40, 9, [0] * 40, width=32, vocabulary=260)], draft.horizons, "predicted", totals)
+    n = len(row.input_ids) - 1
+    batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
+    padded, padded_sums = draft.loss(batch)
+    alone, sums = draft.loss(collate([row], draft.horizons, "predicted", totals))
+    assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
+    for horizon in draft.horizons:
+        for name, value in sums[horizon].items():
+            assert padded_sums[horizon][name].item() == pytest.approx(value.item(), rel=1e-5)

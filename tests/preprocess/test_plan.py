@@ -1,0 +1,382 @@
+"""Planning and dumping without Ray: every record accounted for, and features that are the target's own."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.chat import encode
+from pipeline.features.shards import FeatureStore, Manifest, ShardRecord
+from pipeline.recipe import Recipe
+from pipeline.target import feature_spec
+from preprocess.driver import Plan
+from preprocess.sharegpt import clean, held_out, record_id
+from preprocess.worker import Document, FeatureWorker, ShardTask, length_sorted_batches
+from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
+
+TOKENIZER = byte_tokenizer()
+
+
+def recipe_for(source: Path, target: Path = Path("no-target"), **changes) -> Recipe:
+    """The tiny recipe with changed sections, for instance ``data={"max_tokens": 10}``."""
+    tree = recipe_tree(target, source, source.parent / "run")
+    for section, values in changes.items():
+        tree[section] |= values
+    return Recipe.model_validate(tree)
+
+
+def planned(recipe: Recipe) -> tuple[Plan, list[ShardTask]]:
+    plan = Plan(recipe, TOKENIZER)
+    return plan, list(plan.tasks())
+
+
+def as_if_written(tasks: list[ShardTask], drop: int = 0) -> list[ShardRecord]:
+    """The records that workers would return; `drop` dialogues of each shard turn out not finite."""
+    shards = []
+    for task in tasks:
+        late = {document.doc_id: "features_not_finite" for document in task.documents[:drop]}
+        rows = len(task.documents) - len(late)
+        shards.append(ShardRecord("", task.split, task.index, rows, 0, 0, 0, "", late))
+    return shards
+
+
+def documents_of(tasks: list[ShardTask], split: str) -> list[Document]:
+    return [document for task in tasks if task.split == split for document in task.documents]
+
+
+def fingerprint(tasks: list[ShardTask]) -> list:
+    return [
+        (task.split, task.index, [(d.doc_id, d.input_ids.tolist(), d.loss_mask.tolist()) for d in task.documents])
+        for task in tasks
+    ]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_sharegpt(tmp_path / "data.json")
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+TEXTS = ["hi", "x" * 400, " ", "é😀", "why?", "because"]
+ROLES = ["human", "gpt", "human", "gpt", "human", "gpt", "system", "user", "bing", "tool"]
+JUNK = [None, 3, "text", [], {"id": "x"}, {"conversations": [3]}]
+
+
+@st.composite
+def messy_records(draw) -> list:
+    """Two of three records are clean two-turn dialogues; ids repeat, are missing, and share conversations."""
+    records = []
+    for number in range(draw(st.integers(1, 40))):
+        kind = draw(st.integers(0, 5))
+        doc_id = draw(st.sampled_from([f"conv{number}_{number % 3}", f"conv{number % 7}", number % 5, None]))
+        roles = ["human", "gpt"] if kind < 4 else draw(st.lists(st.sampled_from(ROLES), max_size=5))
+        texts = ["why?", "because"] if kind < 4 else [draw(st.sampled_from(TEXTS)) for _ in roles]
+        turns = [{"from": role, "value": text} for role, text in zip(roles, texts, strict=True)]
+        records.append(draw(st.sampled_from(JUNK)) if kind == 5 else {"id": doc_id, "conversations": turns})
+    return records
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messy_records(), st.integers(0, 2), st.integers(1, 20))
+def test_every_record_is_accepted_rejected_or_skipped(tmp_path, records, drop, limit):
+    source = tmp_path / "messy.json"
+    source.write_text(json.dumps(records))
+    recipe = recipe_for(source, data={"max_dialogues": limit}, features={"rows_per_shard": 3})
+    plan, tasks = planned(recipe)
+    counts = plan.accounting(as_if_written(tasks, drop))
+    assert counts["records"] == len(records)
+    rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())
+    assert counts["accepted"] + rejected + skipped == len(records)
+
+    train, validation = documents_of(tasks, "train"), documents_of(tasks, "validation")
+    fraction = recipe.data.heldout_fraction
+    assert not any(held_out(document.doc_id, fraction) for document in train)
+    assert all(held_out(document.doc_id, fraction) for document in validation)
+    assert len(train) <= limit
+    assert len(validation) <= recipe.data.validation_dialogues
+
+    accepted = [document.doc_id for document in train + validation]
+    assert len(set(accepted)) == len(accepted)
+    known = {record_id(record) for record in records}
+    assert {*accepted, *(doc_id for doc_id, _ in plan.rejected)} <= known
+    for document in train + validation:
+        assert 0 < document.loss_mask.sum() < len(document.input_ids) <= recipe.data.max_length
+    for split in ("train", "validation"):
+        shards = [task for task in tasks if task.split == split]
+        assert [task.index for task in shards] == list(range(len(shards)))
+        assert all(len(task.documents) == 3 for task in shards[:-1])
+    assert fingerprint(tasks) == fingerprint(planned(recipe)[1])
+
+
+def test_each_fate_is_counted_under_its_name(tmp_path):
+    good = json.loads(write_sharegpt(tmp_path / "data.json", 12).read_text())
+    turns = good[0]["conversations"]
+    spoilt = [
+        {"id": "m", "conversations": 3},
+        {"id": "u", "conversations": [{"from": "tool", "value": "x"}]},
+        {"id": "b", "conversations": [{"from": "human", "value": " "}]},
+        {"id": "n", "conversations": turns[:1]},
+        {"id": "r", "conversations": turns[:1] * 2},
+        good[3],
+        {"id": "late", "conversations": [{"from": "human", "value": "x" * 500}, turns[1]]},
+        {"id": "edit", "conversations": [turns[1], *turns, turns[0]]},
+    ]
+    source = tmp_path / "spoilt.json"
+    source.write_text(json.dumps(good + spoilt)[:-1])
+    plan, tasks = planned(recipe_for(source, data={"heldout_fraction": 0.0}))
+    assert plan.accounting(as_if_written(tasks)) == {
+        "records": 20,
+        "accepted": 13,
+        "rejected": {
+            "blank_turn": 1,
+            "duplicate": 1,
+            "malformed": 1,
+            "no_assistant_token": 1,
+            "no_exchange": 1,
+            "repeated_role": 1,
+            "unknown_role": 1,
+        },
+        "skipped": {},
+        "edits": {"leading_assistant_dropped": 1, "trailing_user_dropped": 1},
+        "torn_tail_after": 20,
+    }
+    assert dict(plan.rejected) == {
+        "m": "malformed",
+        "u": "unknown_role",
+        "b": "blank_turn",
+        "n": "no_exchange",
+        "r": "repeated_role",
+        "doc3": "duplicate",
+        "late": "no_assistant_token",
+    }
+
+
+def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):
+    plan, tasks = planned(recipe_for(source))
+    counts = plan.accounting(as_if_written(tasks, drop=1))
+    assert counts["rejected"] == {"features_not_finite": len(tasks)}
+    assert counts["accepted"] == sum(len(task.documents) for task in tasks) - len(tasks)
+
+
+def test_a_lost_dialogue_is_noticed(source):
+    plan, tasks = planned(recipe_for(source))
+    shards = as_if_written(tasks)
+    with pytest.raises(AssertionError, match="60 records"):
+        plan.accounting([replace(shards[0], rows=shards[0].rows - 1), *shards[1:]])
+
+
+def test_documents_are_the_encoded_dialogues_in_the_order_of_the_source(source):
+    recipe = recipe_for(source, features={"rows_per_shard": 7})
+    records = json.loads(source.read_text())
+    _, tasks = planned(recipe)
+    for split in ("train", "validation"):
+        indices = [task.index for task in tasks if task.split == split]
+        assert indices == list(range(len(indices)))
+    train = documents_of(tasks, "train")
+    sizes = [len(task.documents) for task in tasks if task.split == "train"]
+    assert sizes[:-1] == [7] * (len(train) // 7)
+    assert [d.doc_id for d in train] == [r["id"] for r in records if not held_out(r["id"], 0.2)]
+    by_id = {r["id"]: r for r in records}
+    for document in train:
+        expected = encode(TOKENIZER, clean(by_id[document.doc_id]).messages, 160)
+        assert document.input_ids.tolist() == expected.input_ids.tolist()
+        assert document.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+def test_training_stops_with_the_dialogue_that_reaches_max_tokens(source):
+    limit = 1000
+    plan, tasks = planned(recipe_for(source, data={"max_tokens": limit}))
+    lengths = [len(document.input_ids) for document in documents_of(tasks, "train")]
+    assert sum(lengths[:-1]) < limit <= sum(lengths)
+    unlimited = documents_of(planned(recipe_for(source))[1], "train")
+    assert plan.skipped["train is full"] == len(unlimited) - len(lengths)
+
+
+@pytest.mark.parametrize("limit", [1, 8, 9])
+def test_training_stops_at_max_dialogues(source, limit):
+    plan, tasks = planned(recipe_for(source, data={"max_dialogues": limit}))
+    unlimited = documents_of(planned(recipe_for(source))[1], "train")
+    train = documents_of(tasks, "train")
+    assert [d.doc_id for d in train] == [d.doc_id for d in unlimited[:limit]]
+    assert plan.skipped["train is full"] == len(unlimited) - limit
+
+
+def test_limits_on_training_leave_validation_alone(source):
+    validation = [
+        [document.doc_id for document in documents_of(planned(recipe)[1], "validation")]
+        for recipe in (recipe_for(source), recipe_for(source, data={"max_dialogues": 1}))
+    ]
+    assert validation[0] == validation[1] != []
+
+
+def test_held_out_dialogues_are_dumped_up_to_their_limit(source):
+    plan, tasks = planned(recipe_for(source, data={"validation_dialogues": 3, "heldout_prompts": 1}))
+    held = [f"doc{number}" for number in range(60) if held_out(f"doc{number}", 0.2)]
+    assert [document.doc_id for document in documents_of(tasks, "validation")] == held[:3]
+    assert plan.skipped["validation is full"] == len(held) - 3
+
+
+def test_evaluation_prompts_are_the_first_questions_of_held_out_dialogues(source):
+    plan, _ = planned(recipe_for(source, data={"heldout_prompts": 5}))
+    records = {r["id"]: r for r in json.loads(source.read_text())}
+    held = [doc_id for doc_id in records if held_out(doc_id, 0.2)]
+    assert [prompt["question_id"] for prompt in plan.prompts] == held[:5]
+    for prompt in plan.prompts:
+        assert prompt["turns"] == [records[prompt["question_id"]]["conversations"][0]["value"]]
+
+
+def test_more_prompts_than_validation_dialogues_can_be_had(source):
+    plan, tasks = planned(recipe_for(source, data={"validation_dialogues": 2, "heldout_prompts": 6}))
+    assert len(plan.prompts) == 6
+    assert len(documents_of(tasks, "validation")) == 2
+
+
+def test_a_prompt_longer_than_a_dialogue_may_be_is_not_offered(tmp_path):
+    records = json.loads(write_sharegpt(tmp_path / "data.json", 4).read_text())
+    records[0]["conversations"][0]["value"] = "x" * 400
+    source = tmp_path / "long.json"
+    source.write_text(json.dumps(records))
+    plan, _ = planned(recipe_for(source, data={"heldout_fraction": 1.0}))
+    assert [prompt["question_id"] for prompt in plan.prompts] == ["doc1", "doc2", "doc3"]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def document(doc_id: str, length: int) -> Document:
+    mask = np.ones(length, np.uint8)
+    mask[0] = 0
+    return Document(doc_id, (np.arange(length) * 7 + len(doc_id)).astype(np.int32) % 256, mask)
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
+def test_batches_keep_the_budget_and_lose_nothing(lengths, budget):
+    documents = [document(f"d{number}", length) for number, length in enumerate(lengths)]
+    batches = list(length_sorted_batches(documents, budget))
+    flat = [d for batch in batches for d in batch]
+    assert sorted(d.doc_id for d in flat) == sorted(d.doc_id for d in documents)
+    assert [len(d.input_ids) for d in flat] == sorted(lengths, reverse=True)
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * len(batch[0].input_ids) <= budget
+    for batch, after in pairwise(batches):
+        assert (len(batch) + 1) * len(batch[0].input_ids) > budget, f"{after[0].doc_id} had room"
+
+
+def test_batches_do_not_depend_on_the_order_of_equally_long_dialogues():
+    documents = [document(f"d{number}", 5) for number in range(7)]
+    ids = [[[d.doc_id for d in b] for b in length_sorted_batches(given, 15)] for given in (documents, documents[::-1])]
+    assert ids[0] == ids[1]
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+def float_recipe(tiny_target: Path, source: Path, **features) -> Recipe:
+    return recipe_for(source, tiny_target, features={"stored_dtype": "float32", **features})
+
+
+def dumped(recipe: Recipe, folder: Path, tasks: list[ShardTask]) -> FeatureStore:
+    spec = feature_spec(recipe)
+    worker = FeatureWorker(recipe, folder, spec)
+    Manifest(spec, [worker.dump(task) for task in tasks], {}, complete=True).save(folder)
+    return FeatureStore(folder, tasks[0].split, spec)
+
+
+def first_task(recipe: Recipe) -> ShardTask:
+    return planned(recipe)[1][0]
+
+
+@pytest.mark.parametrize(("batch_tokens", "tolerance"), [(1, 0.0), (512, 1e-5)], ids=["one by one", "padded"])
+def test_features_are_the_targets_own_hidden_states(
+    tmp_path, source, tiny_target, loaded_target, batch_tokens, tolerance
+):
+    """Of the single unpadded dialogue, as transformers gives them; and the head makes the model's logits of them."""
+    recipe = float_recipe(tiny_target, source, batch_tokens=batch_tokens)
+    task = first_task(recipe)
+    assert len({len(d.input_ids) for d in task.documents}) > 1
+    store = dumped(recipe, tmp_path / "features", [task])
+    documents = {d.doc_id: d for d in task.documents}
+    assert {store.row(index).doc_id for index in range(len(store))} == set(documents)
+    for index in range(len(store)):
+        row = store.row(index)
+        document = documents[row.doc_id]
+        assert row.input_ids.tolist() == document.input_ids.tolist()
+        assert row.loss_mask.tolist() == document.loss_mask.tolist()
+        with torch.inference_mode():
+            tokens = torch.from_numpy(document.input_ids.astype(np.int64))[None]
+            out = loaded_target.model(input_ids=tokens, output_hidden_states=True)
+            logits = loaded_target.head(row.hidden_TD)
+        torch.testing.assert_close(row.hidden_TD, out.hidden_states[-1][0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(logits, out.logits[0], rtol=0, atol=20 * tolerance)
+
+
+def test_features_are_stored_in_the_recipes_dtype(tmp_path, source, tiny_target):
+    single, half = (
+        dumped(recipe, tmp_path / recipe.features.stored_dtype, [first_task(recipe)])
+        for recipe in (float_recipe(tiny_target, source, stored_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    )
+    for index in range(len(single)):
+        assert torch.equal(half.row(index).hidden_TD, single.row(index).hidden_TD.bfloat16())
+
+
+def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_target):
+    recipe = float_recipe(tiny_target, source)
+    task = first_task(recipe)
+    spec = feature_spec(recipe)
+    one, other = (FeatureWorker(recipe, tmp_path / name, spec) for name in ("one", "other"))
+    first = one.dump(task)
+    written = (tmp_path / "one" / first.name).read_bytes()
+    again = one.dump(ShardTask(task.split, task.index, task.documents[::-1]))
+    other.dump(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
+    third = other.dump(task)
+    assert first == again == third
+    assert (tmp_path / "one" / first.name).read_bytes() == written
+    assert (tmp_path / "other" / first.name).read_bytes() == written
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, source, tiny_target, value):
+    recipe = float_recipe(tiny_target, source)
+    task = first_task(recipe)
+    bad = task.documents[2]
+    worker = FeatureWorker(recipe, tmp_path / "features", feature_spec(recipe))
+    capture = worker._target.capture
+
+    def spoilt(tokens_BT):
+        hidden_BTD = capture(tokens_BT).clone()
+        for b, tokens in enumerate(tokens_BT.tolist()):
+            if tokens[: len(bad.input_ids)] == bad.input_ids.tolist():
+                hidden_BTD[b, len(bad.input_ids) - 1, 5] = value
+            else:
+                length = next(
+                    len(d.input_ids) for d in task.documents if d.input_ids.tolist() == tokens[: len(d.input_ids)]
+                )
+                hidden_BTD[b, length:] = value  # padding is nobody's feature
+        return hidden_BTD
+
+    worker._target.capture = spoilt
+    record = worker.dump(task)
+    assert record.rejected == {bad.doc_id: "features_not_finite"}
+    assert record.rows == len(task.documents) - 1
+    Manifest(feature_spec(recipe), [record], {}, complete=True).save(tmp_path / "features")
+    store = FeatureStore(tmp_path / "features", "train", feature_spec(recipe))
+    assert {store.row(index).doc_id for index in range(len(store))} == {d.doc_id for d in task.documents} - {bad.doc_id}
+
+
+def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, tiny_target):
+    """What is finite in the target's arithmetic may be infinite in float16."""
+    recipe = float_recipe(tiny_target, source, stored_dtype="float16")
+    task = first_task(recipe)
+    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
+    capture = worker._target.capture
+    worker._target.capture = lambda tokens_BT: capture(tokens_BT) * 1e6
+    record = worker.dump(task)
+    assert record.rows == 0
+    assert set(record.rejected) == {d.doc_id for d in task.documents}

@@ -1,0 +1,265 @@
+"""Which dialogues make up a step, and what the store's statistics are."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.batch import trained
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec, Row
+from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.recipe import TrainConfig
+from train.data import Batches, coverage, frequent_tokens, validation_batches
+
+WIDTH = 4
+SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
+
+
+def dialogue(number: int, tokens=None, mask=None) -> Row:
+    """By default all its tokens are its own number, which names it in a batch."""
+    generator = np.random.default_rng(number)
+    length = len(tokens) if tokens is not None else int(generator.integers(3, 12))
+    tokens = [number] * length if tokens is None else tokens
+    mask = generator.integers(0, 2, length) if mask is None else mask
+    hidden = torch.from_numpy(generator.standard_normal((length, WIDTH), dtype=np.float32))
+    return Row(f"doc{number}", np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.uint8), hidden)
+
+
+def store_of(folder, rows, split="train") -> FeatureStore:
+    """Spread over shards of seven rows."""
+    shards = [
+        write_shard(folder, split, index, SPEC, rows[first : first + 7], {})
+        for index, first in enumerate(range(0, len(rows), 7))
+    ]
+    Manifest(SPEC, shards, complete=True).save(folder)
+    return FeatureStore(folder, split, SPEC)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return store_of(tmp_path, [dialogue(number) for number in range(37)])
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(**{"epochs": 3, "global_batch": 8, "micro_batch": 2, **changes})
+
+
+def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batches:
+    return Batches(store, config(**changes), list(horizons), seed, rank, ranks)
+
+
+def numbers_in(batch) -> list[int]:
+    return batch.tokens_BT[:, 0].tolist()
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(store):
+    def order(seed):
+        one = batches(store, seed=seed)
+        return [one.rows_of(step) for step in range(one.steps)]
+
+    assert order(5) == order(5)
+    assert order(5) != order(6)
+    epochs = [order(5)[first : first + 4] for first in (0, 4, 8)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_an_epoch_uses_every_dialogue_at_most_once(store):
+    one = batches(store)
+    assert (one.steps_per_epoch, one.steps) == (4, 12)  # 37 dialogues: five stay out of each epoch
+    left_out = []
+    for epoch in range(3):
+        rows = [row for step in range(4 * epoch, 4 * epoch + 4) for row in one.rows_of(step)]
+        assert len(rows) == len(set(rows)) == 32
+        assert set(rows) <= set(range(37))
+        left_out.append(set(range(37)) - set(rows))
+    assert left_out[0] != left_out[1] != left_out[2]  # not always the same ones
+
+
+def test_a_step_can_be_asked_for_out_of_order(store):
+    one = batches(store)
+    wanted = one.rows_of(7)
+    one.rows_of(2)
+    assert one.rows_of(7) == wanted
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (1, 2), (2, 1), (8, 1)])
+def test_ranks_and_micro_batches_share_out_exactly_the_global_batch(store, ranks, micro):
+    reference = batches(store)
+    shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
+    for step in range(reference.steps):
+        found = []
+        for share in shares:
+            assert share.rows_of(step) == reference.rows_of(step)
+            parts = share.micro_batches(step)
+            assert len(parts) == share.accumulation == 8 // (ranks * micro)
+            assert all(len(part.tokens_BT) == micro for part in parts)
+            found += [number for part in parts for number in numbers_in(part)]
+        assert sorted(found) == sorted(reference.rows_of(step))
+
+
+def contents(parts):
+    """dialogue -> (features with their noise, labels, masks, totals), without the padding."""
+    out = {}
+    for part in parts:
+        for b, number in enumerate(numbers_in(part)):
+            n = len(dialogue(number).input_ids) - 1
+            masks = tuple(tuple(part.trained[h][b, :n].tolist()) for h in (1, 2))
+            hidden, labels = part.hidden_BTD[b, :n].flatten(), part.labels_BTD[b, :n].flatten()
+            out[number] = tuple(hidden.tolist()), tuple(labels.tolist()), masks, tuple(part.totals.items())
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 2), (1, 2)])
+def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro):
+    """Noise and totals included, to the bit."""
+    for step in (0, 3, 5):
+        reference = contents(batches(store, micro_batch=8).micro_batches(step))
+        parts = [
+            part
+            for rank in range(ranks)
+            for part in batches(store, rank=rank, ranks=ranks, micro_batch=micro).micro_batches(step)
+        ]
+        assert contents(parts) == reference and len(reference) == 8
+
+
+@pytest.mark.parametrize("rule", ["predicted", "legacy"])
+def test_totals_count_the_whole_global_batch(store, rule):
+    one = batches(store, rank=1, ranks=2, mask=rule)
+    for step in range(one.steps):
+        totals = [part.totals for part in one.micro_batches(step)]
+        for horizon in (1, 2):
+            want = sum(int(trained(dialogue(row).loss_mask, horizon, rule).sum()) for row in one.rows_of(step))
+            assert {total[horizon] for total in totals} == {want}
+
+
+def test_totals_by_hand(tmp_path):
+    masks = [[0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1], [0, 0, 0]]
+    rows = [dialogue(number, mask=mask, tokens=[number] * len(mask)) for number, mask in enumerate(masks)]
+    one = batches(store_of(tmp_path, rows), global_batch=4, micro_batch=1)
+    # t_2 and later count for horizon 1: 2 + 3; t_3 and later for horizon 2: 1 + 2
+    assert [part.totals for part in one.micro_batches(0)] == [{1: 5, 2: 3}] * 4
+
+
+def test_the_trained_positions_of_all_shares_sum_to_the_totals(store):
+    parts = [part for rank in range(2) for part in batches(store, rank=rank, ranks=2).micro_batches(1)]
+    for horizon in (1, 2):
+        assert sum(int(part.trained[horizon].sum()) for part in parts) == parts[0].totals[horizon]
+
+
+def test_the_longest_dialogues_share_a_micro_batch(store):
+    one = batches(store)
+    for step in range(one.steps):
+        lengths = [len(dialogue(row).input_ids) for row in one.rows_of(step)]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_noise_differs_by_epoch_and_can_be_switched_off(store):
+    noisy, clean = batches(store, noise=0.5), batches(store, noise=0)
+
+    def offsets(step):
+        got, plain = contents(noisy.micro_batches(step)), contents(clean.micro_batches(step))
+        assert all(got[number][1:] == plain[number][1:] for number in got)  # labels, masks, totals
+        return {number: np.array(got[number][0]) - np.array(plain[number][0]) for number in got}
+
+    first, later = offsets(0), {}
+    for step in range(4, 8):
+        later |= offsets(step)
+    common = first.keys() & later.keys()
+    assert common and all(not np.array_equal(first[number], later[number]) for number in common)
+    assert all(0.1 < np.abs(offset).max() <= 0.5 + 1e-6 for offset in first.values())
+    for number, (hidden, *_) in contents(clean.micro_batches(0)).items():
+        assert hidden == tuple(dialogue(number).hidden_TD[:-1].flatten().tolist())
+
+
+def test_reading_ahead_gives_the_same_batches_from_any_step(store):
+    one = batches(store)
+    for first in (0, 5, 11, 12):
+        got = list(one.from_step(first))
+        assert [step for step, _ in got] == list(range(first, 12))
+        assert all(contents(parts) == contents(one.micro_batches(step)) for step, parts in got)
+
+
+def test_documents_names_the_dialogues_of_a_step(store):
+    one = batches(store)
+    assert one.documents(3) == [f"doc{row}" for row in one.rows_of(3)]
+
+
+def test_too_few_dialogues_are_refused(tmp_path):
+    few = store_of(tmp_path, [dialogue(number) for number in range(7)])
+    with pytest.raises(PipelineError, match=r"7 training dialogues do not fill one global batch of 8"):
+        batches(few)
+    assert batches(few, global_batch=7, micro_batch=7).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(3, 1), (2, 8), (1, 3), (16, 1)])
+def test_a_global_batch_that_cannot_be_shared_out_is_refused(store, ranks, micro):
+    with pytest.raises(
+        PipelineError, match=rf"global_batch=8 is no multiple of micro_batch x ranks = {micro} x {ranks}"
+    ):
+        batches(store, ranks=ranks, micro_batch=micro)
+
+
+# -- validation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 17])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 4), (3, 2), (4, 1)])
+def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, count, ranks, micro):
+    store = store_of(tmp_path, [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)])
+    shares = [list(validation_batches(store, config(micro_batch=micro), [1, 2], rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    seen = []
+    for share in shares:
+        for batch in share:
+            assert batch.totals == {1: 1, 2: 1}
+            assert len(batch.tokens_BT) <= micro
+            trained_rows = batch.trained[1].any(1)
+            assert trained_rows.all() or not (batch.trained[1].any() or batch.trained[2].any())
+            seen += torch.tensor(numbers_in(batch))[trained_rows].tolist()
+    assert sorted(seen) == list(range(count))
+
+
+def test_validation_has_no_noise(tmp_path):
+    store = store_of(tmp_path, [dialogue(0), dialogue(1)], "train")
+    (batch,) = validation_batches(store, config(noise=0.5), [1], 0, 1)
+    for b in (0, 1):
+        clean = dialogue(b).hidden_TD[:-1]
+        assert torch.equal(batch.hidden_BTD[b, : len(clean)], clean)
+
+
+# -- the reduced vocabulary -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """Assistant tokens: 7 three times, 2 and 5 and 9 twice, 3 once; 1 only in questions."""
+    return store_of(
+        tmp_path,
+        [
+            dialogue(0, [1, 1, 1, 7, 9, 2], [0, 0, 0, 1, 1, 1]),
+            dialogue(1, [1, 7, 5, 9, 5], [0, 1, 1, 1, 1]),
+            dialogue(2, [3, 2, 7, 8], [1, 1, 1, 0]),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "want"),
+    [
+        (1, [7]),
+        (2, [2, 7]),  # 2, 5 and 9 tie: the smaller id goes first
+        (3, [2, 5, 7]),
+        (4, [2, 5, 7, 9]),
+        (5, [2, 3, 5, 7, 9]),
+        (7, [0, 1, 2, 3, 5, 7, 9]),  # those that never occur tie, too
+        (12, list(range(12))),
+    ],
+)
+def test_frequent_tokens(counted, size, want):
+    got = frequent_tokens(counted, 12, size)
+    assert (got.dtype, got.tolist()) == (torch.long, want)
+
+
+@pytest.mark.parametrize(("ids", "share"), [([7], 3 / 10), ([2, 7], 5 / 10), ([2, 3, 5, 7, 9], 1.0), ([1, 8], 0.0)])
+def test_coverage_is_the_share_of_assistant_tokens(counted, ids, share):
+    assert coverage(counted, torch.tensor(ids)) == share
