@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import fsspec
-import httpx
+import httpx2
 import ijson
 
 from pipeline import embedded
@@ -72,7 +72,7 @@ def read_records(source: str, tail: Tail) -> Iterator[Any]:
                 tail.torn_after = count
                 return
             else:
-                why = f"it is damaged after {count} whole records"
+                why = f"it is damaged after {count} records"
             raise PipelineError(_not_sharegpt(source, f"{why} ({str(error).splitlines()[0]})")) from None
     if count == 0:
         raise PipelineError(_not_sharegpt(source, "it is JSON, but no list of records"))
@@ -95,7 +95,7 @@ def _open(source: str) -> BinaryIO:
         return fsspec.open(source, "rb").open()
     except FileNotFoundError:
         raise PipelineError(f"data.source {source} does not exist") from None
-    except (OSError, ValueError, ImportError, httpx.HTTPError) as error:
+    except (OSError, ValueError, ImportError, httpx2.HTTPError) as error:
         raise PipelineError(f"data.source {source} cannot be opened: {error}") from None
 
 

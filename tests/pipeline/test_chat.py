@@ -107,7 +107,6 @@ def test_white_space_inside_an_answer_is_marked(tokenizer):
     assert masked_runs(tokenizer, encode(tokenizer, messages, 1000)) == ["  if x:\n    y \n<|end|>"]
 
 
-@pytest.mark.xfail(strict=True, reason="zero-width offsets of trimmed white space are taken for no characters")
 def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
     """ByteLevel's trim_offsets gives a token of blanks alone an empty span."""
     tokenizer = byte_tokenizer()
