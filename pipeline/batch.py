@@ -37,8 +37,12 @@ def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
     """
     inputs = len(loss_mask) - 1
     out = np.zeros(inputs, dtype=bool)
-    exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
-    out[:exist] = loss_mask[1 + horizon :] if rule == "predicted" else loss_mask[:exist]
+    if rule == "predicted":
+        exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
+        out[:exist] = loss_mask[1 + horizon :]
+    else:
+        exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
+        out[:exist] = loss_mask[:exist]
     return out
 
 

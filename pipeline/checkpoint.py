@@ -70,15 +70,17 @@ def read_config(folder: Path) -> Saved:
             f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
         )
     raw = read_json(path)
-    if raw.get("format_version") != VERSION:
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != VERSION:
         raise PipelineError(
-            f"{path}: format_version is {raw.get('format_version')!r}, expected {VERSION}: it is no draft checkpoint of this "
+            f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this "
             "project, or of another version of it"
         )
     try:
         config = TypeAdapter(DraftConfig).validate_python(raw["draft"])
+        raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         return Saved(config, raw["shapes"], raw["target"], raw["train_hash"], raw["weights_sha256"], raw["training"])
-    except (KeyError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 
 

@@ -26,17 +26,21 @@ class Chance(Protocol):
 
 
 class Sampler:
-    """The seeded generator."""
+    """One seeded generator, on the CPU whatever the device, for coins and draws alike."""
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu"):
-        self._coins = torch.Generator().manual_seed(seed)
-        self._draws = torch.Generator(device).manual_seed(seed)
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _uniform(self) -> float:
+        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
     def accept(self, probability: float) -> bool:
-        return torch.rand((), generator=self._coins, dtype=torch.float64).item() < probability
+        return self._uniform() < probability
 
     def draw(self, p_V: Tensor) -> int:
-        return int(torch.multinomial(p_V, 1, generator=self._draws))
+        """Inverse of the cumulative distribution: the first token whose cumulated mass exceeds a uniform number."""
+        cumulated_V = p_V.double().cumsum(0)
+        return int(torch.searchsorted(cumulated_V, self._uniform() * cumulated_V[-1], right=True))
 
 
 def accept_greedy(tree: Tree, best_N: list[int]) -> tuple[list[int], int]:
@@ -58,7 +62,7 @@ def accept_sampled(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int],
         for child in children[node]:
             token = tree.tokens[child]
             probability = p_V[token].item()
-            if probability <= 0:  # outside top-k or top-p, nothing to reject
+            if not probability > 0:  # outside top-k or top-p, or (0/0) no mass is left: nothing to reject
                 continue
             if chance.accept(probability):
                 accepted = child

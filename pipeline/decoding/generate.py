@@ -91,7 +91,7 @@ def _prefill(target: Target, prompt: list[int], spare: int):
 @torch.inference_mode()
 def plain(target: Target, prompt: list[int], sampling: Sampling) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
-    chance = Sampler(sampling.seed, target.device)
+    chance = Sampler(sampling.seed)
     cache, _, logits_V = _prefill(target, prompt, sampling.max_new_tokens)
     clock = _Clock(target.device)
     begin = clock.now()
@@ -109,7 +109,7 @@ def speculative(
 ) -> Generation:
     """Draft, verify, accept, until the stop rule holds. The output is distributed exactly as `plain`'s."""
     spec = draft.config.tree
-    chance = Sampler(sampling.seed, target.device)
+    chance = Sampler(sampling.seed)
     cache, hidden_TD, logits_V = _prefill(target, prompt, sampling.max_new_tokens + spec.depth)
     clock = _Clock(target.device)
     begin = clock.now()
