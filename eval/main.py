@@ -18,7 +18,7 @@ from eval.prompts import load_prompts
 from pipeline import checkpoint, entry
 from pipeline.drafts import Draft, parameter_count
 from pipeline.files import read_json, sha256, write_json, write_text
-from pipeline.provenance import provenance
+from pipeline.provenance import provenance, write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import Ends, Target, fingerprint, pack_linears
 
@@ -87,6 +87,7 @@ def measure(recipe: Recipe) -> dict:
         "table": report.table(entries),
         "plots": [path.name for path in drawn],
     }
+    write_provenance(folder, recipe)
     write_text(folder / "table.md", measured["table"] + "\n")
     write_json(folder / publish.REPORT, measured)
     return measured

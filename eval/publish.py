@@ -38,9 +38,10 @@ def build_release(recipe: Recipe) -> Path:
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    for file in (checkpoint.WEIGHTS, checkpoint.CONFIG, "provenance.json", "recipe.json"):
+    for file in (checkpoint.WEIGHTS, checkpoint.CONFIG, "provenance.json"):
         shutil.copy(source / file, building / file)
-    shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+    for file in (REPORT, "recipe.json"):  # the recipe as it was when measured, decoding trees included
+        shutil.copy(recipe.eval_dir / file, building / file)
     drawn = [recipe.eval_dir / plot for plot in measured["plots"]]
     for plot in drawn:
         shutil.copy(plot, building / plot.name)
@@ -92,6 +93,9 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         packed=recipe.eval.pack_linears,
         max_new_tokens=recipe.eval.max_new_tokens,
         repeats=recipe.eval.repeats,
+        sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
+        sampled_repeats=recipe.eval.sampled_repeats,
+        note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
         table=measured["table"],
         explanation=report.explain(),
         others=sorted(set(recipe.draft) - {recipe.publish.draft}),

@@ -250,6 +250,7 @@ def _start_ray(recipe: Recipe) -> None:
     settings = recipe.features
     ray.init(
         address="local",
+        _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
         num_cpus=max(settings.workers * settings.cpus_per_worker, 1),
         include_dashboard=False,
         logging_level="warning",

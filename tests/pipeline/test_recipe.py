@@ -331,6 +331,8 @@ def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
 
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):
-    recipe = load_recipe(recipe_file, ["draft.flat.kind=jakiro", "draft.flat.tree={depth=1, top_k=4, nodes=5, hybrid=false}"])
+    recipe = load_recipe(
+        recipe_file, ["draft.flat.kind=jakiro", "draft.flat.tree={depth=1, top_k=4, nodes=5, hybrid=false}"]
+    )
     assert recipe.train_hash("flat") == recipe.train_hash("main")
     assert recipe.train_hash("other") != recipe.train_hash("main")

@@ -1,0 +1,102 @@
+"""A Hub on the loopback interface: just what huggingface_hub asks of the real one when it uploads a folder."""
+
+import base64
+import hashlib
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+
+class Hub:
+    """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in."""
+
+    def __init__(self, token: str = "hf_test"):
+        self.files: dict[str, bytes] = {}
+        self.created: list[dict] = []
+        self.requests: list[str] = []
+        self.token, self._objects = token, {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "Hub":
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(hub):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") == "chunked":
+                    parts = []
+                    while size := int(self.rfile.readline(), 16):
+                        parts.append(self.rfile.read(size))
+                        self.rfile.readline()
+                    self.rfile.readline()
+                    return b"".join(parts)
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+            def answer(self, value: object, status: int = 200) -> None:
+                content = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                hub.requests.append(f"GET {self.path}")
+                self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": []})
+
+            def do_PUT(self) -> None:
+                hub._objects[self.path.removeprefix("/objects/")] = self.body()
+                self.answer({})
+
+            def do_POST(self) -> None:
+                body = self.body()
+                hub.requests.append(f"POST {self.path}")
+                if self.path != "/api/validate-yaml" and self.headers.get("Authorization") != f"Bearer {hub.token}":
+                    self.answer({"error": "Invalid credentials"}, 401)
+                elif self.path == "/api/repos/create":
+                    hub.created.append(json.loads(body))
+                    self.answer({"url": f"{hub.url}/me/draft", "id": "me/draft", "name": "me/draft"})
+                elif self.path == "/api/validate-yaml":
+                    self.answer({"errors": [], "warnings": []})
+                elif "/preupload/" in self.path:
+                    self.answer({"files": [self.mode(file) for file in json.loads(body)["files"]]})
+                elif self.path.endswith("/info/lfs/objects/batch"):
+                    self.answer(
+                        {"transfer": "basic", "objects": [self.lfs(item) for item in json.loads(body)["objects"]]}
+                    )
+                elif "/commit/" in self.path:
+                    self.commit(body)
+                else:
+                    self.answer({"error": f"not taught: {self.path}"}, 404)
+
+            def mode(self, file: dict) -> dict:
+                large = file["path"].endswith((".safetensors", ".png"))
+                return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+
+            def lfs(self, item: dict) -> dict:
+                upload = {"href": f"{hub.url}/objects/{item['oid']}"}
+                return {"oid": item["oid"], "size": item["size"], "actions": {"upload": upload}}
+
+            def commit(self, body: bytes) -> None:
+                for line in body.decode().splitlines():
+                    entry = json.loads(line)
+                    value = entry["value"]
+                    if entry["key"] == "file":
+                        hub.files[value["path"]] = base64.b64decode(value["content"])
+                    elif entry["key"] == "lfsFile":
+                        content = hub._objects[value["oid"]]
+                        assert hashlib.sha256(content).hexdigest() == value["oid"]
+                        hub.files[value["path"]] = content
+                sha = "1" * 40
+                self.answer({"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True})
+
+        return Handler
