@@ -12,7 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 
 from dataclasses import asdict
 
-from eval import publish, report
+from eval import plots, publish, report
 from eval.bench import Bench
 from eval.prompts import load_prompts
 from pipeline import checkpoint, entry
@@ -77,7 +77,7 @@ def measure(recipe: Recipe) -> dict:
     write_text(folder / "records.jsonl", "".join(f"{json.dumps(asdict(record))}\n" for record in bench.records))
     entries = report.results(bench)
     metrics = {name: recipe.draft_dir(name) / "metrics.jsonl" for name in drafts}
-    drawn = report.plots(entries, metrics, folder)
+    drawn = plots.draw(entries, metrics, folder)
     measured = {
         "name": recipe.name,
         "provenance": provenance(recipe),

@@ -1,27 +1,19 @@
-"""Raw records -> pooled figures with intervals -> report.json, a table, plots. Ratios are formed here, once.
+"""Raw records -> pooled figures with intervals -> the report's entries and its table. Ratios are formed here, once.
 
 Definitions, repeated in every report: tau is `pipeline.decoding.accept.Acceptance.tau`, pooled over all answers. Speed-up
 is plain decoding's seconds per token over the draft's, pooled over the same prompts and repeats of the same process.
 Intervals are 95% bootstrap intervals over prompts. No speed figure is given where the losslessness gate failed.
 """
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from scipy.stats import bootstrap
 
 from eval.bench import EXACT, PLAIN, Bench, Gate, Record
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.errors import PipelineError
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
 
 
 def interval(statistic, *samples: np.ndarray) -> list[float] | None:
@@ -197,117 +189,3 @@ def explain() -> str:
         "The legacy count (one pass fewer, tokens after the stop token kept) is that of the released scripts of this line "
         "of papers, given for comparison with their tables only."
     )
-
-
-# -- plots -----------------------------------------------------------------------------------------------------------
-
-
-def plots(entries: list[dict], metrics: dict[str, Path], folder: Path) -> list[Path]:
-    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_plot_depth(entries, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
-    plt.close("all")
-    return drawn
-
-
-def _save(figure, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return path
-
-
-def _plot_depth(entries: list[dict], folder: Path) -> Path:
-    shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
-    benchmarks = sorted({entry["benchmark"] for entry in shown})
-    drafts = sorted({entry["draft"] for entry in shown})
-    figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.6), sharey=True, squeeze=False)
-    for axis, benchmark in zip(axes[0], benchmarks, strict=True):
-        for entry in (e for e in shown if e["benchmark"] == benchmark):
-            rates = entry["acceptance_by_depth"]
-            axis.plot(
-                range(1, len(rates) + 1),
-                rates,
-                "o-",
-                label=entry["draft"],
-                color=COLOURS[drafts.index(entry["draft"]) % 6],
-            )
-        axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1))
-        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accepted, given the depth before")
-    axes[0][0].legend()
-    return _save(figure, folder / "acceptance_by_depth.png")
-
-
-def _plot_bars(entries: list[dict], folder: Path) -> Path:
-    drafts = sorted({entry["draft"] for entry in entries})
-    groups = list(dict.fromkeys((entry["benchmark"], entry["temperature"]) for entry in entries))
-    figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 3.8))
-    width = 0.8 / len(drafts)
-    for axis, (value, bounds, label) in zip(
-        axes,
-        [
-            ("tau", "tau_interval", "tau (tokens per target pass)"),
-            ("speedup", "speedup_interval", "speed-up over plain"),
-        ],
-        strict=True,
-    ):
-        for number, draft in enumerate(drafts):
-            chosen = {(e["benchmark"], e["temperature"]): e for e in entries if e["draft"] == draft}
-            heights = [chosen[g][value] or 0 for g in groups]
-            ends = [chosen[g].get(bounds) or [h, h] for g, h in zip(groups, heights, strict=True)]
-            errors = [
-                [h - low for h, (low, _) in zip(heights, ends, strict=True)],
-                [high - h for h, (_, high) in zip(heights, ends, strict=True)],
-            ]
-            places = np.arange(len(groups)) + number * width
-            axis.bar(places, heights, width * 0.92, label=draft, color=COLOURS[number % 6])
-            axis.errorbar(places, heights, np.maximum(errors, 0), fmt="none", ecolor="black", capsize=3, lw=1)
-        axis.axhline(1, color="grey", lw=1, ls="--")
-        axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
-        axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
-    axes[0].legend()
-    return _save(figure, folder / "tau_and_speed.png")
-
-
-def _plot_losses(metrics: dict[str, Path], folder: Path) -> Path:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    for number, (name, path) in enumerate(sorted(metrics.items())):
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        colour = COLOURS[number % 6]
-        train = [line for line in lines if line["kind"] == "train"]
-        held = [line for line in lines if line["kind"] == "validation"]
-        tokens = {line["step"]: line["trained_tokens"] for line in train}
-        for axis, key in zip(axes, ("next_classification", "next_agreement"), strict=True):
-            if train:
-                smooth = _smoothed([line[key] for line in train])
-                axis.plot(
-                    [line["trained_tokens"] for line in train],
-                    smooth,
-                    color=colour,
-                    lw=1,
-                    alpha=0.6,
-                    label=f"{name}, training",
-                )
-            axis.plot(
-                [tokens[line["step"]] for line in held],
-                [line[key] for line in held],
-                "o-",
-                ms=4,
-                color=colour,
-                label=f"{name}, held out",
-            )
-    axes[0].set(xlabel="trained tokens", ylabel="cross-entropy, next token")
-    axes[1].set(xlabel="trained tokens", ylabel="top-1 agreement with the target")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    return _save(figure, folder / "loss_curves.png")
-
-
-def _smoothed(values: list[float], window: int = 20) -> np.ndarray:
-    """Trailing mean over at most `window` steps."""
-    sums = np.cumsum([0.0, *values])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[begins]) / (ends - begins)
