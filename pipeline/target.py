@@ -3,6 +3,7 @@
 Works on any full-attention `AutoModelForCausalLM` through its own forward; holds no private copy of a model.
 """
 
+import copy
 import hashlib
 import json
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ class Ends:
     fingerprint: str
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
-        return Ends(self.embedding_VD.to(device, dtype), self.head.to(device, dtype), self.fingerprint)
+        head = copy.deepcopy(self.head).to(device, dtype)  # Module.to moves in place, and the head may be the target's
+        return Ends(self.embedding_VD.to(device, dtype), head, self.fingerprint)
 
 
 def weight_files(where: Source) -> dict[str, Path]:

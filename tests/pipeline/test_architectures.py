@@ -100,3 +100,10 @@ def test_a_tokenizer_without_a_template_is_refused_and_a_template_file_helps(tmp
     (tmp_path / "own.jinja").write_text(template)
     helped = TargetConfig(model=str(tmp_path), device="cpu", chat_template=str(tmp_path / "own.jinja"))
     assert Target(helped, "float32").tokenizer.chat_template == template.rstrip("\n")
+
+
+def test_moving_the_ends_leaves_the_target_as_it_was(loaded_target):
+    ends = Ends(loaded_target.embedding_VD, loaded_target.head, "mark")
+    moved = ends.to(torch.device("cpu"), torch.bfloat16)
+    assert moved.head.linear.weight.dtype == moved.embedding_VD.dtype == torch.bfloat16
+    assert loaded_target.head.linear.weight.dtype == ends.embedding_VD.dtype == torch.float32
