@@ -17,6 +17,7 @@ from eval.bench import Bench
 from eval.prompts import load_prompts
 from pipeline import checkpoint, entry
 from pipeline.drafts import Draft, parameter_count
+from pipeline.errors import PipelineError
 from pipeline.files import read_json, sha256, write_json, write_text
 from pipeline.provenance import provenance, write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
@@ -29,6 +30,7 @@ def load_drafts(recipe: Recipe, target: Target) -> dict[str, Draft]:
     ends = Ends(target.embedding_VD, target.head, mark)
     drafts = {}
     for name, config in sorted(recipe.draft.items()):
+        checkpoint.require_trained_under(recipe, name)
         draft = checkpoint.load(recipe.draft_dir(name), mark, config.tree).to(target.device, target.dtype)
         draft.bind(ends)
         drafts[name] = draft
@@ -36,7 +38,11 @@ def load_drafts(recipe: Recipe, target: Target) -> dict[str, Draft]:
 
 
 def pack(target: Target, drafts: dict[str, Draft]) -> None:
-    """The same packed kernels for everything that decodes."""
+    """The same packed kernels for everything that decodes. Raises PipelineError where there are none."""
+    if target.device.type != "cpu":
+        raise PipelineError(
+            f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
+        )
     for draft in drafts.values():
         pack_linears(draft)
         if draft.ends.head is not target.head:
@@ -49,7 +55,8 @@ def measured_already(recipe: Recipe, path: Path) -> bool:
     if not path.exists():
         return False
     found = read_json(path)
-    weights = {name: sha256(recipe.draft_dir(name) / checkpoint.WEIGHTS) for name in recipe.draft}
+    files = {name: recipe.draft_dir(name) / checkpoint.WEIGHTS for name in recipe.draft}
+    weights = {name: sha256(file) if file.exists() else None for name, file in files.items()}
     same_weights = {name: facts["weights_sha256"] for name, facts in found["drafts"].items()} == weights
     return same_weights and found["provenance"]["recipe_hash"] == recipe.hash
 
@@ -84,6 +91,7 @@ def measure(recipe: Recipe) -> dict:
         "definitions": report.explain(),
         "drafts": facts,
         "results": entries,
+        "prompts_left_out": bench.left_out,  # too long for the target's positions
         "table": report.table(entries),
         "plots": [path.name for path in drawn],
     }
@@ -100,6 +108,8 @@ def main() -> None:
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.push:
+        publish.require_repository_name(arguments.push)
     path = recipe.eval_dir / publish.REPORT
     measured = read_json(path) if measured_already(recipe, path) else measure(recipe)
     print(measured["table"])

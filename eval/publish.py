@@ -4,9 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import jinja2
 from huggingface_hub import HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from eval import report
 from pipeline import checkpoint, embedded
@@ -16,7 +18,7 @@ from pipeline.provenance import public_name
 from pipeline.recipe import Recipe
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-REPORT, CARD = "report.json", "README.md"
+REPORT, CARD, TEMPLATE_FILE = "report.json", "README.md", "chat_template.jinja"
 _DESCRIPTIONS = {
     "eagle": "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,",
     "jakiro": "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,",
@@ -42,6 +44,8 @@ def build_release(recipe: Recipe) -> Path:
         shutil.copy(source / file, building / file)
     for file in (REPORT, "recipe.json"):  # the recipe as it was when measured, decoding trees included
         shutil.copy(recipe.eval_dir / file, building / file)
+    if recipe.target.chat_template:
+        shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
     drawn = [recipe.eval_dir / plot for plot in measured["plots"]]
     for plot in drawn:
         shutil.copy(plot, building / plot.name)
@@ -95,6 +99,9 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         repeats=recipe.eval.repeats,
         sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
         sampled_repeats=recipe.eval.sampled_repeats,
+        chat_template=TEMPLATE_FILE if recipe.target.chat_template else None,
+        trust_remote_code=recipe.target.trust_remote_code,
+        left_out=measured["prompts_left_out"],
         note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
         table=measured["table"],
         explanation=report.explain(),
@@ -105,10 +112,18 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
     return f"---\n{head.to_yaml()}\n---\n\n{body}"
 
 
-def push(release: Path, repository: str, private: bool) -> str:
-    """Uploads the release folder; returns its address. The token is huggingface_hub's own (HF_TOKEN or its login)."""
+def require_repository_name(repository: str) -> None:
+    """Raises PipelineError when `repository` is no OWNER/NAME that the Hub can hold; asks nobody."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise PipelineError(f"--push {repository!r}: {error}") from None
     if repository.count("/") != 1:
         raise PipelineError(f"--push {repository!r}: expected OWNER/NAME")
+
+
+def push(release: Path, repository: str, private: bool) -> str:
+    """Uploads the release folder; returns its address. The token is huggingface_hub's own (HF_TOKEN or its login)."""
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -119,5 +134,10 @@ def push(release: Path, repository: str, private: bool) -> str:
         status = error.response.status_code if error.response is not None else "no answer"
         raise PipelineError(
             f"the Hub refused the upload to {repository} ({status}): check the name and that HF_TOKEN may write there"
+        ) from None
+    except (OSError, httpx2.HTTPError) as error:  # no network, HF_HUB_OFFLINE
+        raise PipelineError(
+            f"the Hub cannot be reached to upload to {repository} ({type(error).__name__}). The release stays in {release}: "
+            "run the same command again, it measures nothing twice"
         ) from None
     return str(found.commit_url)

@@ -11,10 +11,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +50,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     broken = [shard.name for shard in manifest.shards if damage(folder, shard, checksum=False)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
-    if not manifest.complete:
+    if not manifest.complete or not (folder / "heldout_prompts.jsonl").exists():
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
 
@@ -95,11 +98,18 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )
     ranks = ["--num_accelerators", str(recipe.train.ranks)] if recipe.train.ranks else []
+    ranks += ["--master_port", str(_free_port())]  # two runs on one machine do not meet
     return [
         Stage("preprocess", [sys.executable, str(ROOT / "preprocess/dump_features.py"), *arguments], features_state),
         Stage("train", [deepspeed, *ranks, str(ROOT / "train/main.py"), *arguments], train_state),
         Stage("eval", [sys.executable, str(ROOT / "eval/main.py"), *arguments], eval_state),
     ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run(recipe_path: str, overrides: list[str]) -> None:
@@ -146,16 +156,18 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, display: Progress) -> No
     if recipe.target.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     with log.open("w") as output, channel.open() as reports:
-        process = subprocess.Popen(stage.command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            stage.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         bars: dict[str, TaskID] = {}
         try:
             while process.poll() is None:
                 _draw(stage.name, reports, bars, display)
                 time.sleep(0.3)
-        except BaseException:
-            process.terminate()
+        finally:  # whatever ends this process: no rank, actor or launcher stays behind
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             process.wait()
-            raise
         _draw(stage.name, reports, bars, display)
     for bar in bars.values():
         display.remove_task(bar)
@@ -167,9 +179,10 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, display: Progress) -> No
 
 
 def _draw(stage: str, reports, bars: dict[str, TaskID], display: Progress) -> None:
-    for line in reports:
-        if not line.endswith("\n"):
-            break  # the rest comes with the next look
+    while line := reports.readline():
+        if not line.endswith("\n"):  # written in part: read again at the next look
+            reports.seek(reports.tell() - len(line.encode()))
+            break
         report = json.loads(line)
         what = report["what"]
         if what not in bars:
@@ -215,6 +228,7 @@ def main() -> None:
         add_recipe_arguments(command)
         command.set_defaults(function=function)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running stage is ended, too
     arguments.function(arguments.recipe, arguments.overrides)
 
 

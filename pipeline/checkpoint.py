@@ -43,7 +43,10 @@ def save(
     (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
     contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     with atomic_path(folder / WEIGHTS) as temporary:
-        save_file(contiguous, temporary, metadata={"format": "pt"})
+        try:
+            save_file(contiguous, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # also wraps the system's errors
+            raise PipelineError(f"{folder / WEIGHTS} cannot be written: {error}. Make room and run again") from None
     target = recipe.target
     config = {
         "format_version": VERSION,
@@ -84,6 +87,18 @@ def read_config(folder: Path) -> Saved:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 
 
+def require_trained_under(recipe: Recipe, name: str) -> Saved:
+    """The recipe's draft `name`. Raises PipelineError when it is missing or was trained under other settings."""
+    folder = recipe.draft_dir(name)
+    saved = read_config(folder)
+    if saved.train_hash != recipe.train_hash(name):
+        raise PipelineError(
+            f"{folder} holds a draft trained with other settings (hash {saved.train_hash}, this recipe has "
+            f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
+        )
+    return saved
+
+
 def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) -> Draft:
     """The draft with its weights, on CPU in their stored dtype; `bind` it before use.
 
@@ -101,11 +116,11 @@ def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) 
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
     config = saved.config if tree is None else saved.config.model_copy(update={"tree": tree})
-    draft = build(config, saved.shapes)
     try:
+        draft = build(config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)
-    except (SafetensorError, RuntimeError) as error:
-        raise PipelineError(f"{path} does not fit its config.json: {error}") from None
+    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
     dtype = weights["fc.weight"].dtype
     return draft.to(dtype).eval().requires_grad_(False)

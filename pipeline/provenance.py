@@ -6,6 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import torch
 
@@ -29,9 +30,9 @@ def revision() -> str:
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def hardware() -> str:
-    """One line: accelerators if any, else the processor and the cores this process may use."""
-    if torch.cuda.is_available():
+def hardware(device: str) -> str:
+    """One line: for device "cpu" the processor and the cores this process may use, else the accelerators it sees."""
+    if device != "cpu" and torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -54,7 +55,7 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
         "recipe": recipe.name,
         "recipe_hash": recipe.hash,
         "code_revision": revision(),
-        "hardware": hardware(),
+        "hardware": hardware(recipe.target.device),
         "python": platform.python_version(),
         "versions": versions,
         **facts,
@@ -62,16 +63,26 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
-    """Writes provenance.json and the resolved recipe.json (without the run's folder) into `folder`."""
-    resolved = recipe.model_dump(mode="json")
-    resolved["output"] = f"runs/{recipe.name}"  # where the run lay is private
-    for section, key in (("target", "model"), ("data", "source")):
-        resolved[section][key] = public_name(resolved[section][key])
+    """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
+    resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     write_json(folder / "provenance.json", provenance(recipe, **facts))
     write_json(folder / "recipe.json", resolved)
 
 
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return public_name(value) if isinstance(value, str) else value
+
+
 def public_name(source: str) -> str:
-    """A model or data address without the private part of a local path."""
+    """A model or data address without the private part of a local path, and without a URL's credentials and query."""
+    if "://" in source:
+        parts = urlsplit(source)
+        if parts.scheme == "file":
+            return Path(parts.path).name
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
     path = Path(source).expanduser()
-    return path.name if path.is_absolute() or path.exists() else source
+    return path.name if path.is_absolute() or ".." in path.parts or path.exists() else source

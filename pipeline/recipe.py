@@ -159,11 +159,13 @@ class TrainConfig(Section):
     noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
     mask: Literal["predicted", "legacy"] = "predicted"  # legacy: train where t_i, not t_{i+1+h}, is the assistant's
     dtype: Dtype = "bfloat16"
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     checkpoint_every: Positive = 500  # steps
     validate_every: Positive = 500
     verify_checksums: bool = True
-    deepspeed: dict[str, Any] = {}  # merged over the derived DeepSpeed configuration
+    deepspeed: dict[
+        str, Any
+    ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
 
 
 class BenchmarkConfig(Section):
@@ -175,7 +177,7 @@ class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
-    temperatures: list[Annotated[float, Field(ge=0)]] = [0.0, 1.0]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Positive = 512
@@ -196,7 +198,7 @@ class PublishConfig(Section):
 class Recipe(Section):
     name: str
     output: str  # folder of the run
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     target: TargetConfig
     data: DataConfig
     features: FeaturesConfig = FeaturesConfig()
@@ -215,6 +217,17 @@ class Recipe(Section):
             raise ValueError(
                 f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
             )
+        if self.train.global_batch % (self.train.micro_batch * (self.train.ranks or 1)):
+            raise ValueError(
+                f"train.global_batch={self.train.global_batch} is no multiple of micro_batch x ranks = "
+                f"{self.train.micro_batch} x {self.train.ranks}"
+            )
+        for name, benchmark in self.eval.benchmarks.items():
+            if benchmark.source == "heldout" and (benchmark.prompts or 0) > self.data.heldout_prompts:
+                raise ValueError(
+                    f"eval.benchmarks.{name}.prompts={benchmark.prompts} is more than data.heldout_prompts="
+                    f"{self.data.heldout_prompts}, which the dump keeps"
+                )
         return self
 
     @property
@@ -227,16 +240,14 @@ class Recipe(Section):
         """What the feature shards depend on: how many workers wrote them, and on which device, is not part of it."""
         features = self.features.model_dump(mode="json", exclude={"workers", "gpus_per_worker"})
         target = self.target.model_dump(mode="json", exclude={"device"})
-        return digest(
-            {"seed": self.seed, "target": target, "data": self.data.model_dump(mode="json"), "features": features}
-        )
+        return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 
     def train_hash(self, draft: str) -> str:
         """What one draft's weights depend on. Its decoding tree, the number of ranks and schedules of I/O are not."""
         schedules = {"ranks", "checkpoint_every", "validate_every", "verify_checksums"}
         train = self.train.model_dump(mode="json", exclude=schedules)
         config = self.draft[draft].model_dump(mode="json", exclude={"tree"})
-        return digest({"dump": self.dump_hash, "draft": config, "train": train})
+        return digest({"dump": self.dump_hash, "seed": self.seed, "draft": config, "train": train})
 
     @property
     def run_dir(self) -> Path:

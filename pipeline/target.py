@@ -6,6 +6,8 @@ Works on any full-attention `AutoModelForCausalLM` through its own forward; hold
 import copy
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +51,19 @@ def source(config: TargetConfig) -> Source:
     return Source(name, config.revision, config.trust_remote_code)
 
 
+@contextmanager
+def _loading(config: TargetConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"target {config.model!r} cannot be loaded: {error}") from None
+
+
 def load_config(config: TargetConfig) -> Any:
     """The text configuration. Raises PipelineError when the model cannot be had or is not a full-attention decoder."""
     where = source(config)
-    try:
+    with _loading(config):
         full = AutoConfig.from_pretrained(where.name, **where.options())
-    except (OSError, ValueError) as error:
-        raise PipelineError(f"target {config.model!r} cannot be loaded: {error}") from None
     text = full.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
@@ -69,7 +77,8 @@ def load_config(config: TargetConfig) -> Any:
 
 def load_tokenizer(config: TargetConfig) -> Any:
     where = source(config)
-    tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+    with _loading(config):
+        tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
     if config.chat_template:
         template = Path(config.chat_template)
         if not template.is_file():
@@ -82,6 +91,8 @@ def load_tokenizer(config: TargetConfig) -> Any:
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise PipelineError("target.device='cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'")
     return torch.device(name)
 
 
@@ -228,9 +239,10 @@ class Target:
         self.config = load_config(config)
         self.tokenizer = load_tokenizer(config)
         self.device = resolve_device(config.device)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            where.name, dtype=DTYPES[dtype], use_safetensors=True, **where.options()
-        )
+        with _loading(config):
+            self.model = AutoModelForCausalLM.from_pretrained(
+                where.name, dtype=DTYPES[dtype], use_safetensors=True, **where.options()
+            )
         self.model = self.model.to(self.device).eval().requires_grad_(False)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
@@ -244,6 +256,8 @@ class Target:
         with torch.inference_mode():
             whole = self.model(input_ids=probe).logits
             split = self.head(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
+        if not whole.isfinite().all():
+            raise PipelineError(f"target {name!r}: its logits are not finite in {self.dtype}; use another dtype")
         if not torch.equal(whole, split.to(whole.dtype)):
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "

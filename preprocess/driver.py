@@ -5,10 +5,12 @@ source, so a plan is the same on every run; a shard of the manifest that is whol
 """
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import ray
@@ -21,7 +23,7 @@ from pipeline.features.shards import MANIFEST, Manifest, ShardRecord, damage
 from pipeline.files import write_text
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, write_provenance
-from pipeline.recipe import Recipe
+from pipeline.recipe import FeaturesConfig, Recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.sharegpt import Tail, clean, held_out, read_records, record_id
 from preprocess.worker import Document, FeatureWorker, ShardTask
@@ -110,8 +112,9 @@ class Plan:
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)
         if accepted + len(rejected) + sum(self.skipped.values()) != self.records:
-            raise AssertionError(
-                f"{accepted} + {len(rejected)} + {self.skipped} dialogues are not {self.records} records"
+            raise PipelineError(
+                f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues are not the "
+                f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
             )
         return {
             "records": self.records,
@@ -166,7 +169,7 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
             if damage(folder, shard) is None:
                 whole.append(shard)
             progress.advance(1)
-    if len(whole) < len(manifest.shards):
+    if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists():
         manifest.shards, manifest.complete = whole, False
         manifest.save(folder)
     return manifest
@@ -174,8 +177,8 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
 
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
     plan = Plan(recipe, tokenizer)
-    finished = {(shard.split, shard.index) for shard in manifest.shards}
-    tasks = (task for task in plan.tasks() if (task.split, task.index) not in finished)
+    finished = {(shard.split, shard.index): shard for shard in manifest.shards}
+    tasks = (task for task in plan.tasks() if not _is_done(task, finished, recipe))
     write_provenance(folder, recipe)
     done = sum(shard.tokens for shard in manifest.shards)
     with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress:
@@ -203,35 +206,51 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
     manifest.save(folder)
 
 
+def _is_done(task: ShardTask, finished: dict[tuple[str, int], ShardRecord], recipe: Recipe) -> bool:
+    """Raises PipelineError when the shard was written from other dialogues: the source changed between two runs."""
+    shard = finished.get((task.split, task.index))
+    if shard is None:
+        return False
+    if shard.documents != task.fingerprint:
+        raise PipelineError(
+            f"shard {shard.name} was dumped from other dialogues than {recipe.data.source} has now: the source changed since "
+            "this dump was started. Restore it, or dump into another output folder"
+        )
+    return True
+
+
 def _on_ray(recipe: Recipe, folder: Path, spec: FeatureSpec, tasks: Iterator[ShardTask]) -> Iterator[ShardRecord]:
-    """Yields shard records as actors finish them. At most two tasks an actor are in flight, so plans stay in the source."""
+    """Yields shard records as actors finish them. At most two tasks an actor are in flight, so plans stay in the source.
+
+    Tasks go to actors that are ready; those that the cluster has no room for wait without holding any.
+    """
+    first = next(tasks, None)
+    if first is None:
+        return
+    _start_ray(recipe)
     settings = recipe.features
-    started = False
+    worker = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(FeatureWorker)
+    actors = [worker.remote(recipe, folder.resolve(), spec) for _ in range(settings.workers)]
+    loading: dict = {actor.ready.remote(): actor for actor in actors}
     waiting: dict = {}
     idle: list = []
-    for task in tasks:
-        if not started:
-            _start_ray(recipe)
-            worker = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(FeatureWorker)
-            actors = [worker.remote(recipe, folder.resolve(), spec) for _ in range(settings.workers)]
-            idle = actors * 2
-            started = True
-        if not idle:
-            yield from _collect(waiting, idle)
+    for task in chain([first], tasks):
+        while not idle:
+            yield from _collect(loading, waiting, idle)
         actor = idle.pop(0)
         waiting[actor.dump.remote(task)] = actor
     while waiting:
-        yield from _collect(waiting, idle)
-    if started:
-        ray.shutdown()
+        yield from _collect(loading, waiting, idle)
+    if loading:
+        logging.warning("%d of %d dump workers found no room on the cluster in time", len(loading), len(actors))
+    ray.shutdown()
 
 
-def _collect(waiting: dict, idle: list) -> Iterator[ShardRecord]:
-    done, _ = ray.wait(list(waiting), num_returns=1)
+def _collect(loading: dict, waiting: dict, idle: list) -> Iterator[ShardRecord]:
+    done, _ = ray.wait([*loading, *waiting], num_returns=1)
     for reference in done:
-        idle.append(waiting.pop(reference))
         try:
-            yield ray.get(reference)
+            result = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PipelineError):
                 raise error.cause from None
@@ -240,14 +259,23 @@ def _collect(waiting: dict, idle: list) -> Iterator[ShardRecord]:
             raise PipelineError(
                 f"a dump worker died: {str(error).splitlines()[0]} Finished shards are kept: run the dump again to continue"
             ) from None
+        if reference in loading:
+            idle += [loading.pop(reference)] * 2
+        else:
+            idle.append(waiting.pop(reference))
+            yield result
 
 
 def _start_ray(recipe: Recipe) -> None:
-    """Joins the cluster that started this job, else starts Ray on this machine, reachable from it alone."""
+    """Joins the cluster that started this job, else starts Ray on this machine, reachable from it alone.
+
+    Raises PipelineError where no node has room for one worker.
+    """
+    settings = recipe.features
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level="warning")
+        _require_room(settings)
         return
-    settings = recipe.features
     ray.init(
         address="local",
         _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
@@ -257,6 +285,19 @@ def _start_ray(recipe: Recipe) -> None:
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
+    _require_room(settings)
+
+
+def _require_room(settings: FeaturesConfig) -> None:
+    wanted = {"CPU": settings.cpus_per_worker, "GPU": settings.gpus_per_worker}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(kind, 0) >= amount for kind, amount in wanted.items()) for node in nodes):
+        largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in wanted}
+        raise PipelineError(
+            f"no node has room for one dump worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']} GPUs each, the "
+            f"nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs. Set features.cpus_per_worker and "
+            "features.gpus_per_worker, or start larger nodes"
+        )
 
 
 def _report(folder: Path, manifest: Manifest) -> list[str]:

@@ -1,7 +1,9 @@
 """One worker: a target and the shards it writes. A plain class; `driver.py` makes a Ray actor of it."""
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,15 @@ class ShardTask:
     index: int
     documents: list[Document]
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the dialogues as they are encoded, in order."""
+        state = hashlib.sha256()
+        for document in self.documents:
+            ids, mask = document.input_ids.astype("<i4"), document.loss_mask.astype("u1")
+            state.update(f"{document.doc_id}\0{len(ids)}\0".encode() + ids.tobytes() + mask.tobytes())
+        return state.hexdigest()[:16]
+
 
 def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
     """Longest first; a batch holds at most `batch_tokens` padded tokens (or one dialogue that is longer)."""
@@ -45,15 +56,23 @@ class FeatureWorker:
     """Runs the frozen target; its tensors go to its own shards only."""
 
     def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec):
-        torch.set_num_threads(recipe.features.cpus_per_worker)
-        self._folder, self._spec, self._settings = folder, spec, recipe.features
-        self._target = Target(recipe.target, recipe.target.dtype)
+        self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+
+    def ready(self) -> None:
+        """Loads the target. A call of its own: what goes wrong in a Ray actor's constructor loses its message."""
+        torch.set_num_threads(self._settings.cpus_per_worker)
+        _ = self._target
+
+    @cached_property
+    def _target(self) -> Target:
+        return Target(self._recipe.target, self._recipe.target.dtype)
 
     def dump(self, task: ShardTask) -> ShardRecord:
         """Writes the task's shard: the same bytes whoever writes it, and however often."""
         rejected: dict[str, str] = {}
         rows = self._rows(task.documents, rejected)
-        return write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
+        record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
+        return replace(record, documents=task.fingerprint)
 
     def _rows(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[Row]:
         stored = DTYPES[self._spec.stored_dtype]

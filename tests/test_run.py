@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from pipeline.files import sha256
 from tests.hub import Hub
-from tests.kit import recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 RELEASE = {
@@ -83,6 +84,33 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(finished, tmp_path):
     assert not (tmp_path / "run/drafts").exists()
 
 
+def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
+    recipe, run, _ = finished
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/features").symlink_to(run / "features")
+    mark = f"output={tmp_path / 'run'}"
+    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=500"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run/drafts/eagle/metrics.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    process.wait(60)
+    while any(mark in command_line(number) for number in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < deadline, "a rank or its launcher still runs"
+        time.sleep(0.2)
+
+
+def command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(finished):
     _, run, _ = finished
     report = json.loads((run / "release/report.json").read_text())
@@ -128,21 +156,24 @@ def test_weights_that_were_not_measured_are_not_released(finished, tmp_path):
     assert "to do  train" in status.stdout and "to do  eval" in status.stdout
 
 
-@pytest.mark.parametrize("damage", ["missing", "foreign"])
+@pytest.mark.parametrize("damage", ["missing", "foreign", "other settings"])
 def test_evaluation_refuses_a_missing_or_foreign_checkpoint(finished, tmp_path, damage):
     recipe, run, _ = finished
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("eval", "release"))
-    config = copy / "drafts/jakiro/config.json"
+    config, sets = copy / "drafts/jakiro/config.json", []
     if damage == "missing":
         config.unlink()
         message = "holds no draft checkpoint"
+    elif damage == "other settings":
+        sets = ["--set", "train.epochs=9"]
+        message = "trained with other settings"
     else:
         changed = json.loads(config.read_text())
         changed["target"]["fingerprint"] = "0123456789abcdef"
         config.write_text(json.dumps(changed))
         message = "A draft works with its own target only"
-    done = run_command([sys.executable, "eval/main.py", str(recipe), "--set", f"output={copy}"])
+    done = run_command([sys.executable, "eval/main.py", str(recipe), "--set", f"output={copy}", *sets])
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not (copy / "release").exists()
@@ -158,7 +189,7 @@ def test_push_uploads_the_release_and_only_on_demand(finished):
         pushed = run_command([*command, "--push", "me/draft"], **environment)
         assert pushed.returncode == 0, pushed.stdout + pushed.stderr
         assert f"uploaded: {hub.url}/me/draft/commit/" in pushed.stdout
-        assert hub.created[0]["private"] is True
+        assert hub.created[0]["visibility"] == "private"
         assert {path: len(content) for path, content in hub.files.items()} == {
             path.name: path.stat().st_size for path in (run / "release").iterdir()
         }
@@ -166,3 +197,11 @@ def test_push_uploads_the_release_and_only_on_demand(finished):
         assert refused.returncode == 2
         assert "the Hub refused the upload to me/draft (401)" in refused.stderr
         assert "hf_wrong" not in refused.stdout + refused.stderr
+    for repository, reach, message in (
+        ("me/draft", environment, "the Hub cannot be reached"),  # the server is gone
+        ("me/draft", {**environment, "HF_HUB_OFFLINE": "1"}, "the Hub cannot be reached"),
+        ("no good/name", environment, "--push 'no good/name'"),
+    ):
+        failed = run_command([*command, "--push", repository], **reach)
+        assert failed.returncode == 2, failed.stderr
+        assert message in failed.stderr and "Traceback" not in failed.stderr

@@ -16,9 +16,9 @@ from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, write_json
 from pipeline.recipe import TrainConfig
+from pipeline.target import DTYPES
 
 RESUME = "resume.json"  # the only truth about which resume state is whole
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -33,6 +33,12 @@ def start_distributed() -> None:
 
 def deepspeed_config(config: TrainConfig, accumulation: int) -> dict[str, Any]:
     """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
+    half = config.dtype != "float32"
+    if half and accumulation > 1 and config.zero_stage == 0:
+        raise PipelineError(
+            f"train.zero_stage=0 would add the gradients of {accumulation} micro-batches up in {config.dtype}; set "
+            "train.zero_stage=1, which adds them in float32 (or train.dtype='float32', or more ranks)"
+        )
     derived = {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -44,13 +50,24 @@ def deepspeed_config(config: TrainConfig, accumulation: int) -> dict[str, Any]:
         "bf16": {"enabled": config.dtype == "bfloat16"},
         "fp16": {"enabled": config.dtype == "float16"},
     }
-    return _merge(derived, config.deepspeed)
+    if half and config.zero_stage:
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merge(derived, config.deepspeed, "train.deepspeed")
 
 
-def _merge(base: dict, over: dict) -> dict:
+def _merge(base: dict, over: dict, where: str) -> dict:
+    """`over` beside `base`. Raises PipelineError when it changes what is derived from the recipe's own keys."""
     out = dict(base)
     for key, value in over.items():
-        out[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            out[key] = _merge(base[key], value, f"{where}.{key}")
+        elif key in base and value != base[key]:
+            raise PipelineError(
+                f"{where}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of [train]: set "
+                "those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
+            )
+        else:
+            out[key] = value
     return out
 
 
@@ -78,7 +95,7 @@ class Engine:
         self._draft, self._config, self._train_hash = draft, config, train_hash
         self._accumulation = accumulation
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.device, self.dtype = self._engine.device, _DTYPES[config.dtype]
+        self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
 
     def step(self, batches: list[Batch]) -> dict[int, dict[str, torch.Tensor]]:
         """One optimiser step over this rank's micro-batches; returns its raw loss sums, by horizon.
@@ -92,7 +109,7 @@ class Engine:
             loss, sums = self._engine(batch.to(self.device, self.dtype))
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
-            _add(pooled, sums)
+            add_sums(pooled, sums)
         return pooled
 
     @torch.no_grad()
@@ -127,7 +144,13 @@ class Engine:
     def save_resume(self, folder: Path, step: int, progress: dict[str, Any]) -> None:
         """Saves after `step` steps; then points `resume.json` at it; then removes the one before."""
         tag = f"step-{step:07d}"
-        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        try:
+            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+            raise PipelineError(
+                f"the resume state of step {step} cannot be written to {folder}: {error}. The state before it is kept: make "
+                "room and run again"
+            ) from None
         self.barrier()
         if self.rank == 0:
             state = {
@@ -164,7 +187,8 @@ class Engine:
         return state["step"], state["progress"]
 
 
-def _add(pooled: dict, sums: dict) -> None:
+def add_sums(pooled: dict, sums: dict) -> None:
+    """Adds one forward's sums (by horizon, then by name) to `pooled`."""
     for horizon, parts in sums.items():
         mine = pooled.setdefault(horizon, {})
         for name, value in parts.items():

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 
 from pipeline import checkpoint
@@ -19,7 +20,7 @@ from pipeline.progress import Progress
 from pipeline.recipe import Recipe
 from pipeline.target import Ends, load_config
 from train.data import Batches, coverage, frequent_tokens, validation_batches
-from train.engine import Engine
+from train.engine import Engine, add_sums
 
 METRICS, RESUME_STATE = "metrics.jsonl", "resume"
 BRANCHES = {1: "next", 2: "ahead"}  # horizon -> name, as in the recipe
@@ -31,7 +32,7 @@ class Metrics:
     def __init__(self, folder: Path, resumed: int):
         self._path = folder / METRICS
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= resumed] if resumed else []
+        kept = [line for line in lines if _step_of(line) <= resumed] if resumed else []
         write_text(self._path, "".join(f"{line}\n" for line in kept))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
 
@@ -45,19 +46,46 @@ class Metrics:
         self._board.close()
 
 
+def _step_of(line: str) -> float:
+    """Infinite for a line that was torn when the disk filled or the power went."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 def train(recipe: Recipe, name: str, ends: Ends, expected: FeatureSpec, rank: int, ranks: int) -> str | None:
     """Trains the recipe's draft `name`, or continues; returns a line for the user on rank 0."""
     folder = recipe.draft_dir(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        if rank == 0:
+            lock.acquire()
+        return _train(recipe, name, folder, ends, expected, rank, ranks)
+    except Timeout:
+        raise PipelineError(
+            f"{folder}: another training is writing here. Wait for it, or give this run its own output"
+        ) from None
+    finally:
+        lock.release()
+
+
+def _train(
+    recipe: Recipe, name: str, folder: Path, ends: Ends, expected: FeatureSpec, rank: int, ranks: int
+) -> str | None:
     if (folder / checkpoint.CONFIG).exists():
-        return _already_there(recipe, name, folder)
+        checkpoint.require_trained_under(recipe, name)
+        return f"{name}: trained already, in {folder}"
     _require_whole_shards(recipe, rank, ranks)
     store = FeatureStore(recipe.features_dir, "train", expected)
     heldout = FeatureStore(recipe.features_dir, "validation", expected)
     draft = new_draft(recipe, name, ends, store)
+    parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft.horizons, recipe.seed, rank, ranks)
     engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, recipe.train_hash(name))
     draft.bind(ends.to(engine.device, engine.dtype))
-    run = _Run(recipe, folder, engine, draft, batches, heldout)
+    run = _Run(recipe, folder, engine, draft, parameters, batches, heldout)
     run.to_the_end()
     facts = run.facts()
     if draft.config.vocabulary:
@@ -82,16 +110,6 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Dra
     return draft
 
 
-def _already_there(recipe: Recipe, name: str, folder: Path) -> str:
-    saved = checkpoint.read_config(folder)
-    if saved.train_hash != recipe.train_hash(name):
-        raise PipelineError(
-            f"{folder} holds a draft trained with other settings (hash {saved.train_hash}, this recipe has "
-            f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
-        )
-    return f"{name}: trained already, in {folder}"
-
-
 def _require_whole_shards(recipe: Recipe, rank: int, ranks: int) -> None:
     """Every rank checks its share of the checksums before the first step."""
     if recipe.train.verify_checksums:
@@ -103,14 +121,21 @@ class _Run:
     """The loop and its bookkeeping."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, engine: Engine, draft: Draft, batches: Batches, heldout: FeatureStore
+        self,
+        recipe: Recipe,
+        folder: Path,
+        engine: Engine,
+        draft: Draft,
+        parameters: int,
+        batches: Batches,
+        heldout: FeatureStore,
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, folder
         self._engine, self._draft, self._batches, self._heldout = engine, draft, batches, heldout
+        self._parameters = parameters
         self._step, progress = engine.resume(folder / RESUME_STATE)
         self._trained_tokens = progress.get("trained_tokens", 0)
         self._validation: dict[str, float] = progress.get("validation", {})
-        folder.mkdir(parents=True, exist_ok=True)
         self._metrics = Metrics(folder, self._step) if engine.rank == 0 else None
 
     def to_the_end(self) -> None:
@@ -163,10 +188,7 @@ class _Run:
             self._heldout, self._config, self._draft.horizons, self._engine.rank, self._engine.ranks
         )
         for batch in share:
-            for horizon, parts in self._engine.measure(batch).items():
-                mine = pooled.setdefault(horizon, dict.fromkeys(parts, 0))
-                for part, value in parts.items():
-                    mine[part] = mine[part] + value
+            add_sums(pooled, self._engine.measure(batch))
         self._validation = self._averages(self._engine.total(pooled))
         if self._metrics:
             self._metrics.write("validation", self._step, self._validation)
@@ -174,7 +196,7 @@ class _Run:
     def facts(self) -> dict[str, Any]:
         """What was done, for the checkpoint and its card."""
         return {
-            "parameters": parameter_count(self._draft),
+            "parameters": self._parameters,
             "steps": self._step,
             "epochs": self._config.epochs,
             "trained_tokens": self._trained_tokens,

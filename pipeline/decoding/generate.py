@@ -14,7 +14,7 @@ from pipeline.drafts.base import Draft, DraftState
 from pipeline.errors import PipelineError
 from pipeline.target import Target, keep_cached
 
-Observer = Callable[[Tree, Tensor], None]  # sees each round's tree and the target's processed p_NV
+Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,12 @@ def _prefill(target: Target, prompt: list[int], spare: int):
         )
     cache = target.new_cache()
     hidden_TD = target.forward(torch.tensor(prompt, device=target.device), cache)
-    return cache, hidden_TD, target.head(hidden_TD[-1])
+    logits_V = target.head(hidden_TD[-1])
+    if not logits_V.isfinite().all():
+        raise PipelineError(
+            f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use another dtype"
+        )
+    return cache, hidden_TD, logits_V
 
 
 @torch.inference_mode()
@@ -128,14 +133,16 @@ def speculative(
         past = cache.get_seq_length()
         hidden_ND, logits_NV = _verify(target, tree, cache, past)
         verified = clock.now()
-        path, bonus = _accept(tree, logits_NV, sampling, chance, observe)
+        if observe:
+            observe(prompt + out.tokens, tree, logits_NV)
+        path, bonus = _accept(tree, logits_NV, sampling, chance)
         keep_cached(cache, past, [past, *(past + node for node in path)])
         hidden_TD = hidden_ND[[0, *path]]
         inputs = [*(tree.tokens[node] for node in path), bonus]
         new, done = sampling.trimmed(inputs, len(out.tokens))
         out.tokens += new
         out.untrimmed_tokens += len(inputs)
-        out.acceptance.add_pass(len(path), len(new))
+        out.acceptance.add_pass(min(len(path), len(new)), len(new))
         out.draft_seconds += drafted - lap
         out.verify_seconds += verified - drafted
     out.seconds = clock.now() - begin
@@ -150,10 +157,7 @@ def _verify(target: Target, tree: Tree, cache, past: int) -> tuple[Tensor, Tenso
     return hidden_ND, target.head(hidden_ND)
 
 
-def _accept(tree: Tree, logits_NV: Tensor, sampling: Sampling, chance: Chance, observe: Observer | None):
+def _accept(tree: Tree, logits_NV: Tensor, sampling: Sampling, chance: Chance) -> tuple[list[int], int]:
     if sampling.temperature == 0:
         return accept_greedy(tree, logits_NV.argmax(-1).tolist())
-    p_NV = sampling.probabilities(logits_NV)
-    if observe:
-        observe(tree, p_NV)
-    return accept_sampled(tree, p_NV, chance)
+    return accept_sampled(tree, sampling.probabilities(logits_NV), chance)

@@ -29,6 +29,13 @@ class Tree:
             out[parent].append(node)
         return out
 
+    def longest_path(self) -> list[int]:
+        """From the root to the first of the deepest nodes."""
+        path = [self.depths.index(max(self.depths))]
+        while self.parents[path[0]] >= 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
 
 @dataclass
 class _Level:

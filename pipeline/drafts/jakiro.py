@@ -7,7 +7,8 @@ With u the attention block's output, n = RMSNorm(u), E_j the experts and w the r
 
 beta and alpha are "learnable" in the paper. ``contrast = "router"`` takes the released code's reading: two more rows of
 the gate, softmaxed; the larger is beta and names E_a. ``contrast = "scalar"`` learns two numbers, E_a being the
-better-routed expert. Every expert that a token keeps is computed for it: with N = K = 2 this is a dense two-branch MLP.
+better-routed expert. All N experts are computed for every token, of which K are kept: no dispatch, and with N = K = 2
+nothing is computed in vain.
 """
 
 import torch

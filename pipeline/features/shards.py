@@ -33,6 +33,7 @@ class ShardRecord:
     bytes: int
     sha256: str
     rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
+    documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
 
 
 @dataclass
@@ -113,7 +114,7 @@ def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> N
     reason = damage(folder, record, checksum)
     if reason:
         raise PipelineError(
-            f"feature shard {folder / record.name}: {reason}. Run the dump again: it redoes exactly the damaged shards"
+            f"feature shard {folder / record.name}: {reason}. Run preprocess/dump_features.py again: it redoes exactly the damaged shards"
         )
 
 

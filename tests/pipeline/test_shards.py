@@ -115,6 +115,7 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
         "bytes": path.stat().st_size,
         "sha256": sha256(path),
         "rejected": rejected,
+        "documents": "",
     }
 
 
@@ -213,7 +214,7 @@ def test_a_truncated_shard_is_refused(folder):
     assert damage(folder, record, checksum=False) == reason
     message = refusal(folder)
     assert f"feature shard {path}: {reason}" in message
-    assert "Run the dump again" in message
+    assert "Run preprocess/dump_features.py again" in message
 
 
 def test_a_flipped_byte_is_found_by_the_checksum(folder):

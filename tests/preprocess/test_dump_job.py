@@ -1,11 +1,14 @@
 """The dump as a user starts it: the script alone, a Ray job on a cluster, and what is left when it is killed."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -135,10 +138,47 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_ray_job_submit_on_a_cluster(job, tmp_path):
+def test_workers_that_fit_no_node_are_refused(job, tmp_path):
+    recipe, _, _ = job
+    done = run_command(dump_command(recipe, "features.gpus_per_worker=1", f"output={tmp_path / 'run'}"))
+    assert done.returncode == 2
+    assert "no node has room for one dump worker" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_path):
+    recipe, features, _ = job
+    shutil.copytree(features, tmp_path / "run/features")
+    manifest = Manifest.load(tmp_path / "run/features")
+    manifest.complete, manifest.shards = False, manifest.shards[:3]
+    manifest.save(tmp_path / "run/features")
+    other = tree_of(recipe)["data"]["source"]
+    records = json.loads(Path(other).read_text())
+    before = Path(other).read_text()
+    try:
+        Path(other).write_text(json.dumps(records[1:]))
+        done = run_command(dump_command(recipe, f"output={tmp_path / 'run'}"))
+    finally:
+        Path(other).write_text(before)
+    assert done.returncode == 2
+    assert "was dumped from other dialogues" in done.stderr and "Traceback" not in done.stderr
+
+
+def tree_of(recipe: Path) -> dict:
+    return json.loads(recipe.read_text())
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A Unix socket's path has at most 107 characters, and Ray needs 60 of them."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
     recipe, _, expected = job
     dashboard = free_port()
-    environment = command_environment(RAY_TMPDIR=str(tmp_path / "ray"))
+    cluster = {"RAY_TMPDIR": str(short_folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+    environment = command_environment(**cluster)
     ray = str(BIN / "ray")
     start = [
         ray,
@@ -155,9 +195,10 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path):
         assert started.returncode == 0, started.stderr
         submit = [ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--working-dir", ".", "--"]
         script = ["python", "preprocess/dump_features.py", str(recipe)]
-        lost = run_command([*submit, *script, "--set", "output=runs/relative"], RAY_TMPDIR=str(tmp_path / "ray"))
+        lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
         assert lost.returncode != 0 and "temporary copy of the checkout" in lost.stdout + lost.stderr
-        done = run_command([*submit, *script, "--set", f"output={tmp_path / 'run'}"], RAY_TMPDIR=str(tmp_path / "ray"))
+        sets = ["--set", f"output={tmp_path / 'run'}", "--set", "features.workers=3"]  # one more than there is room for
+        done = run_command([*submit, *script, *sets], **cluster)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "60 records = " in done.stdout
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
-from pipeline.recipe import load_recipe
+from pipeline.recipe import TrainConfig, load_recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.driver import Plan
 from preprocess.worker import FeatureWorker
@@ -26,6 +29,7 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
+from train.engine import deepspeed_config
 
 pytestmark = pytest.mark.real
 
@@ -99,6 +103,53 @@ def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp
     assert saved["training"]["parameters"] == whole["training"]["parameters"]
     size = "drafts/jakiro/model.safetensors"
     assert (tmp_path / "run" / size).stat().st_size == (undisturbed / size).stat().st_size
+
+
+def test_two_trainings_do_not_share_a_folder(dumped, tmp_path):
+    recipe, features = dumped
+    (tmp_path / "run/drafts/jakiro").mkdir(parents=True)
+    (tmp_path / "run/features").symlink_to(features)
+    with FileLock(tmp_path / "run/drafts/jakiro/.lock"):
+        done = run_command(train_command(recipe, f"output={tmp_path / 'run'}", draft="jakiro"))
+    assert done.returncode != 0
+    assert "another training is writing here" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero_optimization.stage=3 contradicts 0"),
+        ({"deepspeed": {"gradient_accumulation_steps": 7}}, "gradient_accumulation_steps=7 contradicts 2"),
+        ({"deepspeed": {"bf16": {"enabled": False}}}, "bf16.enabled=False contradicts True"),
+        ({}, "train.zero_stage=0 would add the gradients of 2 micro-batches up in bfloat16"),
+    ],
+)
+def test_contradictions_with_the_recipes_own_keys_are_refused(changes, message):
+    accumulation = 2 if not changes or "gradient_accumulation_steps" in changes["deepspeed"] else 1
+    stage = 1 if accumulation == 2 and changes else 0
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        deepspeed_config(TrainConfig(**changes, zero_stage=stage), accumulation)
+
+
+def test_other_keys_pass_through_to_deepspeed():
+    more = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
+    made = deepspeed_config(TrainConfig(zero_stage=2, deepspeed=more), 4)
+    assert made["zero_optimization"]["stage"] == 2 and made["zero_optimization"]["overlap_comm"] is True
+    assert made["wall_clock_breakdown"] is True and made["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_bfloat16_micro_batches_add_up_in_float32(dumped, tmp_path):
+    """ZeRO-1: eight micro-batches of one dialogue against one of eight; bf16 rounds each forward on its own."""
+    curves = []
+    for micro_batch in (1, 8):
+        output = tmp_path / str(micro_batch)
+        sets = ["train.dtype=bfloat16", "train.zero_stage=1", f"train.micro_batch={micro_batch}"]
+        done = run_training(dumped, output, *sets)
+        assert done.returncode == 0, done.stdout + done.stderr
+        curves.append(losses(output))
+    worst = max(abs(a - b) / a for a, b in zip(*curves, strict=True))
+    print(f"bf16, 1x8 against 8x1: largest relative difference {worst:.1e}")
+    assert worst < 1e-3
 
 
 def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undisturbed, tmp_path):
@@ -176,4 +227,4 @@ def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path, damage):
     done = run_command(train_command(recipe, f"output={tmp_path}", *overrides, draft="eagle"))
     assert done.returncode != 0
     assert message in done.stderr + done.stdout and "Traceback" not in done.stderr
-    assert not (tmp_path / "drafts").exists()
+    assert not (tmp_path / "drafts/eagle/metrics.jsonl").exists()
