@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.chat import encode
+from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest, ShardRecord
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec
@@ -168,7 +169,7 @@ def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):
 def test_a_lost_dialogue_is_noticed(source):
     plan, tasks = planned(recipe_for(source))
     shards = as_if_written(tasks)
-    with pytest.raises(AssertionError, match="60 records"):
+    with pytest.raises(PipelineError, match="60 records"):
         plan.accounting([replace(shards[0], rows=shards[0].rows - 1), *shards[1:]])
 
 
