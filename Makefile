@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint
+.PHONY: install demo test lint
+
+install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m pipeline run infra/recipes/demo.toml

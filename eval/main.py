@@ -84,7 +84,8 @@ def measure(recipe: Recipe) -> dict:
     write_text(folder / "records.jsonl", "".join(f"{json.dumps(asdict(record))}\n" for record in bench.records))
     entries = report.results(bench)
     metrics = {name: recipe.draft_dir(name) / "metrics.jsonl" for name in drafts}
-    drawn = plots.draw(entries, metrics, folder)
+    hybrid = {name: config.tree.depth for name, config in recipe.draft.items() if config.tree.hybrid}
+    drawn = plots.draw(entries, hybrid, metrics, folder)
     measured = {
         "name": recipe.name,
         "provenance": provenance(recipe),

@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt
 COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
 
 
-def draw(entries: list[dict], metrics: dict[str, Path], folder: Path) -> list[Path]:
-    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png."""
+def draw(entries: list[dict], hybrid: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
+    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `hybrid` as in `_plot_depth`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_plot_depth(entries, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
+    drawn = [_plot_depth(entries, hybrid, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
     plt.close("all")
     return drawn
 
@@ -26,7 +26,8 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def _plot_depth(entries: list[dict], folder: Path) -> Path:
+def _plot_depth(entries: list[dict], hybrid: dict[str, int], folder: Path) -> Path:
+    """`hybrid`: draft -> depth of its last level, where two levels come from one forward."""
     shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
     benchmarks = sorted({entry["benchmark"] for entry in shown})
     drafts = sorted({entry["draft"] for entry in shown})
@@ -41,10 +42,16 @@ def _plot_depth(entries: list[dict], folder: Path) -> Path:
                 label=entry["draft"],
                 color=COLOURS[drafts.index(entry["draft"]) % 6],
             )
+            if hybrid.get(entry["draft"]) == len(rates):  # the level without a forward of its own
+                axis.plot(
+                    len(rates), rates[-1], "o", ms=11, mfc="none", color=COLOURS[drafts.index(entry["draft"]) % 6]
+                )
         axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1))
         axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accepted, given the depth before")
+    if hybrid:
+        figure.suptitle("circled: the level that comes without a draft forward of its own", fontsize=9)
     axes[0][0].legend()
     return _save(figure, folder / "acceptance_by_depth.png")
 
@@ -73,7 +80,7 @@ def _plot_bars(entries: list[dict], folder: Path) -> Path:
             places = np.arange(len(groups)) + number * width
             axis.bar(places, heights, width * 0.92, label=draft, color=COLOURS[number % 6])
             axis.errorbar(places, heights, np.maximum(errors, 0), fmt="none", ecolor="black", capsize=3, lw=1)
-        axis.axhline(1, color="grey", lw=1, ls="--")
+        axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
         axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
     axes[0].legend()
@@ -111,6 +118,7 @@ def _plot_losses(metrics: dict[str, Path], folder: Path) -> Path:
     axes[1].set(xlabel="trained tokens", ylabel="top-1 agreement with the target")
     for axis in axes:
         axis.grid(alpha=0.3)
+    figure.suptitle("training: mean of the last 20 steps; steps in the curve: the dialogues are seen again", fontsize=9)
     axes[0].legend(fontsize=8)
     return _save(figure, folder / "loss_curves.png")
 

@@ -105,7 +105,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
         table=measured["table"],
         explanation=report.explain(),
-        others=sorted(set(recipe.draft) - {recipe.publish.draft}),
+        others=[{"name": name, **facts} for name, facts in measured["drafts"].items() if name != recipe.publish.draft],
         plots=plots,
         max_length=recipe.data.max_length,
     )

@@ -162,8 +162,8 @@ def _with_interval(value: float | None, bounds: list[float] | None) -> str:
 def table(entries: list[dict]) -> str:
     """Markdown; one line per benchmark, temperature and draft."""
     lines = [
-        "| benchmark | T | draft | prompts | tau (95%) | speed-up (95%) | lossless | tau, legacy count |",
-        "|---|---|---|---|---|---|---|---|",
+        "| benchmark | T | draft | prompts | tau (95%) | speed-up (95%) | ms/token, plain | lossless | tau, legacy count |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for entry in entries:
         gate = entry["gate"]
@@ -172,11 +172,16 @@ def table(entries: list[dict]) -> str:
             proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
         else:
             proof = f"error {gate['largest_error']:.0e}, drift {gate['largest_drift']:.0e} in {gate['checked']} rounds"
+        paid = (
+            "withheld"
+            if entry["speedup"] is None
+            else f"{entry['ms_per_token']:.1f}, {entry['plain_ms_per_token']:.1f}"
+        )
         speed = f"{_with_interval(entry['speedup'], entry.get('speedup_interval'))}" + ("x" if entry["speedup"] else "")
         tau = _with_interval(entry["tau"], entry["tau_interval"])
         verdict = "" if gate["passed"] else "NO: "
         lines.append(
-            f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | {speed} | "
+            f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | {speed} | {paid} | "
             f"{verdict}{proof} | {entry['tau_legacy']:.2f} |"
         )
     return "\n".join(lines)

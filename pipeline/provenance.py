@@ -31,9 +31,10 @@ def revision() -> str:
 
 
 def hardware(device: str) -> str:
-    """One line: for device "cpu" the processor and the cores this process may use, else the accelerators it sees."""
+    """One line: for device "cpu" the processor and the cores this process may use, else the accelerator it sees."""
     if device != "cpu" and torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        count = torch.cuda.device_count()
+        return torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -85,4 +86,4 @@ def public_name(source: str) -> str:
             return Path(parts.path).name
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
     path = Path(source).expanduser()
-    return path.name if path.is_absolute() or ".." in path.parts or path.exists() else source
+    return path.name if path.is_absolute() or ".." in path.parts else source

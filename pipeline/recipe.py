@@ -146,7 +146,7 @@ class TrainConfig(Section):
     """Optimisation. Defaults are the paper's, and from its code where the paper is silent."""
 
     epochs: Positive = 20
-    global_batch: Positive = 32  # dialogues per optimiser step, over all ranks
+    global_batch: Positive = 16  # dialogues per optimiser step, over all ranks
     micro_batch: Positive = 4  # dialogues per forward of one rank
     ranks: Positive | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
@@ -191,7 +191,7 @@ class EvalConfig(Section):
 
 class PublishConfig(Section):
     draft: str  # which of the run's drafts
-    license: str = "apache-2.0"
+    license: str  # of the draft, as the Hub spells it; mind the target's and the data's
     language: list[str] = ["en"]
 
 

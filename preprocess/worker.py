@@ -32,9 +32,9 @@ class ShardTask:
 
     @property
     def fingerprint(self) -> str:
-        """Of the dialogues as they are encoded, in order."""
+        """Of the dialogues as they are encoded."""
         state = hashlib.sha256()
-        for document in self.documents:
+        for document in sorted(self.documents, key=lambda document: document.doc_id):
             ids, mask = document.input_ids.astype("<i4"), document.loss_mask.astype("u1")
             state.update(f"{document.doc_id}\0{len(ids)}\0".encode() + ids.tobytes() + mask.tobytes())
         return state.hexdigest()[:16]

@@ -109,7 +109,7 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "dtype": "float32",
             "gate_rounds": 2,
         },
-        "publish": {"draft": "jakiro"},
+        "publish": {"draft": "jakiro", "license": "apache-2.0"},
     }
 
 

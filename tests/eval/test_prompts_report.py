@@ -276,14 +276,14 @@ def test_results_have_one_entry_a_draft_and_none_for_plain_decoding(drafted, bas
 def test_the_table_shows_speed_and_proof(drafted, baseline):
     line = report.table(results_of(drafted, baseline, PASSED)).splitlines()[-1]
     assert line.startswith("| bench | 0 | draft | 2 | 4.00 [2.00, 5.00] | 3.20 [")
-    assert "x | 4 of 4 identical | " in line
+    assert "]x | 208.3, 666.7 | 4 of 4 identical | " in line
     assert line.endswith("| 7.25 |")
 
 
 def test_the_table_withholds_speed_and_says_no_where_the_gate_failed(drafted, baseline):
     entries = results_of(drafted, baseline, FAILED)
     line = report.table(entries).splitlines()[-1]
-    assert "| withheld | NO: 2 of 4 identical, 1 near ties |" in line
+    assert "| withheld | withheld | NO: 2 of 4 identical, 1 near ties |" in line
     assert not report.lossless(entries)
 
 

@@ -13,6 +13,7 @@ from pipeline.recipe import Recipe
     [
         ("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"),
         ("embedded:sharegpt", "embedded:sharegpt"),
+        ("infra/templates/vicuna.jinja", "infra/templates/vicuna.jinja"),
         ("hf://datasets/owner/name/file.json", "hf://datasets/owner/name/file.json"),
         ("/home/alice/models/target", "target"),
         ("~/models/target", "target"),
@@ -45,4 +46,4 @@ def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "an accelerator")
     assert " cores, " in hardware("cpu")
-    assert hardware("auto") == hardware("cuda") == "8 x an accelerator"
+    assert hardware("auto") == hardware("cuda") == "an accelerator (one of 8)"

@@ -36,6 +36,7 @@ source = "code.jsonl"
 
 [publish]
 draft = "main"
+license = "mit"
 """
 
 

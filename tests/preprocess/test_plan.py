@@ -218,7 +218,7 @@ def test_limits_on_training_leave_validation_alone(source):
 
 
 def test_held_out_dialogues_are_dumped_up_to_their_limit(source):
-    plan, tasks = planned(recipe_for(source, data={"validation_dialogues": 3, "heldout_prompts": 1}))
+    plan, tasks = planned(recipe_for(source, data={"validation_dialogues": 3, "heldout_prompts": 2}))
     held = [f"doc{number}" for number in range(60) if held_out(f"doc{number}", 0.2)]
     assert [document.doc_id for document in documents_of(tasks, "validation")] == held[:3]
     assert plan.skipped["validation is full"] == len(held) - 3
