@@ -45,7 +45,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def _render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
+def render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
+    """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
     except jinja2.TemplateError as error:
@@ -54,11 +55,11 @@ def _render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of a conversation that the assistant is to continue."""
-    return tokenizer(_render(tokenizer, messages, True), add_special_tokens=False)["input_ids"]
+    return tokenizer(render(tokenizer, messages, True), add_special_tokens=False)["input_ids"]
 
 
-def encode(tokenizer: Any, messages: Messages, max_length: int) -> Encoded:
-    """Ids and loss mask of a dialogue, cut at `max_length` tokens.
+def encode(tokenizer: Any, messages: Messages, max_length: int | None) -> Encoded:
+    """Ids and loss mask of a dialogue, cut at `max_length` tokens (None: whole).
 
     An assistant turn spans from the end of the rendering that asks for it to the end of the rendering that holds it,
     less trailing white space (which follows the closing marker and is never generated). Both renderings must be
@@ -66,13 +67,13 @@ def encode(tokenizer: Any, messages: Messages, max_length: int) -> Encoded:
 
     Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
     """
-    whole = _render(tokenizer, messages, False)
+    whole = render(tokenizer, messages, False)
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:turn], True)
-        through = _render(tokenizer, messages[: turn + 1], False).rstrip()
+        before = render(tokenizer, messages[:turn], True)
+        through = render(tokenizer, messages[: turn + 1], False).rstrip()
         if not (whole.startswith(before) and whole.startswith(through) and len(before) < len(through)):
             raise Unusable("template_not_prefix_stable")
         spans.append((len(before), len(through)))

@@ -41,8 +41,15 @@ class TargetConfig(Section):
 class DataConfig(Section):
     """Which dialogues, and how they are cut and split."""
 
-    source: str  # ShareGPT JSON: a path, an fsspec or hf:// address, or "embedded:sharegpt"
-    max_length: Positive = 2048  # tokens of a dialogue; longer ones are cut here
+    source: str  # a path, an fsspec or hf:// address, "datasets:NAME", or "embedded:sharegpt" (forms: preprocess/sources.py)
+    subset: str | None = None  # of a "datasets:" source
+    split: str = "train"
+    revision: str | None = None
+    max_length: Positive = 2048  # tokens of a dialogue
+    min_length: Positive = 1
+    long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer dialogues (preprocess/pieces.py)
+    languages: list[str] = []  # ISO 639-1; empty: all
+    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None  # similarity from which two dialogues are one
     max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
     max_dialogues: Positive | None = None
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
@@ -53,12 +60,13 @@ class DataConfig(Section):
 class FeaturesConfig(Section):
     """How the dump runs and what a shard holds."""
 
-    stored_dtype: Dtype = "bfloat16"
+    stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
     workers: Positive = 1
     cpus_per_worker: Positive = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
 
 
 class TreeConfig(Section):
@@ -238,7 +246,7 @@ class Recipe(Section):
     @property
     def dump_hash(self) -> str:
         """What the feature shards depend on: how many workers wrote them, and on which device, is not part of it."""
-        features = self.features.model_dump(mode="json", exclude={"workers", "gpus_per_worker"})
+        features = self.features.model_dump(mode="json", exclude={"workers", "gpus_per_worker", "hang_seconds"})
         target = self.target.model_dump(mode="json", exclude={"device"})
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 

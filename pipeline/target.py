@@ -55,7 +55,7 @@ def source(config: TargetConfig) -> Source:
 def _loading(config: TargetConfig) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes, no memory
         raise PipelineError(f"target {config.model!r} cannot be loaded: {error}") from None
 
 

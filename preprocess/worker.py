@@ -1,18 +1,26 @@
 """One worker: a target and the shards it writes. A plain class; `driver.py` makes a Ray actor of it."""
 
 import hashlib
+import json
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from pipeline.features.schema import FeatureSpec, Row
+from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import ShardRecord, write_shard
 from pipeline.recipe import Recipe
-from pipeline.target import DTYPES, Target
+from pipeline.target import Target
+
+T = TypeVar("T")
+BEATS = ".beats"  # folder of the workers' signs of life, gone with the job
+KILLS_WORKERS = "kills_workers"
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class ShardTask:
     split: str
     index: int
     documents: list[Document]
+    suspects: tuple[str, ...] = ()  # ids of dialogues to be forwarded alone first: one of them kills workers
+    set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are not forwarded
 
     @property
     def fingerprint(self) -> str:
@@ -52,11 +62,34 @@ def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Itera
         yield batch
 
 
+def one_ahead(items: Iterator[T], thread: Executor) -> Iterator[T]:
+    """The same items; the next one is made in the thread while the caller is busy with this one."""
+    upcoming = thread.submit(next, items, None)
+    while (item := upcoming.result()) is not None:
+        upcoming = thread.submit(next, items, None)
+        yield item
+
+
+def beat_path(folder: Path, task: ShardTask) -> Path:
+    return folder / BEATS / f"{task.split}-{task.index:06d}.json"
+
+
+def read_beat(folder: Path, task: ShardTask) -> str:
+    """The task's last sign of life, "" before the first. May be torn: it is written without ceremony."""
+    try:
+        return beat_path(folder, task).read_text()
+    except OSError:
+        return ""
+
+
 class FeatureWorker:
     """Runs the frozen target; its tensors go to its own shards only."""
 
     def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec):
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+        self._computing = ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(self._settings.cpus_per_worker,)
+        )
 
     def ready(self) -> None:
         """Loads the target. A call of its own: what goes wrong in a Ray actor's constructor loses its message."""
@@ -69,18 +102,33 @@ class FeatureWorker:
 
     def dump(self, task: ShardTask) -> ShardRecord:
         """Writes the task's shard: the same bytes whoever writes it, and however often."""
-        rejected: dict[str, str] = {}
-        rows = self._rows(task.documents, rejected)
+        (self._folder / BEATS).mkdir(parents=True, exist_ok=True)
+        for document in task.documents:
+            if document.doc_id in task.suspects:
+                self._forward(task, [document])
+        rejected = dict(task.set_aside)
+        rows = self._rows(task, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
         return replace(record, documents=task.fingerprint)
 
-    def _rows(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[Row]:
-        stored = DTYPES[self._spec.stored_dtype]
+    def _forward(self, task: ShardTask, batch: list[Document]) -> torch.Tensor:
+        """``hidden_BTD`` of a batch, in the target's dtype, on its device. Says first what it is busy with."""
+        beat = {"time": time.monotonic(), "documents": [document.doc_id for document in batch]}
+        beat_path(self._folder, task).write_text(json.dumps(beat))
+        tokens = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
+        for b, document in enumerate(batch):
+            tokens[b, : len(document.input_ids)] = torch.from_numpy(document.input_ids.astype(np.int64))
+        return self._target.capture(tokens)
+
+    def _computed(self, task: ShardTask) -> Iterator[tuple[list[Document], torch.Tensor]]:
+        """Each batch with its hidden states, in the stored dtype, on the CPU."""
+        stored = row_dtype(self._spec.stored_dtype)
+        documents = [document for document in task.documents if document.doc_id not in task.set_aside]
         for batch in length_sorted_batches(documents, self._settings.batch_tokens):
-            tokens = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
-            for b, document in enumerate(batch):
-                tokens[b, : len(document.input_ids)] = torch.from_numpy(document.input_ids.astype(np.int64))
-            hidden_BTD = self._target.capture(tokens).to(stored).cpu()
+            yield batch, self._forward(task, batch).to(stored).cpu()
+
+    def _rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[Row]:
+        for batch, hidden_BTD in one_ahead(self._computed(task), self._computing):
             for b, document in enumerate(batch):
                 hidden_TD = hidden_BTD[b, : len(document.input_ids)]
                 if not hidden_TD.isfinite().all():

@@ -10,7 +10,8 @@ from pipeline import embedded
 from pipeline.chat import Unusable, encode
 from pipeline.recipe import TargetConfig, load_recipe
 from pipeline.target import load_ends, load_tokenizer
-from preprocess.sharegpt import Tail, clean, read_records
+from preprocess.dialogues import clean
+from preprocess.sources import Tail, read_records
 from tests.kit import ROOT, run_command
 
 pytestmark = pytest.mark.real

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"preprocess", "train", "eval"}
-HEAVY = {"ray": {"preprocess/driver.py"}, "deepspeed": {"train/engine.py"}}
+HEAVY = {"ray": {"preprocess/pool.py"}, "deepspeed": {"train/engine.py"}}
 
 
 def imports(path: Path) -> set[str]:

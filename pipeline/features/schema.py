@@ -6,8 +6,10 @@ A shard is an uncompressed Arrow IPC file; one record batch of one row is one di
     input_ids   large_list<int32>                    t_0 .. t_{L-1}
     loss_mask   large_list<uint8>                    1 where t_i was written by the assistant
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
+    scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
 
-The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32.
+The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32, uint8
+for float8_e4m3fn.
 """
 
 import warnings
@@ -28,8 +30,10 @@ _WORDS = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
     "bfloat16": (torch.bfloat16, np.uint16, pa.uint16()),
     "float16": (torch.float16, np.uint16, pa.uint16()),
     "float32": (torch.float32, np.uint32, pa.uint32()),
+    "float8_e4m3fn": (torch.float8_e4m3fn, np.uint8, pa.uint8()),
 }
-_TORCH_WORD = {2: torch.int16, 4: torch.int32}  # for reinterpreting a torch tensor's bits
+_TORCH_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # for reinterpreting a torch tensor's bits
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,21 @@ class Row:
     doc_id: str
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
-    hidden_TD: torch.Tensor  # stored dtype
+    hidden_TD: torch.Tensor  # stored dtype; bfloat16 where that is FP8
+
+
+def row_dtype(stored_dtype: str) -> torch.dtype:
+    """The dtype of a `Row`'s hidden states, written and read."""
+    return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
+
+
+def quantised(hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(float8 [T, D], scale float32 [T])``: each token's largest magnitude becomes the largest finite number."""
+    exact_TD = hidden_TD.float()
+    scale_T = (exact_TD.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    return (exact_TD / scale_T[:, None]).to(torch.float8_e4m3fn), scale_T
 
 
 def arrow_schema(spec: FeatureSpec) -> pa.Schema:
@@ -64,6 +82,8 @@ def arrow_schema(spec: FeatureSpec) -> pa.Schema:
         ("loss_mask", pa.large_list(pa.uint8())),
         ("hidden", pa.large_list(pa.list_(word, spec.hidden_size))),
     ]
+    if spec.stored_dtype == FP8:
+        fields.append(("scale", pa.large_list(pa.float32())))
     return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items()})
 
 
@@ -112,11 +132,12 @@ def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
     length, width = row.hidden_TD.shape
     if (
         width != spec.hidden_size
-        or row.hidden_TD.dtype != torch_dtype
+        or row.hidden_TD.dtype != row_dtype(spec.stored_dtype)
         or not (len(row.input_ids) == len(row.loss_mask) == length)
     ):
         raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
-    words = row.hidden_TD.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
+    stored_TD, scale_T = quantised(row.hidden_TD) if spec.stored_dtype == FP8 else (row.hidden_TD, None)
+    words = stored_TD.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(words.reshape(-1)), width)
 
     def one(values: pa.Array) -> pa.Array:
@@ -128,17 +149,23 @@ def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
         one(pa.array(row.loss_mask.astype(np.uint8, copy=False))),
         one(vectors),
     ]
+    if scale_T is not None:
+        columns.append(one(pa.array(scale_T.numpy())))
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
 
 
 def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
-    """Zero-copy views into the batch's (memory-mapped) buffers."""
+    """Zero-copy views into the batch's (memory-mapped) buffers; FP8 is decoded."""
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
     words = batch.column("hidden").flatten().flatten().to_numpy(zero_copy_only=True)
-    signed = words.view({2: np.int16, 4: np.int32}[word().itemsize]).reshape(-1, spec.hidden_size)
+    signed = words.view({1: np.uint8, 2: np.int16, 4: np.int32}[word().itemsize]).reshape(-1, spec.hidden_size)
+    hidden_TD = torch.from_numpy(signed).view(torch_dtype)
+    if spec.stored_dtype == FP8:
+        scale_T = torch.from_numpy(batch.column("scale").flatten().to_numpy(zero_copy_only=True))
+        hidden_TD = (hidden_TD.float() * scale_T[:, None]).to(row_dtype(FP8))
     return Row(
         doc_id=batch.column("doc_id")[0].as_py(),
         input_ids=batch.column("input_ids").flatten().to_numpy(zero_copy_only=True),
         loss_mask=batch.column("loss_mask").flatten().to_numpy(zero_copy_only=True),
-        hidden_TD=torch.from_numpy(signed).view(torch_dtype),
+        hidden_TD=hidden_TD,
     )

@@ -4,10 +4,12 @@ Guarantees: a shard is whole or absent; the manifest is the only truth about wha
 anything whose size, checksum, structure or origin differs from the manifest and from its own recipe.
 """
 
+import hashlib
+import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -86,15 +88,33 @@ def write_shard(
     """
     path = folder / shard_name(split, index)
     count = tokens = trained = 0
-    with atomic_path(path) as temporary:
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, arrow_schema(spec)) as writer:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        sink = _Hashed(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, "w"), arrow_schema(spec)) as writer:
             for row in rows:
                 writer.write_batch(to_batch(row, spec))
                 count += 1
                 tokens += len(row.input_ids)
                 trained += int(row.loss_mask.sum())
-        size, checksum = temporary.stat().st_size, sha256(temporary)
+        size, checksum = sink.tell(), sink.state.hexdigest()
     return ShardRecord(path.name, split, index, count, tokens, trained, size, checksum, rejected)
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed as it is written, so that nothing is read back."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.state = file, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, content) -> int:
+        self.state.update(content)
+        return self._file.write(content)
 
 
 def damage(folder: Path, record: ShardRecord, checksum: bool = True) -> str | None:
@@ -118,6 +138,20 @@ def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> N
         )
 
 
+def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.RecordBatchFileReader:
+    """The shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
+    require_whole(folder, record, checksum=False)
+    path = folder / record.name
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"feature shard {path} is not a whole Arrow file: {error}. Run the dump again") from None
+    require_same(spec_of(reader.schema, path), spec, path)
+    if reader.num_record_batches != record.rows:
+        raise PipelineError(f"feature shard {path}: {reader.num_record_batches} rows, the manifest says {record.rows}")
+    return reader
+
+
 class FeatureStore:
     """The dialogues of one split, memory-mapped; rows are numbered across shards in manifest order."""
 
@@ -136,24 +170,8 @@ class FeatureStore:
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
             )
-        self._readers = [self._open(folder, record) for record in self.records]
+        self._readers = [open_shard(folder, record, self.spec) for record in self.records]
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
-
-    def _open(self, folder: Path, record: ShardRecord) -> pa.ipc.RecordBatchFileReader:
-        require_whole(folder, record, checksum=False)
-        path = folder / record.name
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise PipelineError(
-                f"feature shard {path} is not a whole Arrow file: {error}. Run the dump again"
-            ) from None
-        require_same(spec_of(reader.schema, path), self.spec, path)
-        if reader.num_record_batches != record.rows:
-            raise PipelineError(
-                f"feature shard {path}: {reader.num_record_batches} rows, the manifest says {record.rows}"
-            )
-        return reader
 
     def __len__(self) -> int:
         return int(self._starts[-1])

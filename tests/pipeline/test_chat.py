@@ -44,6 +44,29 @@ VICUNA = (
     "{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
 )
+QWEN_2_5 = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}{% for message in messages %}"
+    "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 REASONING = (  # shows the last answer's thoughts only, as Qwen3 does
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
@@ -140,8 +163,22 @@ def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
             [" I am\n\nAda.</s>", " Yes — é😀</s>"],
             "",
         ),
+        (
+            QWEN_2_5,
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\nHi, who?<|im_end|>\n<|im_start|>assistant\n",
+            ["I am\n\nAda.<|im_end|>", "Yes — é😀<|im_end|>"],
+            "\n",
+        ),
+        (MISTRAL, "<s>[INST] Hi, who? [/INST]", ["I am\n\nAda.</s>", "Yes — é😀</s>"], " "),
+        (
+            GEMMA,
+            "<s><start_of_turn>user\nHi, who?<end_of_turn>\n<start_of_turn>model\n",
+            ["I am\n\nAda.<end_of_turn>", "Yes — é😀<end_of_turn>"],
+            "\n",
+        ),
     ],
-    ids=["chatml", "llama-2", "llama-3", "vicuna"],
+    ids=["smollm", "llama-2", "llama-3", "vicuna", "qwen-2.5", "mistral", "gemma"],
 )
 def test_golden_masks_of_well_known_templates(template, before_first, runs, last):
     tokenizer = tokenizer_with(template)

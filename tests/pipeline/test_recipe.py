@@ -290,7 +290,7 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
     return {key for key, _ in variants(recipe) if key.startswith(prefixes)}
 
 
-NOT_WHAT_SHARDS_HOLD = {"target.device", "features.workers", "features.gpus_per_worker"}
+NOT_WHAT_SHARDS_HOLD = {"target.device", "features.workers", "features.gpus_per_worker", "features.hang_seconds"}
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

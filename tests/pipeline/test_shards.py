@@ -1,6 +1,7 @@
 """The feature-shard contract: bits in, the same bits out, and nothing foreign, damaged or half-written is ever read."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -98,6 +99,61 @@ def test_every_bit_survives(tmp_path, dtype):
     assert len(store) == 5
     for index, row in enumerate(rows):
         assert_same(store.row(index), row)
+
+
+def plausible_rows(seed: int = 0) -> list[Row]:
+    """Hidden states of magnitudes from 1e-9 to 1e9, a token of zeros, single large channels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(4):
+        length = 5 + number
+        hidden_TD = torch.randn(length, D, generator=generator) * 10.0 ** torch.randint(
+            -9, 9, (length, 1), generator=generator
+        )
+        hidden_TD[0] = 0
+        hidden_TD[1, 2] *= 1000
+        mask = np.arange(length, dtype=np.uint8) % 2
+        rows.append(Row(f"doc{number}", np.arange(length, dtype=np.int32), mask, hidden_TD.bfloat16()))
+    return rows
+
+
+def test_float8_keeps_each_token_to_its_own_scale(tmp_path):
+    """e4m3 has 3 bits of mantissa: 1/16 of a number, or 2^-10 of the token's scale for the smallest; bfloat16 adds 2^-8."""
+    spec, rows = replace(SPEC, stored_dtype=schema.FP8), plausible_rows()
+    record = write_shard(tmp_path, "train", 0, spec, rows, {})
+    Manifest(spec, [record], {}, complete=True).save(tmp_path)
+    store = FeatureStore(tmp_path, "train", spec)
+    for index, row in enumerate(rows):
+        got, exact = store.row(index).hidden_TD, row.hidden_TD.float()
+        assert got.dtype == torch.bfloat16
+        allowed = (
+            torch.maximum(exact.abs() / 16, exact.abs().amax(-1, keepdim=True) / 448 * 2**-10) * 1.01
+            + exact.abs() / 128
+        )
+        assert ((got.float() - exact).abs() <= allowed).all()
+        assert (got[0] == 0).all()
+        again, scale_T = schema.quantised(row.hidden_TD)
+        assert again.float().abs().amax(-1)[1:].eq(448).all() and scale_T.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, schema.FP8])
+def test_the_documented_reader_reads_what_was_written(tmp_path, dtype):
+    page = (ROOT / "docs/feature-shards.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    rows = [replace(row, hidden_TD=row.hidden_TD.to(schema.row_dtype(dtype))) for row in plausible_rows()]
+    if dtype == "float16":
+        rows = [replace(row, hidden_TD=row.hidden_TD.clamp(-6e4, 6e4)) for row in rows]
+    spec = replace(SPEC, stored_dtype=dtype)
+    records = [write_shard(tmp_path, "train", number, spec, rows[number * 2 :][:2], {}) for number in range(2)]
+    Manifest(spec, records, {}, complete=True).save(tmp_path)
+    store, reader = FeatureStore(tmp_path, "train", spec), {"__name__": "reader"}
+    exec(code, reader)
+    found = list(reader["read"](tmp_path))
+    assert len(found) == len(store) == 4
+    for index, (doc_id, ids, mask, hidden) in enumerate(found):
+        row = store.row(index)
+        assert doc_id == row.doc_id and np.array_equal(ids, row.input_ids) and np.array_equal(mask, row.loss_mask)
+        assert torch.equal(torch.from_numpy(hidden).to(row.hidden_TD.dtype), row.hidden_TD)
 
 
 def test_the_record_counts_what_the_shard_holds(tmp_path):

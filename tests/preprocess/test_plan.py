@@ -16,8 +16,8 @@ from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest, ShardRecord
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec
-from preprocess.driver import Plan
-from preprocess.sharegpt import clean, held_out, record_id
+from preprocess.dialogues import clean, held_out, record_id
+from preprocess.plan import Plan
 from preprocess.worker import Document, FeatureWorker, ShardTask, length_sorted_batches
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
 
@@ -78,7 +78,7 @@ def messy_records(draw) -> list:
         kind = draw(st.integers(0, 5))
         doc_id = draw(st.sampled_from([f"conv{number}_{number % 3}", f"conv{number % 7}", number % 5, None]))
         roles = ["human", "gpt"] if kind < 4 else draw(st.lists(st.sampled_from(ROLES), max_size=5))
-        texts = ["why?", "because"] if kind < 4 else [draw(st.sampled_from(TEXTS)) for _ in roles]
+        texts = ["why?", f"because {number % 20}"] if kind < 4 else [draw(st.sampled_from(TEXTS)) for _ in roles]
         turns = [{"from": role, "value": text} for role, text in zip(roles, texts, strict=True)]
         records.append(draw(st.sampled_from(JUNK)) if kind == 5 else {"id": doc_id, "conversations": turns})
     return records
@@ -127,17 +127,20 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         {"id": "r", "conversations": turns[:1] * 2},
         good[3],
         {"id": "late", "conversations": [{"from": "human", "value": "x" * 500}, turns[1]]},
-        {"id": "edit", "conversations": [turns[1], *turns, turns[0]]},
+        {"id": "edit", "conversations": [turns[1], *turns, {"from": "human", "value": "?"}, turns[1], turns[0]]},
+        {"id": "again", "conversations": turns},
     ]
     source = tmp_path / "spoilt.json"
     source.write_text(json.dumps(good + spoilt)[:-1])
     plan, tasks = planned(recipe_for(source, data={"heldout_fraction": 0.0}))
     assert plan.accounting(as_if_written(tasks)) == {
-        "records": 20,
+        "records": 21,
+        "windows": 0,
         "accepted": 13,
         "rejected": {
             "blank_turn": 1,
             "duplicate": 1,
+            "duplicate_text": 1,
             "malformed": 1,
             "no_assistant_token": 1,
             "no_exchange": 1,
@@ -146,7 +149,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         },
         "skipped": {},
         "edits": {"leading_assistant_dropped": 1, "trailing_user_dropped": 1},
-        "torn_tail_after": 20,
+        "torn_tail_after": 21,
     }
     assert dict(plan.rejected) == {
         "m": "malformed",
@@ -156,7 +159,18 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         "r": "repeated_role",
         "doc3": "duplicate",
         "late": "no_assistant_token",
+        "again": "duplicate_text",
     }
+
+
+def test_windows_of_long_dialogues_are_documents_of_their_own_and_accounted_for(source):
+    plan, tasks = planned(recipe_for(source, data={"long": "windows", "max_length": 90}))
+    counts = plan.accounting(as_if_written(tasks, drop=1))
+    assert counts["windows"] > 0 and counts["edits"]["cut_into_windows"] > 0
+    rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())
+    assert counts["accepted"] + rejected + skipped == counts["records"] + counts["windows"]
+    train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
+    assert not train & validation
 
 
 def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):

@@ -17,7 +17,7 @@ from pipeline.features.shards import Manifest
 from pipeline.files import sha256
 from pipeline.recipe import TrainConfig, load_recipe
 from pipeline.target import feature_spec, load_tokenizer
-from preprocess.driver import Plan
+from preprocess.plan import Plan
 from preprocess.worker import FeatureWorker
 from tests.kit import (
     ROOT,

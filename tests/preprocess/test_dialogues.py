@@ -1,15 +1,12 @@
-"""ShareGPT files as they are found: streamed, torn, damaged; and the rules that make a dialogue of a record."""
+"""The rules that make a clean dialogue of a record, or reject it for a reason."""
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 
 from pipeline.chat import Unusable
-from pipeline.errors import PipelineError
-from preprocess import sharegpt
-from preprocess.sharegpt import Tail, clean, held_out, read_records, record_id
+from preprocess.dialogues import clean, held_out, record_id
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict]:
@@ -20,121 +17,22 @@ def record(*pairs: tuple[str, str], doc_id: object = "doc") -> dict:
     return {"id": doc_id, "conversations": turns(*pairs)}
 
 
+def asked(**columns) -> dict:
+    return {"id": "doc", **columns}
+
+
 Q, A = ("human", "why?"), ("gpt", "because.")
-RECORDS = [record(("human", f"q{number}" * 20), A, doc_id=f"doc{number}") for number in range(5)]
-TEXT = json.dumps(RECORDS)
 
 
-def write(tmp_path: Path, content: str | bytes) -> str:
-    path = tmp_path / "data.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return str(path)
-
-
-def read(source: str) -> tuple[list, Tail]:
-    tail = Tail()
-    return list(read_records(source, tail)), tail
-
-
-# -- the file --------------------------------------------------------------------------------------------------------
-
-
-def test_a_whole_file_is_read_and_has_no_torn_tail(tmp_path):
-    assert read(write(tmp_path, TEXT)) == (RECORDS, Tail(None))
-
-
-def test_an_fsspec_address_is_read(tmp_path):
-    assert read(f"file://{write(tmp_path, TEXT)}") == (RECORDS, Tail(None))
-
-
-def test_records_arrive_as_the_file_is_read(tmp_path, monkeypatch):
-    """Never more than two buffers of the parser (64 KiB) ahead of the record at hand."""
-    records = [record(("human", "q" * 1000), ("gpt", "a" * 1000), doc_id=f"doc{n}") for n in range(1000)]
-    lines = [json.dumps(item) for item in records]
-    source = write(tmp_path, "[" + ",\n".join(lines) + "]")
-
-    end = 1
-    with Path(source).open("rb", buffering=0) as file:
-        monkeypatch.setattr(sharegpt, "_open", lambda _: file)
-        for line, _ in zip(lines, read_records(source, Tail()), strict=False):
-            end += len(line) + 2
-            assert file.tell() <= end + 2 * 65536
-    assert end > 2_000_000
-
-
-def test_a_torn_tail_is_reported_and_the_whole_records_are_kept(tmp_path):
-    start_of_last = TEXT.index('{"id": "doc4"')
-    for cut in range(start_of_last + 1, len(TEXT) - 2):
-        assert read(write(tmp_path, TEXT[:cut])) == (RECORDS[:4], Tail(4)), TEXT[cut:]
-
-
-def test_a_file_that_only_lacks_its_last_bracket_is_torn_after_every_record(tmp_path):
-    assert read(write(tmp_path, TEXT[:-1])) == (RECORDS, Tail(5))
-
-
-@pytest.mark.parametrize("content", ["", "   \n", "[", '[{"id": "doc0", "conv'])
-def test_a_file_without_one_whole_record_is_refused(tmp_path, content):
-    source = write(tmp_path, content)
-    with pytest.raises(PipelineError, match="Expected ShareGPT JSON") as caught:
-        read(source)
-    assert source in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["hello", "<html></html>", "\x89PNG", "\n".join(map(json.dumps, RECORDS))])
-def test_a_file_that_is_not_json_is_refused(tmp_path, content):
-    with pytest.raises(PipelineError, match="Expected ShareGPT JSON"):
-        read(write(tmp_path, content))
-
-
-@pytest.mark.parametrize("content", ['{"conversations": []}', "3", '"text"', "null", "[]"])
-def test_json_that_holds_no_list_of_records_is_refused(tmp_path, content):
-    with pytest.raises(PipelineError, match="it is JSON, but no list of records"):
-        read(write(tmp_path, content))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text.replace(b'"doc2"', b'"doc2'),
-        lambda text: text.replace(b'"doc2"', b'@@"doc2"'),
-        lambda text: text.replace(b'"doc2"', b"\0\0\0\0\0\0"),
-        lambda text: text.replace(b'"doc2"', b'"\xff\xfe"'),
-        lambda text: text.replace(b', {"id": "doc2"', b' {"id": "doc2"'),
-        lambda text: text + b"garbage",
-    ],
-    ids=["quote", "garbage", "zeros", "utf-8", "comma", "behind the end"],
-)
-def test_damage_in_the_middle_is_refused_and_not_taken_for_a_torn_tail(tmp_path, damage):
-    """Otherwise everything behind the damage would be missing without a word."""
-    with pytest.raises(PipelineError, match=r"it is damaged after \d records"):
-        read(write(tmp_path, damage(TEXT.encode())))
-
-
-def test_half_an_emoji_is_refused_without_a_traceback(tmp_path):
-    """JavaScript cuts strings between the two halves of an emoji; ijson's parser cannot pass the second half."""
-    source = write(tmp_path, TEXT.replace("because.", "\\ude00 because.", 1))
-    with pytest.raises(PipelineError, match="its first record cannot be parsed"):
-        read(source)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(PipelineError, match=rf"data\.source {tmp_path}/absent\.json does not exist"):
-        read(str(tmp_path / "absent.json"))
-
-
-def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(PipelineError, match=str(tmp_path)):
-        read(str(tmp_path))
-
-
-def test_an_address_of_an_unknown_kind_is_refused():
-    with pytest.raises(PipelineError, match="nosuch"):
-        read("nosuch://bucket/data.json")
-
-
-def test_an_unknown_embedded_name_is_refused():
-    with pytest.raises(PipelineError, match="there is 'embedded:sharegpt'"):
-        read("embedded:alpaca")
+def test_openai_messages_are_the_same_as_sharegpts_turns():
+    expected = clean(record(("system", "s"), ("human", "why?"), ("gpt", "because.")))
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "because.", "tool_calls": None},
+    ]
+    assert clean(asked(messages=messages)) == expected
+    assert clean(asked(conversations=messages)) == expected  # some data sets mix the two
 
 
 # -- the rules -------------------------------------------------------------------------------------------------------
@@ -153,6 +51,13 @@ def test_an_unknown_embedded_name_is_refused():
         ({"id": "x", "conversations": [{"from": "human", "value": 3}]}, "malformed"),
         ({"id": "x", "conversations": [{"from": None, "value": "hi"}]}, "malformed"),
         (record(Q, ("tool", "x"), A), "unknown_role"),
+        (asked(messages=[{"role": "user"}]), "malformed"),
+        (asked(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not_text"),
+        (
+            asked(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]),
+            "not_text",
+        ),
+        (asked(messages=[{"role": "user", "content": "q"}, {"role": "developer", "content": "x"}]), "unknown_role"),
         (record(("Human", "hi"), A), "unknown_role"),
         (record(("human", " \n\t"), A), "blank_turn"),
         (record(Q, ("gpt", "")), "blank_turn"),

@@ -1,0 +1,142 @@
+"""What the dump costs beside the target's bare forward, and beside one dialogue at a time.
+
+    python -m preprocess.bench RECIPE [--dialogues 64] [--repeats 3]
+
+All three run on the same dialogues in one process, taking turns: the bare forward over our batches, the whole dump (forward,
+transfer, writing, hashing), and the dump with one dialogue a batch. Ratios are of tokens per second. Peak memory is that of
+processes that dump N and 10 N dialogues. The last line is JSON.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from pipeline import entry
+from pipeline.progress import Progress
+from pipeline.provenance import ROOT, hardware
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.target import feature_spec, load_tokenizer, resolve_device
+from preprocess.plan import Plan
+from preprocess.worker import FeatureWorker, ShardTask, length_sorted_batches
+
+
+def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
+    """The first training shards with at most so many dialogues, as the recipe plans them."""
+    limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_dialogues": dialogues})})
+    return (task for task in Plan(limited, load_tokenizer(recipe.target)).tasks() if task.split == "train")
+
+
+class Methods:
+    """The three ways, each over the same tasks."""
+
+    def __init__(self, recipe: Recipe, folder: Path, tasks: list[ShardTask]):
+        spec = feature_spec(recipe)
+        alone = recipe.model_copy(update={"features": recipe.features.model_copy(update={"batch_tokens": 1})})
+        self._tasks, self._device = tasks, resolve_device(recipe.target.device)
+        self._ours, self._alone = FeatureWorker(recipe, folder, spec), FeatureWorker(alone, folder, spec)
+        self._ours.ready()
+        self._alone.__dict__["_target"] = self._ours._target  # one copy of the weights
+        self._batch_tokens = recipe.features.batch_tokens
+
+    def bare(self) -> None:
+        for task in self._tasks:
+            for batch in length_sorted_batches(task.documents, self._batch_tokens):
+                self._ours._forward(task, batch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def dump(self) -> None:
+        for task in self._tasks:
+            self._ours.dump(task)
+
+    def one_at_a_time(self) -> None:
+        for task in self._tasks:
+            self._alone.dump(task)
+
+
+def peak_mb(recipe_path: str, overrides: list[str], dialogues: int) -> float:
+    """Peak resident memory of a process that dumps so many dialogues."""
+    sets = [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-m", "preprocess.bench", recipe_path, *sets, "--peak-of", str(dialogues)]
+    return float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def dump_and_tell_peak(recipe: Recipe, dialogues: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        worker = FeatureWorker(recipe, Path(folder), feature_spec(recipe))
+        worker.ready()
+        for task in some_tasks(recipe, dialogues):
+            (Path(folder) / worker.dump(task).name).unlink()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of each method, one figure a repeat."""
+    tasks = list(some_tasks(recipe, dialogues))
+    tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / ".beats").mkdir()
+        methods = Methods(recipe, Path(folder), tasks)
+        ways = {"forward": methods.bare, "dump": methods.dump, "single": methods.one_at_a_time}
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
+        for task in islice(tasks, 1):
+            methods._ours.dump(task)  # warm-up
+        with Progress("bench", repeats * len(ways), "runs") as progress:
+            for repeat in range(repeats):
+                names = list(ways)
+                for name in names[repeat % 3 :] + names[: repeat % 3]:
+                    begin = time.perf_counter()
+                    ways[name]()
+                    speeds[name].append(tokens / (time.perf_counter() - begin))
+                    progress.advance(1)
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--dialogues", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.peak_of:
+        dump_and_tell_peak(recipe, arguments.peak_of)
+        return
+    speeds = bench(recipe, arguments.dialogues, arguments.repeats)
+    print(
+        f"{recipe.target.model}, {recipe.target.dtype}, {hardware(recipe.target.device)}, {arguments.dialogues} dialogues"
+    )
+    for name, label in (("forward", "bare forward"), ("dump", "dump"), ("single", "dump, one dialogue a batch")):
+        print(f"  {label:<28} {' '.join(f'{speed:9,.0f}' for speed in speeds[name])}  tokens/s")
+    over = {
+        name: [dump / other for dump, other in zip(speeds["dump"], speeds[name], strict=True)]
+        for name in ("forward", "single")
+    }
+    for name, ratios in over.items():
+        print(f"  dump over {name:<18} {' '.join(f'{ratio:9.3f}' for ratio in ratios)}")
+    few, many = (peak_mb(arguments.recipe, arguments.overrides, arguments.dialogues * n) for n in (1, 10))
+    print(
+        f"  peak memory of {arguments.dialogues} and {10 * arguments.dialogues} dialogues: {few:,.0f} and {many:,.0f} MB"
+    )
+    figures = {
+        **{f"dump_over_{name}": round(sum(ratios) / len(ratios), 4) for name, ratios in over.items()},
+        **{f"dump_over_{name}_range": [round(min(r), 4), round(max(r), 4)] for name, r in over.items()},
+        "peak_mb": round(few),
+        "peak_mb_of_10x": round(many),
+        "hardware": hardware(recipe.target.device),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    entry.run(main)

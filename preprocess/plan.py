@@ -1,0 +1,123 @@
+"""What the dump will do: one pass over the source gives shard tasks, and accounts for every record.
+
+Shard k holds the k-th group of accepted dialogues, in the order of the source, so a plan is the same on every run.
+Knows no Ray.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pipeline import chat
+from pipeline.errors import PipelineError
+from pipeline.features.shards import ShardRecord
+from pipeline.recipe import Recipe
+from preprocess.dialogues import clean, held_out, record_id
+from preprocess.duplicates import Duplicates
+from preprocess.pieces import encode_pieces, language
+from preprocess.sources import Tail, read_records
+from preprocess.worker import Document, ShardTask
+
+
+@dataclass
+class Plan:
+    """Reads the source once, yields shard tasks, and accounts for every record."""
+
+    recipe: Recipe
+    tokenizer: object
+    records: int = 0
+    windows: int = 0  # documents beyond the first of a record
+    edits: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)
+    rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
+    accepted: Counter = field(default_factory=Counter)  # by split
+    prompts: list[dict] = field(default_factory=list)
+    tail: Tail = field(default_factory=Tail)
+    _open: dict[str, list[Document]] = field(default_factory=lambda: {"train": [], "validation": []})
+    _indices: Counter = field(default_factory=Counter)
+    _train_tokens: int = 0
+    _duplicates: Duplicates = field(default_factory=lambda: Duplicates(None))
+
+    def tasks(self) -> Iterator[ShardTask]:
+        """Shard by shard. Raises PipelineError for an unusable source."""
+        self._duplicates = Duplicates(self.recipe.data.near_duplicates)
+        for record in read_records(self.recipe.data, self.tail):
+            self.records += 1
+            try:
+                split, documents = self._place(record)
+            except chat.Unusable as reason:
+                self.rejected.append((record_id(record), str(reason)))
+                continue
+            for document in documents:
+                self._open[split].append(document)
+                self.accepted[split] += 1
+                if split == "train":
+                    self._train_tokens += len(document.input_ids)
+                if len(self._open[split]) == self.recipe.features.rows_per_shard:
+                    yield self._close(split)
+        for split, documents in self._open.items():
+            if documents:
+                yield self._close(split)
+
+    def _place(self, record) -> tuple[str, list[Document]]:
+        """The record's split and its documents: one, several windows, or none when the split is full (counted as skipped).
+
+        Raises chat.Unusable.
+        """
+        data = self.recipe.data
+        dialogue = clean(record)
+        self._duplicates.refuse_repeated(dialogue)
+        if data.languages and language(dialogue) not in data.languages:
+            raise chat.Unusable("language")
+        split = "validation" if held_out(dialogue.doc_id, data.heldout_fraction) else "train"
+        if split == "validation":
+            self._offer_prompt(dialogue)
+        if self._full(split):
+            self.skipped[f"{split} is full"] += 1
+            return split, []
+        pieces, edits = encode_pieces(self.tokenizer, dialogue, data)
+        self.windows += len(pieces) - 1
+        self.edits.update([*dialogue.edits, *edits])
+        return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in pieces]
+
+    def _full(self, split: str) -> bool:
+        data = self.recipe.data
+        if split == "validation":
+            return self.accepted[split] >= data.validation_dialogues
+        tokens = data.max_tokens is not None and self._train_tokens >= data.max_tokens
+        return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
+
+    def _offer_prompt(self, dialogue) -> None:
+        """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted."""
+        if len(self.prompts) == self.recipe.data.heldout_prompts:
+            return
+        question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
+        length = len(chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}]))
+        if length <= self.recipe.data.max_length:
+            self.prompts.append({"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]})
+
+    def _close(self, split: str) -> ShardTask:
+        task = ShardTask(split, self._indices[split], self._open[split])
+        self._indices[split] += 1
+        self._open[split] = []
+        return task
+
+    def accounting(self, shards: list[ShardRecord]) -> dict:
+        """Counts by fate: records + windows = accepted + rejected + skipped, exactly."""
+        late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
+        rejected = [*self.rejected, *late]
+        accepted = sum(shard.rows for shard in shards)
+        if accepted + len(rejected) + sum(self.skipped.values()) != self.records + self.windows:
+            raise PipelineError(
+                f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues are not the "
+                f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
+            )
+        return {
+            "records": self.records,
+            "windows": self.windows,
+            "accepted": accepted,
+            "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
+            "skipped": dict(self.skipped),
+            "edits": dict(sorted(self.edits.items())),
+            "torn_tail_after": self.tail.torn_after,
+        }

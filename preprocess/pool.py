@@ -1,0 +1,232 @@
+"""Ray actors that write shards, and what happens to them. The only file of this stage that imports Ray.
+
+Terms: a worker is an actor with a target; a task is a shard to write. A worker holds at most two tasks, of which the one
+given first is running, so that plans stay in the source and workers never wait for the driver.
+
+Guarantees: every task is finished, or the job ends with an error; a worker that dies or hangs is replaced and its tasks
+are given out again, unchanged, so the shard is the same as if nothing had happened; a dialogue that kills its worker
+every time is found by probing, set aside by id and counted; nothing waits for ever.
+"""
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec
+from pipeline.features.shards import ShardRecord
+from pipeline.provenance import ROOT
+from pipeline.recipe import FeaturesConfig, Recipe
+from preprocess.worker import KILLS_WORKERS, FeatureWorker, ShardTask, read_beat
+
+LOOK_SECONDS = 1.0  # between two looks at the beats of the running tasks
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Worker:
+    """An actor and its tasks in the order in which they were given to it."""
+
+    actor: Any
+    loading: Any  # the reference that answers when the target is loaded; None from then on
+    tasks: dict[Any, ShardTask] = field(default_factory=dict)  # by reference
+    beat: str = ""  # the running task's last sign of life
+    since: float = field(default_factory=time.monotonic)  # when it was new
+
+    def running(self) -> ShardTask | None:
+        return next(iter(self.tasks.values()), None)
+
+
+class Pool:
+    """Iterate over `records(tasks)`; the pool starts Ray with the first task and shuts it down after the last."""
+
+    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec):
+        self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+        self._workers: list[_Worker] = []
+        self._again: deque[ShardTask] = deque()  # tasks whose worker was lost
+        self._losses: dict[tuple[str, int], int] = {}  # by task: workers lost while it was running
+        self._lost_in_a_row = 0  # workers lost since the last finished shard
+
+    def records(self, tasks: Iterator[ShardTask]) -> Iterator[ShardRecord]:
+        """Shard records as workers finish them. Raises PipelineError; finished shards stay finished."""
+        first = next(tasks, None)
+        if first is None:
+            return
+        self._again.append(first)
+        start_ray(self._recipe)
+        try:
+            self._workers = [self._hire() for _ in range(self._settings.workers)]
+            more = True
+            while more or self._again or any(worker.tasks for worker in self._workers):
+                more = self._hand_out(tasks, more)
+                yield from self._collect()
+            waiting = sum(worker.loading is not None for worker in self._workers)
+            if waiting:
+                log.warning("%d of %d dump workers were never ready: no room, or no time", waiting, len(self._workers))
+        finally:
+            ray.shutdown()
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def _hire(self) -> _Worker:
+        settings = self._settings
+        remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(FeatureWorker)
+        actor = remote.remote(self._recipe, self._folder.resolve(), self._spec)
+        return _Worker(actor, actor.ready.remote())
+
+    def _hand_out(self, tasks: Iterator[ShardTask], more: bool) -> bool:
+        """Gives every ready worker two tasks; says whether the plan has more."""
+        for held in range(2):
+            for worker in self._workers:
+                if worker.loading is None and len(worker.tasks) == held:
+                    task = self._again.popleft() if self._again else next(tasks, None) if more else None
+                    if task is None:
+                        return False
+                    if not worker.tasks:
+                        worker.since = time.monotonic()
+                    worker.tasks[worker.actor.dump.remote(task)] = task
+        return more
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> Iterator[ShardRecord]:
+        """What was finished, or lost, within one look."""
+        references = [worker.loading for worker in self._workers if worker.loading is not None]
+        references += [reference for worker in self._workers for reference in worker.tasks]
+        done, _ = ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
+        for reference in done:
+            worker = next((w for w in self._workers if reference == w.loading or reference in w.tasks), None)
+            if worker is None:
+                continue  # of a worker lost a moment ago
+            try:
+                record = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                raise _task_error(error, worker.tasks.get(reference)) from None
+            except ray.exceptions.RayActorError as error:
+                self._lose(worker, str(error).splitlines()[0])
+                continue
+            if reference == worker.loading:
+                worker.loading = None
+                continue
+            task = worker.tasks.pop(reference)
+            worker.beat, worker.since, self._lost_in_a_row = "", time.monotonic(), 0
+            if task.set_aside:
+                log.warning("shard %s: set aside, for they kill workers: %s", record.name, ", ".join(task.set_aside))
+            yield record
+        self._look_for_hangs()
+
+    def _look_for_hangs(self) -> None:
+        now, patience = time.monotonic(), self._settings.hang_seconds
+        for worker in list(self._workers):
+            task = worker.running()
+            if task:
+                beat = read_beat(self._folder, task)
+                if beat != worker.beat:
+                    worker.beat, worker.since = beat, now
+                if now - worker.since > patience:
+                    ray.kill(worker.actor)
+                    self._lose(worker, f"it gave no sign of life for {patience} s")
+        if all(w.loading is not None for w in self._workers) and all(now - w.since > patience for w in self._workers):
+            raise PipelineError(
+                f"no dump worker became ready within features.hang_seconds={patience}: is there room on the cluster for "
+                f"{self._settings.cpus_per_worker} CPUs and {self._settings.gpus_per_worker:g} GPUs? Does loading take longer?"
+            )
+
+    # -- losses ----------------------------------------------------------------------------------------------------
+
+    def _lose(self, worker: _Worker, why: str) -> None:
+        """Replaces a worker that died or hung; its tasks are given out again, the running one after a closer look."""
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > 3 * (1 + self._settings.workers):
+            raise PipelineError(
+                f"{self._lost_in_a_row} dump workers were lost in a row, the last one because: {why} Finished shards are kept: "
+                "look at the nodes (memory, GPUs) and run the dump again to continue"
+            )
+        queued = list(worker.tasks.values())
+        if queued:
+            log.warning("a dump worker was lost on %s-%d: %s", queued[0].split, queued[0].index, why)
+            queued[0] = self._inspected(queued[0], why)
+        self._workers[self._workers.index(worker)] = self._hire()
+        self._again.extend(queued)
+
+    def _inspected(self, task: ShardTask, why: str) -> ShardTask:
+        """The task as it is to be tried next. First loss: unchanged. Second: probe the dialogues it was busy with one by
+        one. From the third on: what it was probing is the culprit.
+        """
+        key = (task.split, task.index)
+        self._losses[key] = self._losses.get(key, 0) + 1
+        if self._losses[key] == 1:
+            return task
+        busy = _documents_of(read_beat(self._folder, task))
+        if not task.suspects and busy:
+            return replace(task, suspects=busy)
+        if task.suspects and len(busy) == 1:
+            left = task.suspects[task.suspects.index(busy[0]) + 1 :] if busy[0] in task.suspects else ()
+            return replace(task, suspects=left, set_aside={**task.set_aside, busy[0]: KILLS_WORKERS})
+        raise PipelineError(
+            f"shard {task.split}-{task.index} lost {self._losses[key]} workers, the last one because: {why} No single dialogue "
+            f"does it: probably the batch is too large for memory. Lower features.batch_tokens, run the dump again"
+        )
+
+
+def _documents_of(beat: str) -> tuple[str, ...]:
+    try:
+        return tuple(json.loads(beat)["documents"])
+    except (ValueError, KeyError, TypeError):
+        return ()
+
+
+def _task_error(error: ray.exceptions.RayTaskError, task: ShardTask | None) -> Exception:
+    cause = error.cause
+    if isinstance(cause, PipelineError):
+        return cause
+    if "out of memory" in str(cause).lower():
+        return PipelineError(
+            f"a dump worker ran out of memory ({str(cause).splitlines()[0]}): lower features.batch_tokens, or raise "
+            "features.gpus_per_worker. Finished shards are kept: run the dump again to continue"
+        )
+    return error
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------
+
+
+def start_ray(recipe: Recipe) -> None:
+    """Joins the cluster that started this job, else starts Ray on this machine, reachable from it alone.
+
+    Raises PipelineError where no node has room for one worker.
+    """
+    settings = recipe.features
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level="warning")
+    else:
+        ray.init(
+            address="local",
+            _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
+            num_cpus=max(settings.workers * settings.cpus_per_worker, 1),
+            include_dashboard=False,
+            logging_level="warning",
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        )
+    _require_room(settings)
+
+
+def _require_room(settings: FeaturesConfig) -> None:
+    wanted = {"CPU": settings.cpus_per_worker, "GPU": settings.gpus_per_worker}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(kind, 0) >= amount for kind, amount in wanted.items()) for node in nodes):
+        largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in wanted}
+        raise PipelineError(
+            f"no node has room for one dump worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']} GPUs each, the "
+            f"nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs. Set features.cpus_per_worker and "
+            "features.gpus_per_worker, or start larger nodes"
+        )

@@ -1,0 +1,119 @@
+"""Whether a feature folder can be trusted.
+
+    python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
+
+Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does
+not know, and forwards a sample of rows through the target again. The recipe is the one beside the shards unless it is given
+(a target that was a local folder has to be). --repair dumps again what is damaged; nothing else is touched.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+
+from pipeline import entry
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec
+from pipeline.features.shards import SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
+from pipeline.progress import Progress
+from pipeline.recipe import load_recipe
+from pipeline.target import Target, fingerprint
+from preprocess.driver import dump
+
+ALLOWED = 0.05  # relative error of a row's hidden states: rounding of a batch of another shape, never another target
+
+
+def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Name -> what is wrong, over all shards of the manifest and all shards of the folder."""
+    found = {}
+    with Progress("verify", len(manifest.shards), "shards") as progress:
+        for record in manifest.shards:
+            reason = damage(folder, record) or _inconsistency(folder, record, manifest.spec)
+            if reason:
+                found[record.name] = reason
+            progress.advance(1)
+    known = {record.name for record in manifest.shards}
+    for path in sorted(folder.glob("features-*.arrow")):
+        if path.name not in known:
+            found[path.name] = (
+                "the manifest does not know it (a dump that was interrupted leaves such a file; it is redone)"
+            )
+    return found
+
+
+def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str | None:
+    try:
+        reader = open_shard(folder, record, spec)
+    except PipelineError as error:
+        return str(error)
+    columns = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    tokens = sum(len(batch.column("input_ids")[0]) for batch in columns)
+    trained = sum(int(batch.column("loss_mask").flatten().to_numpy().sum()) for batch in columns)
+    if (tokens, trained) != (record.tokens, record.trained_tokens):
+        return f"it holds {tokens} tokens, {trained} with a loss; the manifest says {record.tokens} and {record.trained_tokens}"
+    return None
+
+
+def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, float]:
+    """Document id -> relative error of its stored hidden states against the target's now, for a fixed random sample."""
+    errors = {}
+    for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
+        row = store.row(number)
+        fresh_TD = target.capture(torch.from_numpy(row.input_ids.astype("int64"))[None])[0].float().cpu()
+        errors[row.doc_id] = ((row.hidden_TD.float() - fresh_TD).norm() / fresh_TD.norm()).item()
+    return errors
+
+
+def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, repair: bool) -> None:
+    """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
+    manifest = Manifest.load(folder)
+    found = damaged_shards(folder, manifest)
+    for name, reason in found.items():
+        print(f"{name}: {reason}")
+    print(
+        f"{len(manifest.shards) - len(found)} of {len(manifest.shards)} shards are whole; complete: {manifest.complete}"
+    )
+    needs_recipe = rows or (repair and (found or not manifest.complete))
+    recipe = load_recipe(recipe_path, [*overrides, f"output={folder.parent}"]) if needs_recipe else None
+    if recipe and recipe.features_dir.resolve() != folder.resolve():
+        raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
+    if repair and recipe and (found or not manifest.complete):
+        print("\n".join(dump(recipe)))
+        found, manifest = damaged_shards(folder, Manifest.load(folder)), Manifest.load(folder)
+    if found or not manifest.complete:
+        raise PipelineError(f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --repair")
+    if recipe and rows:
+        if fingerprint(recipe.target) != manifest.spec.target:
+            raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
+        target = Target(recipe.target, recipe.target.dtype)
+        errors = {
+            doc_id: error
+            for split in SPLITS
+            for doc_id, error in recomputed(FeatureStore(folder, split, manifest.spec), target, rows).items()
+        }
+        worst = max(errors, key=errors.get)
+        print(
+            f"{len(errors)} rows forwarded again: largest relative error {errors[worst]:.4f} ({worst}), allowed {ALLOWED}"
+        )
+        if not errors[worst] <= ALLOWED:
+            raise PipelineError(
+                f"{folder}: the hidden states of {worst} are not the target's; dump into another folder"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a run's features folder")
+    parser.add_argument("--recipe", type=Path, help="default: the recipe.json in the folder")
+    parser.add_argument("--set", dest="overrides", metavar="section.key=value", action="append", default=[])
+    parser.add_argument("--rows", type=int, default=8, help="rows of each split to forward again (0: none)")
+    parser.add_argument("--repair", action="store_true", help="dump again what is damaged or missing")
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    verify(folder, arguments.recipe or folder / "recipe.json", arguments.overrides, arguments.rows, arguments.repair)
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,123 @@
+"""What happens to workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray, real kills."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipeline.features.shards import FeatureStore, Manifest
+from pipeline.recipe import load_recipe
+from pipeline.target import feature_spec
+from tests.kit import recipe_tree, run_command, write_recipe, write_sharegpt
+
+pytestmark = pytest.mark.real
+
+# A dump whose workers have a fault: `when` sees the batch's ids and how often it was true before.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+from pipeline import entry
+from pipeline.recipe import load_recipe
+from preprocess import driver, pool, worker
+
+MARKS = Path(sys.argv[2])
+
+
+class Faulty(worker.FeatureWorker):
+    def _forward(self, task, batch):
+        out = worker.FeatureWorker._forward(self, task, batch)
+        ids, before = [document.doc_id for document in batch], len(list(MARKS.iterdir()))
+        if {when}:
+            (MARKS / f"{{before}}-{{os.getpid()}}").touch()
+            {what}
+        return out
+
+
+pool.FeatureWorker = Faulty
+entry.run(lambda: print("\\n".join(driver.dump(load_recipe(sys.argv[1], sys.argv[3:])))))
+"""
+KILLED, HUNG = "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
+ANYWHERE = "'doc7' in ids"
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_target, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
+    tree["features"] |= {"workers": 2, "hang_seconds": 60}
+    return write_recipe(tree, folder / "recipe")
+
+
+def faulty_dump(recipe: Path, folder: Path, when: str, what: str, *overrides: str):
+    folder.mkdir(exist_ok=True)
+    marks, script = folder / "marks", folder / "script.py"
+    marks.mkdir()
+    script.write_text(SCRIPT.format(when=when, what=what))
+    sets = [f"output={folder / 'run'}", *overrides]
+    return run_command([sys.executable, str(script), str(recipe), str(marks), *sets]), len(list(marks.iterdir()))
+
+
+def content(folder: Path) -> dict[str, tuple[str, dict]]:
+    return {shard.name: (shard.sha256, shard.rejected) for shard in Manifest.load(folder / "run/features").shards}
+
+
+def doc_ids(recipe: Path, folder: Path) -> Counter:
+    loaded = load_recipe(recipe, [f"output={folder / 'run'}"])
+    stores = [FeatureStore(loaded.features_dir, split, feature_spec(loaded)) for split in ("train", "validation")]
+    return Counter(store.row(index).doc_id for store in stores for index in range(len(store)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done, _ = faulty_dump(recipe, folder, "False", "pass")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(("what", "patience"), [(KILLED, 60), (HUNG, 15)], ids=["killed", "hung"])
+def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, tmp_path, what, patience):
+    done, faults = faulty_dump(
+        recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.hang_seconds={patience}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert faults == 1 and "a dump worker was lost on" in done.stderr
+    assert content(tmp_path) == content(undisturbed)
+
+
+def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturbed, tmp_path):
+    done, faults = faulty_dump(recipe, tmp_path, ANYWHERE, KILLED)
+    assert done.returncode == 0, done.stderr
+    assert faults == 3  # in its batch, in its batch again, alone
+    assert "kills_workers 1" in done.stdout and "set aside, for they kill workers: doc7" in done.stderr
+    assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
+    assert max(doc_ids(recipe, tmp_path).values()) == 1
+    changed = [name for name, kept in content(tmp_path).items() if content(undisturbed)[name] != kept]
+    assert len(changed) == 1
+    rejected = [json.loads(line) for line in (tmp_path / "run/features/rejected.jsonl").read_text().splitlines()]
+    assert {"doc_id": "doc7", "reason": "kills_workers"} in rejected
+
+
+def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, tmp_path):
+    done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and len(ids) > 1", KILLED)
+    assert done.returncode == 2
+    assert faults == 3
+    assert "Lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_error_while_loading_keeps_its_message(recipe, tmp_path):
+    """In a worker only: the driver never loads the weights."""
+    weights = Path(load_recipe(recipe).target.model) / "model.safetensors"
+    copy = tmp_path / "target"
+    copy.mkdir()
+    for file in weights.parent.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] * 2}))
+    done, _ = faulty_dump(recipe, tmp_path, "False", "pass", f"target.model={copy}")
+    assert done.returncode == 2
+    assert "cannot be loaded" in done.stderr and "mismatched" in done.stderr and "Traceback" not in done.stderr

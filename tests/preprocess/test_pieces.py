@@ -1,0 +1,171 @@
+"""Long, foreign and repeated dialogues: what is dumped of them."""
+
+import random
+
+import pytest
+
+from pipeline.chat import Unusable
+from pipeline.recipe import DataConfig
+from preprocess.dialogues import Dialogue
+from preprocess.duplicates import Duplicates, shingles
+from preprocess.pieces import encode_pieces, language
+from tests.kit import byte_tokenizer
+from tests.pipeline.test_chat import GEMMA, MISTRAL, tokenizer_with
+
+TOKENIZER = byte_tokenizer()
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def dialogue(lengths: list[tuple[int, int]], system: bool = False, doc_id: str = "doc") -> Dialogue:
+    """Exchanges of so many characters each; exchange k consists of the letter k."""
+    messages = [SYSTEM] if system else []
+    for number, (question, answer) in enumerate(lengths):
+        letter = chr(ord("a") + number)
+        messages.append({"role": "user", "content": letter * question})
+        messages.append({"role": "assistant", "content": letter.upper() * answer})
+    return Dialogue(doc_id, messages, ())
+
+
+def pieces_of(item: Dialogue, tokenizer=TOKENIZER, **settings) -> tuple[list[tuple[str, str]], list[str]]:
+    """[(document id, text)], edits"""
+    pieces, edits = encode_pieces(tokenizer, item, DataConfig(source="", **settings))
+    for _, piece in pieces:
+        assert piece.loss_mask.any() and not piece.loss_mask.all()
+        assert len(piece.input_ids) <= settings["max_length"]
+    return [(name, tokenizer.decode(piece.input_ids)) for name, piece in pieces], edits
+
+
+def exchange(number: int, question: int, answer: int) -> str:
+    letter = chr(ord("a") + number)
+    return f"<|user|>{letter * question}<|end|>\n<|assistant|>{letter.upper() * answer}<|end|>\n"
+
+
+LONG = [(10, 20), (5, 5), (10, 30), (3, 80), (4, 4)]  # with markers 36, 16, 46, 89 and 14 tokens
+TEXTS = [exchange(number, *lengths) for number, lengths in enumerate(LONG)]
+
+
+@pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
+def test_a_dialogue_that_fits_is_one_document_under_every_rule(rule):
+    assert pieces_of(dialogue(LONG), max_length=1000, long=rule) == ([("doc", "".join(TEXTS))], [])
+
+
+def test_cut_takes_the_first_tokens():
+    (only,), edits = pieces_of(dialogue(LONG), max_length=60)
+    assert edits == [] and only[0] == "doc"
+    assert (
+        TOKENIZER(only[1], add_special_tokens=False)["input_ids"]
+        == (TOKENIZER("".join(TEXTS), add_special_tokens=False)["input_ids"][:60])
+    )
+
+
+def test_turns_keeps_whole_exchanges():
+    assert pieces_of(dialogue(LONG), max_length=60, long="turns") == ([("doc", TEXTS[0] + TEXTS[1])], ["cut_at_a_turn"])
+    with pytest.raises(Unusable, match=r"^too_long$"):
+        pieces_of(dialogue(LONG), max_length=30, long="turns")
+
+
+def test_windows_hold_every_exchange_once():
+    got, edits = pieces_of(dialogue(LONG), max_length=64, long="windows")
+    assert edits == ["cut_into_windows"]
+    assert [name for name, _ in got] == ["doc#0", "doc#1", "doc#2", "doc#3"]
+    assert [text for _, text in got[:2]] == [TEXTS[0] + TEXTS[1], TEXTS[2]]
+    assert TEXTS[3].startswith(got[2][1]) and len(got[2][1]) < len(TEXTS[3])  # cut: longer than a window by itself
+    assert got[3][1] == TEXTS[4]
+
+
+def test_every_window_starts_with_the_system_turn():
+    got, _ = pieces_of(dialogue(LONG, system=True), max_length=90, long="windows")
+    assert len(got) > 1 and all(text.startswith("<|system|>Be brief.<|end|>\n<|user|>") for _, text in got)
+
+
+def test_a_question_longer_than_a_window_is_no_window():
+    got, _ = pieces_of(dialogue([(5, 5), (200, 5), (6, 6)]), max_length=64, long="windows")
+    assert [text[:9] for _, text in got] == ["<|user|>a", "<|user|>c"]
+    with pytest.raises(Unusable, match=r"^no_assistant_token$"):
+        pieces_of(dialogue([(200, 5), (200, 5)]), max_length=64, long="windows")
+
+
+def test_documents_below_the_minimum_are_rejected():
+    with pytest.raises(Unusable, match=r"^too_short$"):
+        pieces_of(dialogue([(5, 5)]), max_length=64, min_length=17)
+    assert len(pieces_of(dialogue([(5, 5)]), max_length=64, min_length=16)[0]) == 1
+
+
+@pytest.mark.parametrize("template", [MISTRAL, GEMMA], ids=["mistral", "gemma"])
+def test_a_system_turn_that_the_template_refuses_is_dropped_and_counted(template):
+    tokenizer = tokenizer_with(template)
+    with_system, edits = pieces_of(dialogue(LONG, system=True), tokenizer, max_length=1000)
+    assert edits == ["system_dropped"]
+    assert with_system == pieces_of(dialogue(LONG), tokenizer, max_length=1000)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("How do I write a function that adds two numbers in Python?", "en"),
+        ("Wie schreibe ich eine Funktion, die zwei Zahlen addiert?", "de"),
+        ("Comment écrire une fonction qui additionne deux nombres ?", "fr"),
+        ("如何编写一个将两个数字相加的函数？", "zh"),
+    ],
+)
+def test_languages_are_told_apart(text, code):
+    assert language(Dialogue("doc", [{"role": "user", "content": text}], ())) == code
+
+
+# -- duplicates ------------------------------------------------------------------------------------------------------
+
+WORDS = [f"word{number}" for number in range(500)]
+
+
+def saying(text: str, doc_id: str) -> Dialogue:
+    return Dialogue(doc_id, [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}], ())
+
+
+def fate(seen: Duplicates, text: str, doc_id: str) -> str:
+    try:
+        seen.refuse_repeated(saying(text, doc_id))
+    except Unusable as reason:
+        return str(reason)
+    return "new"
+
+
+def test_ids_and_texts_are_taken_once():
+    seen = Duplicates(None)
+    assert [fate(seen, *item) for item in [("a", "1"), ("b", "1"), ("a", "2"), ("a ", "3")]] == [
+        "new",
+        "duplicate",
+        "duplicate_text",
+        "new",
+    ]
+
+
+def random_text(seed: int) -> list[str]:
+    return random.Random(seed).choices(WORDS, k=400)
+
+
+@pytest.mark.parametrize(("changed", "expected"), [(2, "near_duplicate"), (200, "new")])
+def test_dialogues_that_differ_in_a_few_words_are_near_duplicates(changed, expected):
+    seen = Duplicates(0.8)
+    words = random_text(0)
+    assert fate(seen, " ".join(words), "1") == "new"
+    for place in random.Random(1).sample(range(400), changed):
+        words[place] = "other"
+    assert fate(seen, " ".join(words), "2") == expected
+
+
+def test_near_duplicates_are_found_as_well_as_the_exact_similarity_finds_them():
+    """Of 200 pairs, those whose exact Jaccard similarity is clearly above or below the threshold are judged by it."""
+    wrong = judged = 0
+    for seed in range(200):
+        one = random_text(seed)
+        other = [
+            word if random.Random(seed * 1000 + place).random() > seed / 1000 else "x" for place, word in enumerate(one)
+        ]
+        first, second = set(shingles(" ".join(one))), set(shingles(" ".join(other)))
+        similarity = len(first & second) / len(first | second)
+        if abs(similarity - 0.7) > 0.15 and one != other:
+            seen = Duplicates(0.7)
+            fate(seen, " ".join(one), "1")
+            judged += 1
+            wrong += (fate(seen, " ".join(other), "2") == "near_duplicate") != (similarity > 0.7)
+    assert judged > 100 and wrong == 0

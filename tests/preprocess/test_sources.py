@@ -1,0 +1,213 @@
+"""Files and data sets as they are found: streamed, compressed, torn, damaged."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from pipeline.errors import PipelineError
+from pipeline.recipe import DataConfig
+from preprocess import sources
+from preprocess.sources import Tail, read_records
+from tests.preprocess.test_dialogues import A, record
+
+RECORDS = [record(("human", f"q{number}" * 20), A, doc_id=f"doc{number}") for number in range(5)]
+TEXT = json.dumps(RECORDS)
+LINES = "".join(f"{json.dumps(item)}\n" for item in RECORDS)
+
+
+def write(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "data.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def read(source: str) -> tuple[list, Tail]:
+    tail = Tail()
+    return list(read_records(DataConfig(source=source), tail)), tail
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_file_is_read_and_has_no_torn_tail(tmp_path):
+    assert read(write(tmp_path, TEXT)) == (RECORDS, Tail(None))
+
+
+def test_an_fsspec_address_is_read(tmp_path):
+    assert read(f"file://{write(tmp_path, TEXT)}") == (RECORDS, Tail(None))
+
+
+def test_records_arrive_as_the_file_is_read(tmp_path, monkeypatch):
+    """Never more than two buffers of the parser (64 KiB) ahead of the record at hand."""
+    records = [record(("human", "q" * 1000), ("gpt", "a" * 1000), doc_id=f"doc{n}") for n in range(1000)]
+    lines = [json.dumps(item) for item in records]
+    source = write(tmp_path, "[" + ",\n".join(lines) + "]")
+
+    end = 1
+    with Path(source).open("rb", buffering=0) as file:
+        monkeypatch.setattr(sources, "_open", lambda _: file)
+        for line, _ in zip(lines, read_records(DataConfig(source=source), Tail()), strict=False):
+            end += len(line) + 2
+            assert file.tell() <= end + 2 * 65536
+    assert end > 2_000_000
+
+
+def test_a_torn_tail_is_reported_and_the_whole_records_are_kept(tmp_path):
+    start_of_last = TEXT.index('{"id": "doc4"')
+    for cut in range(start_of_last + 1, len(TEXT) - 2):
+        assert read(write(tmp_path, TEXT[:cut])) == (RECORDS[:4], Tail(4)), TEXT[cut:]
+
+
+def test_a_file_that_only_lacks_its_last_bracket_is_torn_after_every_record(tmp_path):
+    assert read(write(tmp_path, TEXT[:-1])) == (RECORDS, Tail(5))
+
+
+@pytest.mark.parametrize("content", ["", "   \n", "[", '[{"id": "doc0", "conv'])
+def test_a_file_without_one_whole_record_is_refused(tmp_path, content):
+    source = write(tmp_path, content)
+    with pytest.raises(PipelineError, match="Expected a JSON list or JSON lines") as caught:
+        read(source)
+    assert source in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["hello", "<html></html>", "\x89PNG"])
+def test_a_file_that_is_not_json_is_refused(tmp_path, content):
+    with pytest.raises(PipelineError, match="Expected a JSON list or JSON lines"):
+        read(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("content", ["3", '"text"', "null", "[]"])
+def test_json_that_holds_no_list_of_records_is_refused(tmp_path, content):
+    with pytest.raises(PipelineError, match="it is JSON, but no list of records"):
+        read(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace(b'"doc2"', b'"doc2'),
+        lambda text: text.replace(b'"doc2"', b'@@"doc2"'),
+        lambda text: text.replace(b'"doc2"', b"\0\0\0\0\0\0"),
+        lambda text: text.replace(b'"doc2"', b'"\xff\xfe"'),
+        lambda text: text.replace(b', {"id": "doc2"', b' {"id": "doc2"'),
+        lambda text: text + b"garbage",
+    ],
+    ids=["quote", "garbage", "zeros", "utf-8", "comma", "behind the end"],
+)
+def test_damage_in_the_middle_is_refused_and_not_taken_for_a_torn_tail(tmp_path, damage):
+    """Otherwise everything behind the damage would be missing without a word."""
+    with pytest.raises(PipelineError, match=r"it is damaged after \d records"):
+        read(write(tmp_path, damage(TEXT.encode())))
+
+
+def test_half_an_emoji_is_refused_without_a_traceback(tmp_path):
+    """JavaScript cuts strings between the two halves of an emoji; ijson's parser cannot pass the second half."""
+    source = write(tmp_path, TEXT.replace("because.", "\\ude00 because.", 1))
+    with pytest.raises(PipelineError, match="its first record cannot be parsed"):
+        read(source)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(PipelineError, match=rf"data\.source {tmp_path}/absent\.json does not exist"):
+        read(str(tmp_path / "absent.json"))
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(PipelineError, match=str(tmp_path)):
+        read(str(tmp_path))
+
+
+def test_an_address_of_an_unknown_kind_is_refused():
+    with pytest.raises(PipelineError, match="nosuch"):
+        read("nosuch://bucket/data.json")
+
+
+def test_an_unknown_embedded_name_is_refused():
+    with pytest.raises(PipelineError, match="there is 'embedded:sharegpt'"):
+        read("embedded:alpaca")
+
+
+# -- JSON lines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [LINES, LINES[:-1], LINES.replace("\n", "\r\n"), "\n\n" + LINES.replace("\n", "\n\n")])
+def test_json_lines_are_read(tmp_path, text):
+    assert read(write(tmp_path, text)) == (RECORDS, Tail(None))
+
+
+def test_line_separators_inside_a_text_are_text(tmp_path):
+    item = record(("human", "a\u2028b\x85c"), A)
+    assert read(write(tmp_path, json.dumps(item, ensure_ascii=False) + "\n"))[0] == [item]
+
+
+def test_torn_json_lines_keep_their_whole_records(tmp_path):
+    last = LINES.index('{"id": "doc4"')
+    for cut in range(last + 1, len(LINES) - 1):
+        got = read(write(tmp_path, LINES[:cut]))
+        assert got == ((RECORDS, Tail(None)) if cut == len(LINES) - 1 else (RECORDS[:4], Tail(4)))
+
+
+def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
+    got, tail = read(write(tmp_path, LINES.replace('{"id": "doc2"', '@{"id": "doc2"')))
+    assert [item for item in got if isinstance(item, dict)] == [*RECORDS[:2], *RECORDS[3:]]
+    assert got[2].startswith('@{"id": "doc2"') and tail == Tail(None)
+
+
+def test_long_lines_cross_the_readers_blocks(tmp_path):
+    items = [record(("human", "q" * 700_000), A, doc_id=str(number)) for number in range(5)]
+    assert read(write(tmp_path, "\n".join(map(json.dumps, items))))[0] == items
+
+
+# -- compressed files ------------------------------------------------------------------------------------------------
+
+PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("text", [TEXT, LINES], ids=["list", "lines"])
+def test_compressed_files_are_read(tmp_path, ending, text):
+    path = tmp_path / f"data.json{ending}"
+    path.write_bytes(PACK[ending](text.encode()))
+    assert read(str(path)) == (RECORDS, Tail(None))
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_a_compressed_file_that_is_cut_short_says_so(tmp_path, ending):
+    """Random texts, so that a block of the compressed file holds few records."""
+    items = [record(("human", f"{number * 7919**9}"), A, doc_id=str(number)) for number in range(20_000)]
+    packed = PACK[ending](json.dumps(items).encode())
+    path = tmp_path / f"data.json{ending}"
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    got, tail = read(str(path))
+    assert 0 < len(got) < 20_000 and got == items[: len(got)] and tail == Tail(len(got))
+
+
+# -- data sets -------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_is_read(tmp_path):
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path)
+    assert read(str(path)) == (RECORDS, Tail(None))
+
+
+def test_a_folder_of_a_data_set_is_read_by_split(tmp_path):
+    (tmp_path / "set").mkdir()
+    for split, items in (("train", RECORDS[:3]), ("test", RECORDS[3:])):
+        (tmp_path / "set" / f"{split}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    source = f"datasets:{tmp_path / 'set'}"
+    for split, items in (("train", RECORDS[:3]), ("test", RECORDS[3:])):
+        assert list(read_records(DataConfig(source=source, split=split), Tail())) == items
+    with pytest.raises(PipelineError, match="split 'nosuch'"):
+        list(read_records(DataConfig(source=source, split="nosuch"), Tail()))
+
+
+@pytest.mark.parametrize("source", ["datasets:no/such-data-set", "absent.parquet"])
+def test_a_data_set_that_is_not_there_is_one_clear_error(source):
+    with pytest.raises(PipelineError, match="cannot be read"):
+        read(source)
