@@ -1,6 +1,7 @@
-"""Runs a recipe's stages as a user would, or says what is done.
+"""Runs a recipe's stages as a user would, estimates what the dump will take, or says what is done.
 
     python -m pipeline run RECIPE
+    python -m pipeline plan RECIPE
     python -m pipeline status RECIPE
 
 Stages are separate processes with their own commands; this file imports none of them and knows their results only by
@@ -210,6 +211,24 @@ def _print_release(recipe: Recipe, console: Console) -> None:
         console.print(f"plot: {recipe.release_dir / plot}", highlight=False)
 
 
+def plan(recipe_path: str, overrides: list[str]) -> None:
+    """The dump's own estimate: tokens, disk, hours. Ends with its status."""
+    load_recipe(recipe_path, overrides)
+    sets = [part for override in overrides for part in ("--set", override)]
+    done = subprocess.run(
+        [sys.executable, "-m", "preprocess.estimate", recipe_path, *sets], env=_at_root(), check=False
+    )
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def _at_root() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+
+
 def status(recipe_path: str, overrides: list[str]) -> None:
     recipe = load_recipe(recipe_path, overrides)
     print(f"{recipe.name} ({recipe.hash}) in {recipe.output}")
@@ -223,7 +242,7 @@ def main() -> None:
         prog="python -m pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function in (("run", run), ("status", status)):
+    for name, function in (("run", run), ("plan", plan), ("status", status)):
         command = commands.add_parser(name)
         add_recipe_arguments(command)
         command.set_defaults(function=function)

@@ -48,6 +48,10 @@ class Methods:
         self._batch_tokens = recipe.features.batch_tokens
 
     def bare(self) -> None:
+        """In the thread that the dump computes in: each thread has its own pool of OpenMP threads."""
+        self._ours._computing.submit(self._forwards).result()
+
+    def _forwards(self) -> None:
         for task in self._tasks:
             for batch in length_sorted_batches(task.documents, self._batch_tokens):
                 self._ours._forward(task, batch)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from pipeline.features.shards import MANIFEST, Manifest
 from pipeline.files import sha256
@@ -93,6 +94,24 @@ def test_damaged_shards_are_redone(job, tmp_path):
     again = run_command(dump_command(recipe, f"output={tmp_path}"))
     assert again.returncode == 0, again.stderr
     assert checksums(copy) == expected
+
+
+def test_a_missing_manifest_has_every_shard_written_anew(job, tmp_path):
+    recipe, features, expected = job
+    shutil.copytree(features, tmp_path / "run/features")
+    (tmp_path / "run/features" / MANIFEST).unlink()
+    done = run_command(dump_command(recipe, f"output={tmp_path / 'run'}"))
+    assert done.returncode == 0, done.stderr
+    assert checksums(tmp_path / "run/features") == expected
+
+
+def test_two_jobs_do_not_share_a_folder(job, tmp_path):
+    recipe, _, _ = job
+    (tmp_path / "run/features").mkdir(parents=True)
+    with FileLock(tmp_path / "run/features/.lock"):
+        done = run_command(dump_command(recipe, f"output={tmp_path / 'run'}"))
+    assert done.returncode == 2
+    assert "another dump is writing here" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_features_of_another_target_are_not_mixed_in(job, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
-from tests.kit import recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import BIN, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 
@@ -52,13 +53,14 @@ def recipe(tiny_target, tmp_path_factory) -> Path:
     return write_recipe(tree, folder / "recipe")
 
 
-def faulty_dump(recipe: Path, folder: Path, when: str, what: str, *overrides: str):
+def faulty_dump(recipe: Path, folder: Path, when: str, what: str, *overrides: str, **environment: str):
     folder.mkdir(exist_ok=True)
     marks, script = folder / "marks", folder / "script.py"
     marks.mkdir()
     script.write_text(SCRIPT.format(when=when, what=what))
     sets = [f"output={folder / 'run'}", *overrides]
-    return run_command([sys.executable, str(script), str(recipe), str(marks), *sets]), len(list(marks.iterdir()))
+    done = run_command([sys.executable, str(script), str(recipe), str(marks), *sets], **environment)
+    return done, len(list(marks.iterdir()))
 
 
 def content(folder: Path) -> dict[str, tuple[str, dict]]:
@@ -107,6 +109,46 @@ def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, tmp
     assert done.returncode == 2
     assert faults == 3
     assert "Lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
+    """Two Ray nodes with one worker each; the second node's processes are killed while its worker is busy."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
+        address = f"127.0.0.1:{free_port()}"
+        cluster = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+        ray = [str(BIN / "ray"), "start", "--num-cpus=1", "--disable-usage-stats"]
+        try:
+            for more in (
+                ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false"],
+                [f"--address={address}"],
+            ):
+                started = run_command([*ray, *more], **cluster)
+                assert started.returncode == 0, started.stderr
+            nodes = [
+                process for process in ray_processes(short) if "raylet --" in process[1] or "/raylet" in process[1]
+            ]
+            second = [pid for pid, words in nodes if " --head" not in words]
+            assert len(second) == 1
+            what = f"(os.kill({second[0]}, signal.SIGKILL), time.sleep(1000))"
+            done, faults = faulty_dump(
+                recipe, tmp_path, f"{ANYWHERE} and before == 0", what, RAY_ADDRESS=address, **cluster
+            )
+        finally:
+            run_command([str(BIN / "ray"), "stop", "--force"], **cluster)
+    assert done.returncode == 0, done.stderr
+    assert faults >= 1 and content(tmp_path) == content(undisturbed)
+
+
+def ray_processes(folder: str) -> list[tuple[int, str]]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if folder in words:
+            found.append((int(entry.name), words))
+    return found
 
 
 def test_an_error_while_loading_keeps_its_message(recipe, tmp_path):

@@ -1,0 +1,147 @@
+"""What a dump will hold, take and cost, before it is started.
+
+    python -m preprocess.estimate RECIPE [--sample 200] [--tokens-per-second R]
+
+Reads the whole source once (as a stream) to count its records, encodes every k-th of them, and forwards a few batches of these
+to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it.
+
+    tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
+    disk      tokens x (hidden size x bytes of a word + 5) + rows x 640 (Arrow's frame of a record batch)
+    hours     tokens / (tokens per second of a worker x workers); loading the target is not in it
+"""
+
+import argparse
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from pipeline import chat, entry
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FP8
+from pipeline.progress import Progress
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.target import Target, load_config, load_tokenizer
+from preprocess.dialogues import clean, held_out
+from preprocess.pieces import encode_pieces
+from preprocess.sources import Tail, read_records
+from preprocess.worker import Document, length_sorted_batches
+
+WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+FRAME_BYTES = 640  # of a record batch and its entry in the footer, measured on the demo
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of every k-th record: how many were tried, and the documents that came of them, by split."""
+
+    records: int  # of the source
+    tried: int
+    documents: dict[str, list[Document]]
+
+
+def sample_source(recipe: Recipe, wanted: int) -> Sample:
+    """Reads the source twice: once to count, once to encode about `wanted` records, evenly spread."""
+    with Progress("count records", 0, "records") as progress:
+        records = 0
+        for _ in read_records(recipe.data, Tail()):
+            records += 1
+            progress.advance(1)
+    if not records:
+        raise PipelineError(f"data.source {recipe.data.source} holds no record")
+    every = max(records // wanted, 1)
+    tokenizer, tried = load_tokenizer(recipe.target), 0
+    documents: dict[str, list[Document]] = {"train": [], "validation": []}
+    for record in islice(read_records(recipe.data, Tail()), 0, None, every):
+        tried += 1
+        try:
+            dialogue = clean(record)
+            pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
+        except chat.Unusable:
+            continue
+        split = "validation" if held_out(dialogue.doc_id, recipe.data.heldout_fraction) else "train"
+        documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
+    if not documents["train"]:
+        raise PipelineError(f"none of {tried} records tried of data.source {recipe.data.source} is usable")
+    return Sample(records, tried, documents)
+
+
+def mean_length(documents: list[Document]) -> float:
+    return sum(len(document.input_ids) for document in documents) / len(documents)
+
+
+def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
+    """Rows and tokens of the finished dump."""
+    data, length = recipe.data, mean_length(sample.documents["train"])
+    share = sample.records / sample.tried
+    train = len(sample.documents["train"]) * share
+    train = min(train, data.max_dialogues or train, (data.max_tokens or train * length) / length)
+    held = data.heldout_fraction * (len(sample.documents["train"]) + len(sample.documents["validation"])) * share
+    validation = min(held, data.validation_dialogues)
+    return {"rows": train + validation, "tokens": (train + validation) * length, "train_tokens": train * length}
+
+
+def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
+    width, stored = load_config(recipe.target).hidden_size, recipe.features.stored_dtype
+    return tokens * (width * WORD_BYTES[stored] + 5 + (4 if stored == FP8 else 0)) + rows * FRAME_BYTES
+
+
+def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
+    """Tokens per second of one worker here: batches as the dump makes them, for at least so many seconds."""
+    torch.set_num_threads(recipe.features.cpus_per_worker)
+    target = Target(recipe.target, recipe.target.dtype)
+    batches = list(length_sorted_batches(documents, recipe.features.batch_tokens))
+    batches = batches[len(batches) // 2 :] + batches[: len(batches) // 2]  # lengths near the median first
+    tokens, begin = 0, None
+    for batch in batches:
+        padded = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
+        target.capture(padded).cpu()
+        if begin is None:
+            begin = time.perf_counter()  # the first one warms up
+            continue
+        tokens += sum(len(document.input_ids) for document in batch)
+        if time.perf_counter() - begin > seconds:
+            break
+    if not tokens:
+        raise PipelineError("the sample makes one batch only: give a larger --sample")
+    return tokens / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--sample", type=int, default=200, help="records to encode")
+    parser.add_argument("--tokens-per-second", type=float, help="of one worker, where it is known")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    sample = sample_source(recipe, arguments.sample)
+    counts = expected(recipe, sample)
+    size = disk_bytes(recipe, counts["rows"], counts["tokens"])
+    speed = arguments.tokens_per_second or measured_speed(recipe, sample.documents["train"])
+    hours = counts["tokens"] / (speed * recipe.features.workers) / 3600
+    parent = next(folder for folder in [recipe.run_dir.resolve(), *recipe.run_dir.resolve().parents] if folder.exists())
+    free = shutil.disk_usage(parent).free
+    accepted = sum(map(len, sample.documents.values()))
+    print(
+        f"{sample.records:,} records; of {sample.tried} tried {accepted} documents, {mean_length(sample.documents['train']):,.0f} tokens each"
+    )
+    print(f"tokens {counts['tokens']:,.0f} in {counts['rows']:,.0f} documents")
+    print(f"disk   {size / 1e9:,.3f} GB ({recipe.features.stored_dtype}); free: {free / 1e9:,.0f} GB")
+    print(f"time   {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s")
+    if size > free:
+        print(
+            "WARNING: the dump does not fit the disk: lower data.max_tokens, or features.stored_dtype='float8_e4m3fn'"
+        )
+    figures = {
+        **{key: round(value) for key, value in counts.items()},
+        "disk_bytes": round(size),
+        "hours": round(hours, 4),
+    }
+    print(json.dumps({**figures, "tokens_per_second": round(speed, 1), "free_bytes": free}))
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,28 @@
+"""The estimate against the dump that follows it."""
+
+import json
+import sys
+
+import pytest
+
+from pipeline.features.shards import Manifest
+from tests.kit import dump_command, recipe_tree, run_command, write_recipe, write_sharegpt
+
+pytestmark = pytest.mark.real
+
+
+@pytest.mark.parametrize("limit", [None, 1500], ids=["whole", "max_tokens"])
+def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path, limit):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 200), tmp_path / "run")
+    tree["data"] |= {"max_tokens": limit, "validation_dialogues": 1000}
+    recipe = write_recipe(tree, tmp_path / "recipe")
+    planned = run_command([sys.executable, "-m", "pipeline", "plan", str(recipe), "--set", "features.batch_tokens=256"])
+    assert planned.returncode == 0, planned.stderr
+    figures = json.loads(planned.stdout.splitlines()[-1])
+    assert "WARNING" not in planned.stdout and figures["tokens_per_second"] > 0
+    done = run_command(dump_command(recipe))
+    assert done.returncode == 0, done.stderr
+    shards = Manifest.load(tmp_path / "run/features").shards
+    tokens, size = sum(shard.tokens for shard in shards), sum(shard.bytes for shard in shards)
+    assert abs(figures["tokens"] / tokens - 1) < 0.1
+    assert abs(figures["disk_bytes"] / size - 1) < 0.2  # so small shards are mostly frame
