@@ -1,6 +1,6 @@
 """What the dump costs beside the target's bare forward, and beside one dialogue at a time.
 
-    python -m preprocess.bench RECIPE [--dialogues 64] [--repeats 3]
+    python -m preprocess.bench RECIPE [--dialogues 64] [--repeats 3] [--no-memory]
 
 All three run on the same dialogues in one process, taking turns: the bare forward over our batches, the whole dump (forward,
 transfer, writing, hashing), and the dump with one dialogue a batch. Ratios are of tokens per second. Peak memory is that of
@@ -30,9 +30,11 @@ from preprocess.worker import FeatureWorker, ShardTask, length_sorted_batches
 
 
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
-    """The first training shards with at most so many dialogues, as the recipe plans them."""
-    limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_dialogues": dialogues})})
-    return (task for task in Plan(limited, load_tokenizer(recipe.target)).tasks() if task.split == "train")
+    """The first training shards with so many dialogues, as the recipe plans them (a shard being no larger than that)."""
+    rows = min(recipe.features.rows_per_shard, dialogues)
+    smaller = recipe.model_copy(update={"features": recipe.features.model_copy(update={"rows_per_shard": rows})})
+    train = (task for task in Plan(smaller, load_tokenizer(recipe.target)).tasks() if task.split == "train")
+    return islice(train, dialogues // rows)
 
 
 class Methods:
@@ -110,6 +112,7 @@ def main() -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the two runs for peak memory")
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -128,18 +131,19 @@ def main() -> None:
     }
     for name, ratios in over.items():
         print(f"  dump over {name:<18} {' '.join(f'{ratio:9.3f}' for ratio in ratios)}")
+    figures = {
+        **{f"dump_over_{name}": round(sum(ratios) / len(ratios), 4) for name, ratios in over.items()},
+        **{f"dump_over_{name}_range": [round(min(r), 4), round(max(r), 4)] for name, r in over.items()},
+        "hardware": hardware(recipe.target.device),
+    }
+    if arguments.no_memory:
+        print(json.dumps(figures))
+        return
     few, many = (peak_mb(arguments.recipe, arguments.overrides, arguments.dialogues * n) for n in (1, 10))
     print(
         f"  peak memory of {arguments.dialogues} and {10 * arguments.dialogues} dialogues: {few:,.0f} and {many:,.0f} MB"
     )
-    figures = {
-        **{f"dump_over_{name}": round(sum(ratios) / len(ratios), 4) for name, ratios in over.items()},
-        **{f"dump_over_{name}_range": [round(min(r), 4), round(max(r), 4)] for name, r in over.items()},
-        "peak_mb": round(few),
-        "peak_mb_of_10x": round(many),
-        "hardware": hardware(recipe.target.device),
-    }
-    print(json.dumps(figures))
+    print(json.dumps({**figures, "peak_mb": round(few), "peak_mb_of_10x": round(many)}))
 
 
 if __name__ == "__main__":
