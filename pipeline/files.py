@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises PipelineError when the disk (or a quota or file-size limit) is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield temporary
         descriptor = os.open(temporary, os.O_RDONLY)

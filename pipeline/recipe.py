@@ -49,7 +49,7 @@ class DataConfig(Section):
     min_length: Positive = 1
     long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer dialogues (preprocess/pieces.py)
     languages: list[str] = []  # ISO 639-1; empty: all
-    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None  # similarity from which two dialogues are one
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
     max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
     max_dialogues: Positive | None = None
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on

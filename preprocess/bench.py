@@ -34,7 +34,7 @@ def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
     rows = min(recipe.features.rows_per_shard, dialogues)
     smaller = recipe.model_copy(update={"features": recipe.features.model_copy(update={"rows_per_shard": rows})})
     train = (task for task in Plan(smaller, load_tokenizer(recipe.target)).tasks() if task.split == "train")
-    return islice(train, dialogues // rows)
+    return islice(train, -(-dialogues // rows))
 
 
 class Methods:
@@ -89,13 +89,14 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
     """Tokens per second of each method, one figure a repeat."""
     tasks = list(some_tasks(recipe, dialogues))
     tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
-    with tempfile.TemporaryDirectory() as folder:
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:  # the disk that a dump writes to
         (Path(folder) / ".beats").mkdir()
         methods = Methods(recipe, Path(folder), tasks)
         ways = {"forward": methods.bare, "dump": methods.dump, "single": methods.one_at_a_time}
         speeds: dict[str, list[float]] = {name: [] for name in ways}
-        for task in islice(tasks, 1):
-            methods._ours.dump(task)  # warm-up
+        for way in ways.values():
+            way()  # warm-up
         with Progress("bench", repeats * len(ways), "runs") as progress:
             for repeat in range(repeats):
                 names = list(ways)

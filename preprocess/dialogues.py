@@ -4,6 +4,7 @@ A record is ShareGPT's {"id", "conversations": [{"from", "value"}]} or {"id", "m
 mixture of the two. Rules, in this order:
 
     malformed          no list of turns, or a turn without a role and a text
+    not_unicode        a turn with half an emoji (a lone surrogate), which no tokenizer takes
     not_text           a turn that holds an image, a tool call or anything else but text
     unknown_role       a role other than human/user, gpt/chatgpt/bing/bard/assistant/model, system
     (edit)             leading assistant turns are dropped; a system turn stays first
@@ -46,13 +47,13 @@ def record_id(record: Any) -> str:
     if isinstance(record, dict):
         for key in ("id", "conversation_id", "prompt_id"):
             if isinstance(record.get(key), str | int) and str(record[key]):
-                return str(record[key])
+                return str(record[key]).encode(errors="replace").decode()
     return "sha-" + hashlib.sha256(repr(record).encode()).hexdigest()[:16]
 
 
 def clean(record: Any) -> Dialogue:
     """Raises Unusable(reason) by the rules above."""
-    turns = record.get("conversations", record.get("messages")) if isinstance(record, dict) else None
+    turns = _either(record, "conversations", "messages") if isinstance(record, dict) else None
     if not isinstance(turns, list):
         raise Unusable("malformed")
     messages = [_message(turn) for turn in turns]
@@ -75,10 +76,15 @@ def clean(record: Any) -> Dialogue:
     return Dialogue(record_id(record), messages, tuple(edits))
 
 
+def _either(columns: dict, one: str, other: str) -> Any:
+    """Data sets fill the columns that a record lacks with nulls."""
+    return columns.get(other) if columns.get(one) is None else columns[one]
+
+
 def _message(turn: Any) -> dict[str, str]:
     if not isinstance(turn, dict):
         raise Unusable("malformed")
-    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role, content = _either(turn, "from", "role"), _either(turn, "value", "content")
     if isinstance(content, list):  # OpenAI's parts
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -90,6 +96,8 @@ def _message(turn: Any) -> dict[str, str]:
         raise Unusable("not_text")
     if not isinstance(role, str) or not isinstance(content, str):
         raise Unusable("malformed")
+    if content.encode(errors="replace").decode() != content:
+        raise Unusable("not_unicode")
     if role not in ROLES:
         raise Unusable("unknown_role")
     return {"role": ROLES[role], "content": content}

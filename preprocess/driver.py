@@ -70,8 +70,7 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
                 whole.append(shard)
             progress.advance(1)
     if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists():
-        manifest.shards, manifest.complete = whole, False
-        manifest.save(folder)
+        manifest.shards, manifest.complete = whole, False  # saved with the first shard that is written again
     return manifest
 
 
@@ -102,6 +101,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
+    known = {shard.name for shard in manifest.shards}
+    for path in folder.glob("features-*.arrow"):
+        if path.name not in known:  # of an earlier plan whose manifest is gone
+            path.unlink()
     manifest.complete = True
     manifest.save(folder)
 

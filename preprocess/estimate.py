@@ -2,16 +2,17 @@
 
     python -m preprocess.estimate RECIPE [--sample 200] [--tokens-per-second R]
 
-Reads the whole source once (as a stream) to count its records, encodes every k-th of them, and forwards a few batches of these
-to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it.
+Streams the whole source to count its records and once more to encode every k-th of them, and forwards a few batches of these
+to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it. Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     disk      tokens x (hidden size x bytes of a word + 5) + rows x 640 (Arrow's frame of a record batch)
-    hours     tokens / (tokens per second of a worker x workers); loading the target is not in it
+    hours     tokens / (tokens per second of a worker x workers); loading the target, planning and writing are not in it
 """
 
 import argparse
 import json
+import random
 import shutil
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pipeline.progress import Progress
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import Target, load_config, load_tokenizer
 from preprocess.dialogues import clean, held_out
-from preprocess.pieces import encode_pieces
+from preprocess.pieces import encode_pieces, language
 from preprocess.sources import Tail, read_records
 from preprocess.worker import Document, length_sorted_batches
 
@@ -59,6 +60,8 @@ def sample_source(recipe: Recipe, wanted: int) -> Sample:
         tried += 1
         try:
             dialogue = clean(record)
+            if recipe.data.languages and language(dialogue) not in recipe.data.languages:
+                continue
             pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
         except chat.Unusable:
             continue
@@ -94,26 +97,24 @@ def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 2
     torch.set_num_threads(recipe.features.cpus_per_worker)
     target = Target(recipe.target, recipe.target.dtype)
     batches = list(length_sorted_batches(documents, recipe.features.batch_tokens))
-    batches = batches[len(batches) // 2 :] + batches[: len(batches) // 2]  # lengths near the median first
-    tokens, begin = 0, None
+    random.Random(0).shuffle(batches)  # of all lengths
+    target.capture(torch.zeros(1, len(batches[0][0].input_ids), dtype=torch.long)).cpu()  # warms up
+    tokens, begin = 0, time.perf_counter()
     for batch in batches:
         padded = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
         target.capture(padded).cpu()
-        if begin is None:
-            begin = time.perf_counter()  # the first one warms up
-            continue
         tokens += sum(len(document.input_ids) for document in batch)
         if time.perf_counter() - begin > seconds:
             break
-    if not tokens:
-        raise PipelineError("the sample makes one batch only: give a larger --sample")
     return tokens / (time.perf_counter() - begin)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    parser.add_argument("--sample", type=int, default=200, help="records to encode")
+    parser.add_argument(
+        "--sample", type=int, choices=range(1, 100_001), metavar="N", default=200, help="records to encode"
+    )
     parser.add_argument("--tokens-per-second", type=float, help="of one worker, where it is known")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)

@@ -3,7 +3,7 @@
 cut       the first `max_length` tokens
 turns     as many whole exchanges as fit; "too_long" when the first one does not
 windows   several documents ID#0, ID#1, ...: each holds the system turn and as many further exchanges as fit; an exchange
-          that does not fit by itself is cut
+          that does not fit by itself is cut; one whose question does not fit is dropped and counted
 """
 
 import py3langid
@@ -35,10 +35,12 @@ def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
         elif data.long == "turns":
             pieces, edits = [_first_exchanges(tokenizer, messages, data.max_length)], [*edits, "cut_at_a_turn"]
         else:
-            pieces, edits = _windows(tokenizer, messages, data.max_length), [*edits, "cut_into_windows"]
-    pieces = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
-    if not pieces:
+            pieces, dropped = _windows(tokenizer, messages, data.max_length)
+            edits = [*edits, "cut_into_windows", *["exchange_dropped"] * dropped]
+    kept = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
+    if not kept:
         raise Unusable("too_short")
+    edits, pieces = [*edits, *["window_too_short"] * (len(pieces) - len(kept))], kept
     if len(pieces) == 1:
         return [(dialogue.doc_id, pieces[0])], edits
     return [(f"{dialogue.doc_id}#{number}", piece) for number, piece in enumerate(pieces)], edits
@@ -79,9 +81,10 @@ def _first_exchanges(tokenizer, messages: Messages, limit: int) -> Encoded:
     return encoded
 
 
-def _windows(tokenizer, messages: Messages, limit: int) -> list[Encoded]:
+def _windows(tokenizer, messages: Messages, limit: int) -> tuple[list[Encoded], int]:
+    """The windows, and how many exchanges are in none: their question alone is longer than a window."""
     system, exchanges = _split(messages)
-    windows = []
+    windows, dropped = [], 0
     while exchanges:
         count, encoded = _fitting(tokenizer, system, exchanges, limit)
         if encoded is None:
@@ -89,10 +92,11 @@ def _windows(tokenizer, messages: Messages, limit: int) -> list[Encoded]:
             try:
                 encoded = chat.encode(tokenizer, system + exchanges[0], limit)
             except Unusable as reason:
-                if str(reason) != "no_assistant_token":  # the question alone is longer than a window
+                if str(reason) != "no_assistant_token":
                     raise
+                dropped += 1
         windows += [encoded] if encoded is not None else []
         exchanges = exchanges[count:]
     if not windows:
         raise Unusable("no_assistant_token")
-    return windows
+    return windows, dropped

@@ -49,6 +49,9 @@ class Plan:
                 self.rejected.append((record_id(record), str(reason)))
                 continue
             for document in documents:
+                if self._full(split):  # after another window of the same record
+                    self.skipped[f"{split} is full"] += 1
+                    continue
                 self._open[split].append(document)
                 self.accepted[split] += 1
                 if split == "train":
@@ -66,9 +69,9 @@ class Plan:
         """
         data = self.recipe.data
         dialogue = clean(record)
-        self._duplicates.refuse_repeated(dialogue)
         if data.languages and language(dialogue) not in data.languages:
             raise chat.Unusable("language")
+        self._duplicates.refuse_repeated(dialogue)
         split = "validation" if held_out(dialogue.doc_id, data.heldout_fraction) else "train"
         if split == "validation":
             self._offer_prompt(dialogue)

@@ -4,15 +4,15 @@ Terms: a worker is an actor with a target; a task is a shard to write. A worker 
 given first is running, so that plans stay in the source and workers never wait for the driver.
 
 Guarantees: every task is finished, or the job ends with an error; a worker that dies or hangs is replaced and its tasks
-are given out again, unchanged, so the shard is the same as if nothing had happened; a dialogue that kills its worker
-every time is found by probing, set aside by id and counted; nothing waits for ever.
+are given out again, unchanged, so the shard is the same as if nothing had happened; a dialogue that costs a worker even when it
+is forwarded alone, twice, is set aside by id and counted; nothing waits for ever.
 """
 
 import json
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ShardRecord
 from pipeline.provenance import ROOT
 from pipeline.recipe import FeaturesConfig, Recipe
-from preprocess.worker import KILLS_WORKERS, FeatureWorker, ShardTask, read_beat
+from preprocess.worker import KILLS_WORKERS, FeatureWorker, ShardTask, beat_path, read_beat
 
 LOOK_SECONDS = 1.0  # between two looks at the beats of the running tasks
 log = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class Pool:
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._workers: list[_Worker] = []
         self._again: deque[ShardTask] = deque()  # tasks whose worker was lost
-        self._losses: dict[tuple[str, int], int] = {}  # by task: workers lost while it was running
+        self._histories: dict[tuple[str, int], _History] = {}  # by task
+        self._ever_ready = False  # has one worker loaded its target? Else the first that cannot ends the job
         self._lost_in_a_row = 0  # workers lost since the last finished shard
 
     def records(self, tasks: Iterator[ShardTask]) -> Iterator[ShardRecord]:
@@ -92,36 +93,47 @@ class Pool:
                         return False
                     if not worker.tasks:
                         worker.since = time.monotonic()
+                    beat_path(self._folder, task).unlink(missing_ok=True)  # of an earlier try
                     worker.tasks[worker.actor.dump.remote(task)] = task
         return more
 
     # -- results ---------------------------------------------------------------------------------------------------
 
     def _collect(self) -> Iterator[ShardRecord]:
-        """What was finished, or lost, within one look."""
+        """Everything that is finished, or lost, by now; waits one look for something."""
         references = [worker.loading for worker in self._workers if worker.loading is not None]
         references += [reference for worker in self._workers for reference in worker.tasks]
-        done, _ = ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
+        ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
+        done, _ = ray.wait(
+            references, num_returns=len(references), timeout=0
+        )  # all, or those waiting would seem to hang
         for reference in done:
             worker = next((w for w in self._workers if reference == w.loading or reference in w.tasks), None)
-            if worker is None:
-                continue  # of a worker lost a moment ago
-            try:
-                record = ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                raise _task_error(error, worker.tasks.get(reference)) from None
-            except ray.exceptions.RayActorError as error:
-                self._lose(worker, str(error).splitlines()[0])
-                continue
-            if reference == worker.loading:
-                worker.loading = None
-                continue
-            task = worker.tasks.pop(reference)
-            worker.beat, worker.since, self._lost_in_a_row = "", time.monotonic(), 0
-            if task.set_aside:
-                log.warning("shard %s: set aside, for they kill workers: %s", record.name, ", ".join(task.set_aside))
-            yield record
+            if worker is not None:  # else of a worker lost a moment ago
+                yield from self._answer(worker, reference)
         self._look_for_hangs()
+
+    def _answer(self, worker: _Worker, reference: Any) -> Iterator[ShardRecord]:
+        try:
+            record = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, PipelineError) and not (worker.loading is not None and self._ever_ready):
+                raise error.cause from None
+            self._lose(worker, f"{type(error.cause).__name__}: {str(error.cause).splitlines()[0]}")
+            return
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            self._lose(worker, str(error).splitlines()[0])
+            return
+        except ray.exceptions.RayError as error:
+            raise PipelineError(f"Ray cannot run the dump's workers: {str(error).splitlines()[0]}") from None
+        if reference == worker.loading:
+            worker.loading, self._ever_ready = None, True
+            return
+        task = worker.tasks.pop(reference)
+        worker.beat, worker.since, self._lost_in_a_row = "", time.monotonic(), 0
+        if task.set_aside:
+            log.warning("shard %s: set aside, for they kill workers: %s", record.name, ", ".join(task.set_aside))
+        yield record
 
     def _look_for_hangs(self) -> None:
         now, patience = time.monotonic(), self._settings.hang_seconds
@@ -132,7 +144,6 @@ class Pool:
                 if beat != worker.beat:
                     worker.beat, worker.since = beat, now
                 if now - worker.since > patience:
-                    ray.kill(worker.actor)
                     self._lose(worker, f"it gave no sign of life for {patience} s")
         if all(w.loading is not None for w in self._workers) and all(now - w.since > patience for w in self._workers):
             raise PipelineError(
@@ -143,38 +154,65 @@ class Pool:
     # -- losses ----------------------------------------------------------------------------------------------------
 
     def _lose(self, worker: _Worker, why: str) -> None:
-        """Replaces a worker that died or hung; its tasks are given out again, the running one after a closer look."""
+        """Replaces a worker that died, hung or failed; its tasks are given out again, the running one after a closer look."""
+        ray.kill(worker.actor)  # one that only seemed dead must not go on writing
         self._lost_in_a_row += 1
-        if self._lost_in_a_row > 3 * (1 + self._settings.workers):
+        if self._lost_in_a_row > 10 + 3 * self._settings.workers:
             raise PipelineError(
                 f"{self._lost_in_a_row} dump workers were lost in a row, the last one because: {why} Finished shards are kept: "
                 "look at the nodes (memory, GPUs) and run the dump again to continue"
             )
         queued = list(worker.tasks.values())
+        log.warning("a dump worker was lost (%s): %s", _name(queued[0]) if queued else "idle", why)
         if queued:
-            log.warning("a dump worker was lost on %s-%d: %s", queued[0].split, queued[0].index, why)
-            queued[0] = self._inspected(queued[0], why)
+            history = self._histories.setdefault((queued[0].split, queued[0].index), _History())
+            queued[0] = history.next_try(queued[0], _documents_of(read_beat(self._folder, queued[0])), why)
         self._workers[self._workers.index(worker)] = self._hire()
         self._again.extend(queued)
 
-    def _inspected(self, task: ShardTask, why: str) -> ShardTask:
-        """The task as it is to be tried next. First loss: unchanged. Second: probe the dialogues it was busy with one by
-        one. From the third on: what it was probing is the culprit.
-        """
-        key = (task.split, task.index)
-        self._losses[key] = self._losses.get(key, 0) + 1
-        if self._losses[key] == 1:
+
+@dataclass
+class _History:
+    """What a shard's workers were busy with when they were lost, and what follows from it.
+
+    A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. A batch that was lost
+    twice has its dialogues forwarded one by one; one that is lost alone twice is set aside. Dialogues that came through
+    alone are cleared.
+    """
+
+    batches: list[tuple[str, ...]] = field(default_factory=list)  # busy with several dialogues
+    alone: Counter = field(default_factory=Counter)  # losses of each dialogue by itself
+    cleared: set[str] = field(default_factory=set)
+
+    def next_try(self, task: ShardTask, busy: tuple[str, ...], why: str) -> ShardTask:
+        """The task as it is to be tried next. Raises PipelineError where no single dialogue is to blame."""
+        if len(busy) == 1:
+            return self._after_one(task, busy[0])
+        if not busy:  # lost between batches
             return task
-        busy = _documents_of(read_beat(self._folder, task))
-        if not task.suspects and busy:
-            return replace(task, suspects=busy)
-        if task.suspects and len(busy) == 1:
-            left = task.suspects[task.suspects.index(busy[0]) + 1 :] if busy[0] in task.suspects else ()
-            return replace(task, suspects=left, set_aside={**task.set_aside, busy[0]: KILLS_WORKERS})
-        raise PipelineError(
-            f"shard {task.split}-{task.index} lost {self._losses[key]} workers, the last one because: {why} No single dialogue "
-            f"does it: probably the batch is too large for memory. Lower features.batch_tokens, run the dump again"
-        )
+        self.cleared |= set(task.suspects)  # they are forwarded first: this worker came through them
+        seen_before = {doc_id for batch in self.batches for doc_id in batch}
+        self.batches.append(busy)
+        suspects = tuple(doc_id for doc_id in busy if doc_id in seen_before and doc_id not in self.cleared)
+        if not suspects and busy in self.batches[:-1]:
+            raise PipelineError(
+                f"{_name(task)} lost {self.batches.count(busy)} workers on one batch, the last one because: {why} Each of its "
+                "dialogues comes through alone, so the batch is too large: lower features.batch_tokens and run the dump again"
+            )
+        return replace(task, suspects=suspects)
+
+    def _after_one(self, task: ShardTask, doc_id: str) -> ShardTask:
+        self.alone[doc_id] += 1
+        place = task.suspects.index(doc_id) if doc_id in task.suspects else 0
+        self.cleared |= set(task.suspects[:place] if doc_id in task.suspects else task.suspects)
+        left = task.suspects[place:] if doc_id in task.suspects else (doc_id,)
+        if self.alone[doc_id] == 1:
+            return replace(task, suspects=left)
+        return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})
+
+
+def _name(task: ShardTask) -> str:
+    return f"shard {task.split}-{task.index}"
 
 
 def _documents_of(beat: str) -> tuple[str, ...]:
@@ -182,18 +220,6 @@ def _documents_of(beat: str) -> tuple[str, ...]:
         return tuple(json.loads(beat)["documents"])
     except (ValueError, KeyError, TypeError):
         return ()
-
-
-def _task_error(error: ray.exceptions.RayTaskError, task: ShardTask | None) -> Exception:
-    cause = error.cause
-    if isinstance(cause, PipelineError):
-        return cause
-    if "out of memory" in str(cause).lower():
-        return PipelineError(
-            f"a dump worker ran out of memory ({str(cause).splitlines()[0]}): lower features.batch_tokens, or raise "
-            "features.gpus_per_worker. Finished shards are kept: run the dump again to continue"
-        )
-    return error
 
 
 # -- the cluster ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,11 @@ Which of JSON list and JSON lines a file is, its first character says. A record 
 judges it.
 """
 
+import bz2
+import gzip
 import json
+import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -25,8 +29,14 @@ from pipeline.errors import PipelineError
 from pipeline.recipe import DataConfig
 
 DATASETS = "datasets:"
-# What a compressed file that is cut short or damaged raises.
-_DAMAGE = (EOFError, OSError, zstandard.ZstdError)
+_OPENERS = {  # by the end of the name; each reads on through several members or frames
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+    ".zst": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
+}
+# What reading a damaged file, or one over a bad connection, raises.
+_DAMAGE = (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, httpx2.HTTPError)
 
 
 @dataclass
@@ -52,7 +62,10 @@ def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
         source = str(embedded.dialogues())
     with _open(source) as raw:
         file = _Watched(raw)
-        first = file.first_character()
+        try:
+            first = file.first_character()
+        except _DAMAGE as error:
+            raise PipelineError(_unusable(source, f"it cannot be read ({error})")) from None
         if first == b"{":
             yield from _lines(source, file, tail)
         else:
@@ -77,6 +90,8 @@ def _items(source: str, file: "_Watched", tail: Tail) -> Iterator[Any]:
         raise PipelineError(_unusable(source, f"{why} ({str(error).splitlines()[0]})")) from None
     if count == 0:
         raise PipelineError(_unusable(source, "it is JSON, but no list of records"))
+    if file.torn:
+        tail.torn_after = count
 
 
 def _lines(source: str, file: "_Watched", tail: Tail) -> Iterator[Any]:
@@ -99,8 +114,8 @@ def _lines(source: str, file: "_Watched", tail: Tail) -> Iterator[Any]:
             count += 1
             yield record
     except _DAMAGE as error:
-        if count == 0 or not file.ended:
-            raise PipelineError(_unusable(source, f"it is damaged after {count} records ({error})")) from None
+        raise PipelineError(_unusable(source, f"it is damaged after {count} records ({error})")) from None
+    if file.torn:
         tail.torn_after = count
 
 
@@ -121,10 +136,16 @@ def _of_datasets(data: DataConfig) -> Iterator[Any]:
 
 
 class _Watched:
-    """A file that remembers having been read to its end: only there is a parse error a torn tail."""
+    """A file that remembers having been read to its end: only there is a parse error a torn tail.
+
+    ``torn``: it is compressed, and stops before the end of its stream.
+    """
 
     def __init__(self, raw: BinaryIO):
-        self._raw, self._ahead, self.ended = raw, b"", False
+        self._read = getattr(
+            raw, "read1", raw.read
+        )  # as much as one block gives: nothing is lost when the next is torn
+        self._ahead, self.ended, self.torn = b"", False, False
 
     def first_character(self) -> bytes:
         """The first byte that is no white space; nothing is lost for `read`."""
@@ -144,10 +165,9 @@ class _Watched:
 
     def _fetch(self, size: int) -> bytes:
         try:
-            content = self._raw.read(size)
+            content = self._read(size)
         except EOFError:
-            self.ended = True  # a compressed stream that stops before its end
-            raise
+            self.torn, content = True, b""
         self.ended |= size != 0 and not content
         return content
 
@@ -162,7 +182,8 @@ class _Watched:
 
 def _open(source: str) -> BinaryIO:
     try:
-        return fsspec.open(source, "rb", compression="infer").open()
+        raw = fsspec.open(source, "rb").open()
+        return next((wrap(raw) for ending, wrap in _OPENERS.items() if source.endswith(ending)), raw)
     except FileNotFoundError:
         raise PipelineError(f"data.source {source} does not exist") from None
     except (OSError, ValueError, ImportError, httpx2.HTTPError) as error:

@@ -1,4 +1,4 @@
-"""One worker: a target and the shards it writes. A plain class; `driver.py` makes a Ray actor of it."""
+"""One worker: a target and the shards it writes. A plain class; `pool.py` makes a Ray actor of it."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ class FeatureWorker:
         (self._folder / BEATS).mkdir(parents=True, exist_ok=True)
         for document in task.documents:
             if document.doc_id in task.suspects:
-                self._forward(task, [document])
+                self._forward(task, [document]).cpu()  # waits: the next beat must not come before this one is through
         rejected = dict(task.set_aside)
         rows = self._rows(task, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)

@@ -8,7 +8,7 @@ import torch
 
 from pipeline import embedded
 from pipeline.chat import Unusable, encode
-from pipeline.recipe import TargetConfig, load_recipe
+from pipeline.recipe import DataConfig, TargetConfig, load_recipe
 from pipeline.target import load_ends, load_tokenizer
 from preprocess.dialogues import clean
 from preprocess.sources import Tail, read_records
@@ -50,7 +50,7 @@ def test_the_template_masks_the_answers_only():
 
 def test_the_embedded_dialogues_are_read_to_their_torn_end():
     tail, usable, reasons = Tail(), 0, {}
-    for record in read_records("embedded:sharegpt", tail):
+    for record in read_records(DataConfig(source="embedded:sharegpt"), tail):
         try:
             clean(record)
             usable += 1

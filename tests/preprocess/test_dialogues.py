@@ -33,6 +33,8 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
     ]
     assert clean(asked(messages=messages)) == expected
     assert clean(asked(conversations=messages)) == expected  # some data sets mix the two
+    nulls = [{"from": None, "value": None, **message} for message in messages]  # and fill absent columns
+    assert clean(asked(conversations=None, messages=nulls)) == expected
 
 
 # -- the rules -------------------------------------------------------------------------------------------------------
@@ -52,6 +54,7 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
         ({"id": "x", "conversations": [{"from": None, "value": "hi"}]}, "malformed"),
         (record(Q, ("tool", "x"), A), "unknown_role"),
         (asked(messages=[{"role": "user"}]), "malformed"),
+        (record(("human", "half an emoji: \ud83d"), A), "not_unicode"),
         (asked(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not_text"),
         (
             asked(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]),

@@ -137,14 +137,15 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_p
     full = run_command([sys.executable, "-c", limited, str(recipe), str(tmp_path / "features")])
     assert full.returncode == 2
     assert full.stderr.splitlines()[-1].startswith("error: no space to write features-train-000000.arrow")
-    assert not list((tmp_path / "features").iterdir())
+    assert [path.name for path in (tmp_path / "features").iterdir()] == [".beats"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("this is no JSON", "its first record cannot be parsed"),
-        ('{"a": 1}', "no list of records"),
+        ('{"a": 1}', "holds no usable dialogue: 1 records"),
+        ("3", "no list of records"),
         ('[{"id": "a", "conversations": []}, {"id": "b"}]', "holds no usable dialogue: 2 records"),
     ],
 )

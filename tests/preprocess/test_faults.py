@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
+from preprocess.pool import _History
+from preprocess.worker import ShardTask
 from tests.kit import BIN, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
@@ -87,14 +90,14 @@ def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed
         recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.hang_seconds={patience}"
     )
     assert done.returncode == 0, done.stderr
-    assert faults == 1 and "a dump worker was lost on" in done.stderr
+    assert faults == 1 and "a dump worker was lost (shard " in done.stderr
     assert content(tmp_path) == content(undisturbed)
 
 
 def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturbed, tmp_path):
     done, faults = faulty_dump(recipe, tmp_path, ANYWHERE, KILLED)
     assert done.returncode == 0, done.stderr
-    assert faults == 3  # in its batch, in its batch again, alone
+    assert faults == 4  # in its batch, in its batch again, alone, alone again
     assert "kills_workers 1" in done.stdout and "set aside, for they kill workers: doc7" in done.stderr
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
     assert max(doc_ids(recipe, tmp_path).values()) == 1
@@ -104,11 +107,53 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturb
     assert {"doc_id": "doc7", "reason": "kills_workers"} in rejected
 
 
+A, B, C, D = "abcd"
+
+
+def tried(history: _History, *losses: tuple[str, ...]) -> ShardTask:
+    """The task after workers were lost while they were busy with these dialogues."""
+    task = ShardTask("train", 0, [])
+    for busy in losses:
+        task = history.next_try(task, busy, "")
+    return task
+
+
+def test_single_losses_on_different_batches_blame_nobody():
+    task = tried(_History(), (A, B), (C, D), ())
+    assert task.suspects == () and task.set_aside == {}
+
+
+def test_a_single_loss_while_probing_sets_nobody_aside():
+    task = tried(_History(), (A, B, C), (A, B, C), (B,))
+    assert task.suspects == (B, C) and task.set_aside == {}
+
+
+def test_a_dialogue_in_a_batch_of_its_own_needs_two_losses():
+    assert tried(_History(), (A,)).set_aside == {}
+    assert list(tried(_History(), (A,), (A,)).set_aside) == [A]
+
+
+def test_two_culprits_in_different_batches_are_both_found():
+    history = _History()
+    task = tried(history, (A, B), (A, B), (A,), (A,))
+    assert list(task.set_aside) == [A] and task.suspects == (B,)
+    task = history.next_try(task, (C, D), "")  # B came through alone, its batch, too
+    assert task.suspects == () and list(task.set_aside) == [A]
+    for busy in ((C, D), (D,), (D,)):
+        task = history.next_try(task, busy, "")
+    assert list(task.set_aside) == [A, D]
+
+
+def test_a_batch_whose_dialogues_all_come_through_alone_is_too_large():
+    with pytest.raises(PipelineError, match="the batch is too large"):
+        tried(_History(), (A, B), (A, B), (A, B))
+
+
 def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, tmp_path):
     done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and len(ids) > 1", KILLED)
     assert done.returncode == 2
-    assert faults == 3
-    assert "Lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
+    assert faults == 3  # twice, and again after each of its dialogues came through alone
+    assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
@@ -129,7 +174,7 @@ def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
             ]
             second = [pid for pid, words in nodes if " --head" not in words]
             assert len(second) == 1
-            what = f"(os.kill({second[0]}, signal.SIGKILL), time.sleep(1000))"
+            what = f"os.kill({second[0]}, signal.SIGKILL)"
             done, faults = faulty_dump(
                 recipe, tmp_path, f"{ANYWHERE} and before == 0", what, RAY_ADDRESS=address, **cluster
             )

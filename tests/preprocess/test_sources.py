@@ -211,3 +211,34 @@ def test_a_folder_of_a_data_set_is_read_by_split(tmp_path):
 def test_a_data_set_that_is_not_there_is_one_clear_error(source):
     with pytest.raises(PipelineError, match="cannot be read"):
         read(source)
+
+
+def test_several_compressed_files_in_a_row_are_one(tmp_path):
+    """As `cat a.gz b.gz` makes them, and parallel compressors."""
+    half = len(LINES) // 2
+    for ending, pack in PACK.items():
+        path = tmp_path / f"data.jsonl{ending}"
+        path.write_bytes(pack(LINES[:half].encode()) + pack(LINES[half:].encode()))
+        assert read(str(path)) == (RECORDS, Tail(None)), ending
+
+
+def test_torn_compressed_lines_keep_their_whole_records(tmp_path):
+    items = [record(("human", f"{number * 7919**9}"), A, doc_id=str(number)) for number in range(3000)]
+    packed = gzip.compress("".join(f"{json.dumps(item)}\n" for item in items).encode())
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    got, tail = read(str(path))
+    assert 1500 < len(got) < 3000 and got == items[: len(got)] and tail == Tail(len(got))
+
+
+def test_damaged_compressed_files_are_one_clear_error(tmp_path):
+    page, flipped = tmp_path / "page.json.gz", tmp_path / "flipped.json.gz"
+    page.write_text("<html></html>")
+    items = [record(("human", f"{number * 7919**9}"), A, doc_id=str(number)) for number in range(3000)]
+    packed = bytearray(gzip.compress(json.dumps(items).encode()))
+    for place in range(len(packed) // 2, len(packed) // 2 + 50):
+        packed[place] ^= 255
+    flipped.write_bytes(packed)
+    for path in (page, flipped):
+        with pytest.raises(PipelineError, match=r"cannot be read|it is damaged after \d+ records"):
+            read(str(path))

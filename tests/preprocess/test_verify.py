@@ -35,7 +35,7 @@ def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped):
     assert done.returncode == 0, done.stderr
     shards = len(Manifest.load(dumped[1]).shards)
     assert f"{shards} of {shards} shards are whole; complete: True" in done.stdout
-    assert re.search(r"16 rows forwarded again: largest relative error 0\.00", done.stdout)
+    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", done.stdout)
 
 
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
