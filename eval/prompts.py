@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline import embedded
 from pipeline.errors import PipelineError
+from pipeline.features.shards import HELDOUT_PROMPTS
 from pipeline.recipe import BenchmarkConfig, Recipe
 
 HELDOUT = "heldout"  # the dialogues that the dump kept out of training
@@ -24,7 +25,7 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
     if config.source == "embedded:humaneval":
         raw, where = list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     else:
-        path = recipe.features_dir / "heldout_prompts.jsonl" if config.source == HELDOUT else Path(config.source)
+        path = recipe.features_dir / HELDOUT_PROMPTS if config.source == HELDOUT else Path(config.source)
         raw, where = _read(name, path), str(path)
     prompts = [_prompt(name, where, number, item) for number, item in raw]
     ids = [prompt.question_id for prompt in prompts]
@@ -43,7 +44,7 @@ def _read(name: str, path: Path) -> list[tuple[int, Any]]:
     if not path.is_file():
         raise PipelineError(
             f"benchmark {name}: {path} does not exist"
-            + (": dump the features first" if path.name.startswith("heldout") else "")
+            + (": dump the features first" if path.name == HELDOUT_PROMPTS else "")
         )
     found = []
     for number, line in enumerate(

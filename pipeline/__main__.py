@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from pipeline import checkpoint, entry
 from pipeline.errors import PipelineError
-from pipeline.features.shards import MANIFEST, Manifest, damage
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
 from pipeline.files import read_json
 from pipeline.progress import CHANNEL
 from pipeline.provenance import ROOT
@@ -51,7 +51,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     broken = [shard.name for shard in manifest.shards if damage(folder, shard, checksum=False)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
-    if not manifest.complete or not (folder / "heldout_prompts.jsonl").exists():
+    if not manifest.complete or not (folder / HELDOUT_PROMPTS).exists():
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
 

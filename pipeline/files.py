@@ -32,16 +32,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.close(descriptor)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         if error.errno in _FULL:
             raise PipelineError(
                 f"no space to write {path.name} in {path.parent} ({os.strerror(error.errno)}): "
                 "free some, or point the recipe's output elsewhere, and run again; finished files are kept"
             ) from None
         raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # renamed by now, or not wanted
 
 
 def write_text(path: Path, text: str) -> None:

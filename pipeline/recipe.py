@@ -221,14 +221,11 @@ class Recipe(Section):
             raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro' or 'eagle'")
         if self.publish.draft not in self.draft:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
-        if self.train.global_batch % self.train.micro_batch:
+        ranks = self.train.ranks or 1
+        if self.train.global_batch % (self.train.micro_batch * ranks):
             raise ValueError(
                 f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
-            )
-        if self.train.global_batch % (self.train.micro_batch * (self.train.ranks or 1)):
-            raise ValueError(
-                f"train.global_batch={self.train.global_batch} is no multiple of micro_batch x ranks = "
-                f"{self.train.micro_batch} x {self.train.ranks}"
+                + (f" x train.ranks={ranks}" if ranks > 1 else "")
             )
         for name, benchmark in self.eval.benchmarks.items():
             if benchmark.source == "heldout" and (benchmark.prompts or 0) > self.data.heldout_prompts:

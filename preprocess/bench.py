@@ -26,7 +26,7 @@ from pipeline.provenance import ROOT, hardware
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import feature_spec, load_tokenizer, resolve_device
 from preprocess.plan import Plan
-from preprocess.worker import FeatureWorker, ShardTask, length_sorted_batches
+from preprocess.worker import BEATS, FeatureWorker, ShardTask, length_sorted_batches
 
 
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
@@ -91,7 +91,7 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
     tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:  # the disk that a dump writes to
-        (Path(folder) / ".beats").mkdir()
+        (Path(folder) / BEATS).mkdir()
         methods = Methods(recipe, Path(folder), tasks)
         ways = {"forward": methods.bare, "dump": methods.dump, "single": methods.one_at_a_time}
         speeds: dict[str, list[float]] = {name: [] for name in ways}

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import MANIFEST, Manifest, ShardRecord, damage
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, ShardRecord, damage
 from pipeline.files import write_text
 from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
@@ -21,7 +21,7 @@ from preprocess.plan import Plan
 from preprocess.pool import Pool
 from preprocess.worker import BEATS, ShardTask
 
-HELDOUT_PROMPTS, REJECTED = "heldout_prompts.jsonl", "rejected.jsonl"
+REJECTED = "rejected.jsonl"
 
 
 def dump(recipe: Recipe) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 
 from pipeline import chat, entry
 from pipeline.errors import PipelineError
-from pipeline.features.schema import FP8
+from pipeline.features.schema import token_bytes
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import Target, load_config, load_tokenizer
@@ -31,7 +31,6 @@ from preprocess.pieces import encode_pieces, language
 from preprocess.sources import Tail, read_records
 from preprocess.worker import Document, length_sorted_batches
 
-WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 FRAME_BYTES = 640  # of a record batch and its entry in the footer, measured on the demo
 
 
@@ -88,8 +87,8 @@ def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    width, stored = load_config(recipe.target).hidden_size, recipe.features.stored_dtype
-    return tokens * (width * WORD_BYTES[stored] + 5 + (4 if stored == FP8 else 0)) + rows * FRAME_BYTES
+    width = load_config(recipe.target).hidden_size
+    return tokens * token_bytes(recipe.features.stored_dtype, width) + rows * FRAME_BYTES
 
 
 def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:

@@ -36,11 +36,13 @@ class Plan:
     _open: dict[str, list[Document]] = field(default_factory=lambda: {"train": [], "validation": []})
     _indices: Counter = field(default_factory=Counter)
     _train_tokens: int = 0
-    _duplicates: Duplicates = field(default_factory=lambda: Duplicates(None))
+    _duplicates: Duplicates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._duplicates = Duplicates(self.recipe.data.near_duplicates)
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
-        self._duplicates = Duplicates(self.recipe.data.near_duplicates)
         for record in read_records(self.recipe.data, self.tail):
             self.records += 1
             try:

@@ -103,10 +103,11 @@ class Pool:
         """Everything that is finished, or lost, by now; waits one look for something."""
         references = [worker.loading for worker in self._workers if worker.loading is not None]
         references += [reference for worker in self._workers for reference in worker.tasks]
+        if not references:  # the last look brought everything, and the plan turned out to have no more
+            return
         ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
-        done, _ = ray.wait(
-            references, num_returns=len(references), timeout=0
-        )  # all, or those waiting would seem to hang
+        # All that is ready: what is finished but waits to be collected would seem to hang.
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         for reference in done:
             worker = next((w for w in self._workers if reference == w.loading or reference in w.tasks), None)
             if worker is not None:  # else of a worker lost a moment ago
@@ -119,13 +120,13 @@ class Pool:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PipelineError) and not (worker.loading is not None and self._ever_ready):
                 raise error.cause from None
-            self._lose(worker, f"{type(error.cause).__name__}: {str(error.cause).splitlines()[0]}")
+            self._lose(worker, f"{type(error.cause).__name__}: {_first_line(error.cause)}")
             return
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            self._lose(worker, str(error).splitlines()[0])
+            self._lose(worker, _first_line(error))
             return
         except ray.exceptions.RayError as error:
-            raise PipelineError(f"Ray cannot run the dump's workers: {str(error).splitlines()[0]}") from None
+            raise PipelineError(f"Ray cannot run the dump's workers: {_first_line(error)}") from None
         if reference == worker.loading:
             worker.loading, self._ever_ready = None, True
             return
@@ -209,6 +210,10 @@ class _History:
         if self.alone[doc_id] == 1:
             return replace(task, suspects=left)
         return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no message")
 
 
 def _name(task: ShardTask) -> str:

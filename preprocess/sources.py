@@ -142,9 +142,8 @@ class _Watched:
     """
 
     def __init__(self, raw: BinaryIO):
-        self._read = getattr(
-            raw, "read1", raw.read
-        )  # as much as one block gives: nothing is lost when the next is torn
+        # read1 gives what one block holds: nothing of it is lost when the next one is torn.
+        self._read = getattr(raw, "read1", raw.read)
         self._ahead, self.ended, self.torn = b"", False, False
 
     def first_character(self) -> bytes:

@@ -65,6 +65,12 @@ def row_dtype(stored_dtype: str) -> torch.dtype:
     return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
 
 
+def token_bytes(stored_dtype: str, hidden_size: int) -> int:
+    """What a token takes in a shard: words, id and mask, and its scale where there is one."""
+    _, word, _ = _WORDS[stored_dtype]
+    return hidden_size * word().itemsize + 5 + (4 if stored_dtype == FP8 else 0)
+
+
 def quantised(hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(float8 [T, D], scale float32 [T])``: each token's largest magnitude becomes the largest finite number."""
     exact_TD = hidden_TD.float()

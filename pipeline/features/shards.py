@@ -19,6 +19,7 @@ from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch,
 from pipeline.files import atomic_path, read_json, sha256, write_json
 
 MANIFEST = "manifest.json"
+HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")
 
 

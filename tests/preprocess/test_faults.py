@@ -12,7 +12,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
-from preprocess.pool import _History
+from preprocess.pool import Pool, _first_line, _History
 from preprocess.worker import ShardTask
 from tests.kit import BIN, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
@@ -105,6 +105,15 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturb
     assert len(changed) == 1
     rejected = [json.loads(line) for line in (tmp_path / "run/features/rejected.jsonl").read_text().splitlines()]
     assert {"doc_id": "doc7", "reason": "kills_workers"} in rejected
+
+
+def test_nothing_in_flight_is_nothing_to_wait_for(tiny_recipe, tmp_path):
+    """The last look may bring every result before the plan is known to have no more."""
+    assert list(Pool(tiny_recipe, tmp_path, feature_spec(tiny_recipe))._collect()) == []
+
+
+def test_an_error_without_a_message_is_still_an_error():
+    assert _first_line(AssertionError()) == "no message"
 
 
 A, B, C, D = "abcd"
