@@ -25,6 +25,10 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with
 def start_distributed() -> None:
     """Joins the launcher's process group (a single process makes its own); sets CPU threads to this rank's share."""
     if not dist.is_initialized():
+        # DeepSpeed would compile its shared-memory all-reduce first, which serves inference only: a training killed
+        # while it compiles leaves a lock that every later one waits for without end, and each rank leaves 69 MB in
+        # /dev/shm for good.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed()
     if get_accelerator().device_name() == "cpu":
         local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
