@@ -1,4 +1,4 @@
-# Everything on a fresh machine: Linux, Python 3.11+, make, a C compiler. No network but the package registry.
+# Everything on a fresh machine: Linux, Python 3.11+, make. No network but the package registry.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed

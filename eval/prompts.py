@@ -8,6 +8,7 @@ from typing import Any
 from pipeline import embedded
 from pipeline.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
+from pipeline.features.store import fetch_prompts
 from pipeline.recipe import BenchmarkConfig, Recipe
 
 HELDOUT = "heldout"  # the dialogues that the dump kept out of training
@@ -25,6 +26,8 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
     if config.source == "embedded:humaneval":
         raw, where = list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     else:
+        if config.source == HELDOUT:
+            fetch_prompts(recipe)
         path = recipe.features_dir / HELDOUT_PROMPTS if config.source == HELDOUT else Path(config.source)
         raw, where = _read(name, path), str(path)
     prompts = [_prompt(name, where, number, item) for number, item in raw]

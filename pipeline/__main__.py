@@ -1,4 +1,4 @@
-"""Runs a recipe's stages as a user would, estimates what the dump will take, or says what is done.
+"""Runs a recipe's stages as a user would, estimates what they will take, or says what is done.
 
     python -m pipeline run RECIPE
     python -m pipeline plan RECIPE
@@ -48,7 +48,8 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"
-    broken = [shard.name for shard in manifest.shards if damage(folder, shard, checksum=False)]
+    here = [] if recipe.features.store else manifest.shards
+    broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
     if not manifest.complete or not (folder / HELDOUT_PROMPTS).exists():
@@ -211,15 +212,33 @@ def _print_release(recipe: Recipe, console: Console) -> None:
         console.print(f"plot: {recipe.release_dir / plot}", highlight=False)
 
 
-def plan(recipe_path: str, overrides: list[str]) -> None:
-    """The dump's own estimate: tokens, disk, hours. Ends with its status."""
+def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None]) -> None:
+    """The stages' own estimates, one after the other: tokens, disk, hours, memory. The last line is JSON.
+
+    `known`: speeds of the hardware that will do it, by stage; what is missing is measured here.
+    """
     load_recipe(recipe_path, overrides)
-    sets = [part for override in overrides for part in ("--set", override)]
-    done = subprocess.run(
-        [sys.executable, "-m", "preprocess.estimate", recipe_path, *sets], env=_at_root(), check=False
-    )
+    arguments = [recipe_path, *(part for override in overrides for part in ("--set", override))]
+    flags = {"preprocess": "--tokens-per-second", "train": "--tokens-per-second", "eval": "--ms-per-token"}
+    given = {stage: [flags[stage], str(speed)] if speed else [] for stage, speed in known.items()}
+    dump = _estimate("preprocess", [*arguments, *given["preprocess"]])
+    rest = dump["tokens"] - dump["train_tokens"]
+    sizes = ["--rows", dump["train_rows"], "--tokens", dump["train_tokens"], "--validation-tokens", rest]
+    train = _estimate("train", [*arguments, *map(str, sizes), *given["train"]])
+    found = {"dump": dump, "train": train, "eval": _estimate("eval", [*arguments, *given["eval"]])}
+    print(f"all    {sum(stage['hours'] for stage in found.values()):,.2f} h")
+    print(json.dumps(found))
+
+
+def _estimate(stage: str, arguments: list[str]) -> dict:
+    """Runs a stage's estimate: shows its text, returns its figures. Ends with its status where it fails."""
+    command = [sys.executable, "-m", f"{stage}.estimate", *arguments]
+    done = subprocess.run(command, env=_at_root(), stdout=subprocess.PIPE, text=True, check=False)
+    *text, figures = done.stdout.splitlines() or [""]
+    print("\n".join(text if done.returncode == 0 else [*text, figures]), flush=True)
     if done.returncode:
         sys.exit(done.returncode)
+    return json.loads(figures)
 
 
 def _at_root() -> dict[str, str]:
@@ -242,13 +261,19 @@ def main() -> None:
         prog="python -m pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function in (("run", run), ("plan", plan), ("status", status)):
-        command = commands.add_parser(name)
-        add_recipe_arguments(command)
-        command.set_defaults(function=function)
+    for name in ("run", "plan", "status"):
+        add_recipe_arguments(commands.add_parser(name))
+    planned = commands.choices["plan"]
+    planned.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
+    planned.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
+    planned.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running stage is ended, too
-    arguments.function(arguments.recipe, arguments.overrides)
+    if arguments.command == "plan":
+        known = {"preprocess": arguments.dump_speed, "train": arguments.train_speed, "eval": arguments.decode_ms}
+        plan(arguments.recipe, arguments.overrides, known)
+    else:
+        {"run": run, "status": status}[arguments.command](arguments.recipe, arguments.overrides)
 
 
 if __name__ == "__main__":

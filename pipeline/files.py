@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from pipeline.errors import PipelineError
 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -40,6 +42,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)  # renamed by now, or not wanted
+
+
+@contextmanager
+def exclusive(folder: Path, work: str) -> Iterator[None]:
+    """Makes the folder and holds it for one process. Raises PipelineError when another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise PipelineError(
+            f"{folder}: another {work} is writing here. Wait for it, or give this run its own output"
+        ) from None
+    with lock:
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -33,7 +33,7 @@ class TargetConfig(Section):
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
     revision: str | None = None
     dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
 
@@ -61,12 +61,44 @@ class FeaturesConfig(Section):
     """How the dump runs and what a shard holds."""
 
     stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
+    auxiliary_layers: list[
+        Positive
+    ] = []  # decoder layers (from 1) whose outputs are stored beside the last hidden state
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
     workers: Positive = 1
     cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
+    store: str | None = (
+        None  # s3://, gs://, ...: finished shards go there from each worker's own disk (pipeline/features/store.py)
+    )
     hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
+
+    @model_validator(mode="after")
+    def _sound(self):
+        if self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
+            raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
+        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
+            raise ValueError(f"gpus_per_worker={self.gpus_per_worker:g}: a part of one GPU, or whole ones")
+        return self
+
+
+class RegenerateConfig(Section):
+    """How the target rewrites the assistant turns (preprocess/regenerate.py), with the workers of the dump."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: greedy
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive = 512  # of one answer
+    batch: Positive = 32  # dialogues that are answered together
+    dialogues_per_part: Positive = 64  # of one file of the result
+    max_dialogues: Positive | None = None
+
+    @model_validator(mode="after")
+    def _greedy_is_greedy(self):
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise ValueError("top_k and top_p choose nothing at temperature 0: drop them, or set temperature")
+        return self
 
 
 class TreeConfig(Section):
@@ -209,6 +241,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     target: TargetConfig
     data: DataConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
     features: FeaturesConfig = FeaturesConfig()
     draft: dict[Name, DraftConfig]  # one or several, trained on the same shards and measured side by side
     train: TrainConfig = TrainConfig()
@@ -221,6 +254,11 @@ class Recipe(Section):
             raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro' or 'eagle'")
         if self.publish.draft not in self.draft:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
+        if self.features.gpus_per_worker > 1 and self.target.device != "spread":
+            raise ValueError(
+                f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} uses one: "
+                "set target.device='spread'"
+            )
         ranks = self.train.ranks or 1
         if self.train.global_batch % (self.train.micro_batch * ranks):
             raise ValueError(
@@ -241,9 +279,21 @@ class Recipe(Section):
         return digest(self.model_dump(mode="json", exclude={"name", "output"}))
 
     @property
+    def regenerate_hash(self) -> str:
+        """What the target's own answers depend on."""
+        target = self.target.model_dump(mode="json", exclude={"device"})
+        data = self.data.model_dump(
+            mode="json", include={"source", "subset", "split", "revision", "languages", "near_duplicates", "max_length"}
+        )
+        answers = self.regenerate.model_dump(mode="json")
+        return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
+
+    @property
     def dump_hash(self) -> str:
         """What the feature shards depend on: how many workers wrote them, and on which device, is not part of it."""
-        features = self.features.model_dump(mode="json", exclude={"workers", "gpus_per_worker", "hang_seconds"})
+        features = self.features.model_dump(
+            mode="json", exclude={"workers", "gpus_per_worker", "store", "hang_seconds"}
+        )
         target = self.target.model_dump(mode="json", exclude={"device"})
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 
@@ -261,6 +311,10 @@ class Recipe(Section):
     @property
     def features_dir(self) -> Path:
         return self.run_dir / "features"
+
+    @property
+    def regenerated_dir(self) -> Path:
+        return self.run_dir / "regenerated"
 
     def draft_dir(self, draft: str) -> Path:
         return self.run_dir / "drafts" / draft

@@ -89,11 +89,12 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def resolve_device(name: str) -> torch.device:
+    """Of "spread" the first; where the target's hidden states arrive, `Target.device` says."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise PipelineError("target.device='cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'")
-    return torch.device(name)
+    if name in ("cuda", "spread") and not torch.cuda.is_available():
+        raise PipelineError(f"target.device={name!r}, but torch sees no CUDA device here: use 'auto' or 'cpu'")
+    return torch.device("cpu" if name == "cpu" else "cuda")
 
 
 class LMHead(nn.Module):
@@ -190,24 +191,40 @@ def fingerprint(config: TargetConfig) -> str:
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:
     """What the shards of this recipe declare: the dump writes it, training expects it."""
-    tokenizer = load_tokenizer(recipe.target)
+    tokenizer, config = load_tokenizer(recipe.target), load_config(recipe.target)
+    layers = recipe.features.auxiliary_layers
+    if layers and layers[-1] > config.num_hidden_layers:
+        raise PipelineError(
+            f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, counted from 1"
+        )
     return FeatureSpec(
-        hidden_size=load_config(recipe.target).hidden_size,
+        hidden_size=config.hidden_size,
         stored_dtype=recipe.features.stored_dtype,
         target=fingerprint(recipe.target),
         tokenizer=tokenizer_fingerprint(tokenizer),
         template=template_fingerprint(tokenizer),
         recipe=recipe.dump_hash,
+        auxiliary_layers=" ".join(map(str, layers)),
     )
+
+
+def _skeleton(config: TargetConfig) -> Any:
+    """The model without its weights, on the meta device."""
+    where = source(config)
+    full = AutoConfig.from_pretrained(where.name, **where.options())
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code)
+
+
+def parameter_count_of(config: TargetConfig) -> int:
+    return sum(parameter.numel() for parameter in _skeleton(config).parameters())
 
 
 def load_ends(config: TargetConfig) -> Ends:
     """Reads only the embedding and the head from the target's files, in their stored dtype."""
     text = load_config(config)
     where = source(config)
-    full = AutoConfig.from_pretrained(where.name, **where.options())
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code)
+    skeleton = _skeleton(config)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     output = skeleton.get_output_embeddings()
     files = weight_files(where)
@@ -238,15 +255,25 @@ class Target:
         where = source(config)
         self.config = load_config(config)
         self.tokenizer = load_tokenizer(config)
-        self.device = resolve_device(config.device)
+        device = resolve_device(config.device)
+        spread = {"device_map": "auto"} if config.device == "spread" else {}
         with _loading(config):
             self.model = AutoModelForCausalLM.from_pretrained(
-                where.name, dtype=DTYPES[dtype], use_safetensors=True, **where.options()
+                where.name,
+                dtype=DTYPES[dtype],
+                use_safetensors=True,
+                **spread,
+                **where.options(),
             )
-        self.model = self.model.to(self.device).eval().requires_grad_(False)
+        if not spread:
+            self.model = self.model.to(device)
+        self.model = self.model.eval().requires_grad_(False)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
         output = self.model.get_output_embeddings()
+        self.device = (
+            output.weight.device
+        )  # of a spread target the last; its own hooks take inputs to where they belong
         self.head = LMHead(output.weight, output.bias, **_head_effects(self.config))
         self.embedding_VD = self.model.get_input_embeddings().weight
         self._require_split(config.model)
@@ -255,7 +282,8 @@ class Target:
         probe = torch.arange(8, device=self.device)[None]
         with torch.inference_mode():
             whole = self.model(input_ids=probe).logits
-            split = self.head(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
+            split = self.head(self.capture(probe))
+            whole = whole.to(self.device)
         if not whole.isfinite().all():
             raise PipelineError(f"target {name!r}: its logits are not finite in {self.dtype}; use another dtype")
         if not torch.equal(whole, split.to(whole.dtype)):
@@ -272,7 +300,28 @@ class Target:
     @torch.inference_mode()
     def capture(self, tokens_BT: Tensor) -> Tensor:
         """``hidden_BTD`` of right-padded dialogues. Causality keeps padding out of every real position."""
-        return self.decoder(input_ids=tokens_BT.to(self.device), use_cache=False).last_hidden_state
+        return self.decoder(input_ids=tokens_BT.to(self.device), use_cache=False).last_hidden_state.to(self.device)
+
+    @torch.inference_mode()
+    def capture_all(self, tokens_BT: Tensor, layers: list[int]) -> Tensor:
+        """``states_BTSD``: what `capture` gives, then the outputs of the given decoder layers (counted from 1), unnormed."""
+        if not layers:
+            return self.capture(tokens_BT).unsqueeze(2)
+        found: dict[int, Tensor] = {}
+
+        def keep(layer: int):
+            def hook(_module, _inputs, output):
+                found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+
+            return hook
+
+        hooks = [self.decoder.layers[layer - 1].register_forward_hook(keep(layer)) for layer in layers]
+        try:
+            hidden_BTD = self.capture(tokens_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([hidden_BTD, *(found[layer] for layer in layers)], dim=2)
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.config)
@@ -298,7 +347,7 @@ class Target:
             past_key_values=cache,
             use_cache=True,
         )
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[0].to(self.device)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,17 @@
 """What the dump costs beside the target's bare forward, and beside one dialogue at a time.
 
     python -m preprocess.bench RECIPE [--dialogues 64] [--repeats 3] [--no-memory]
+    python -m preprocess.bench RECIPE --scaling 2 [--dialogues 64] [--repeats 3]
 
 All three run on the same dialogues in one process, taking turns: the bare forward over our batches, the whole dump (forward,
 transfer, writing, hashing), and the dump with one dialogue a batch. Ratios are of tokens per second. Peak memory is that of
-processes that dump N and 10 N dialogues. The last line is JSON.
+processes that dump N and 10 N dialogues. With --scaling W: what W workers dump at once, each pinned to a core of its own, over
+what one of them dumps alone, the two taking turns. The last line is JSON.
 """
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -21,12 +24,14 @@ from pathlib import Path
 import torch
 
 from pipeline import entry
+from pipeline.errors import PipelineError
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, hardware
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import feature_spec, load_tokenizer, resolve_device
 from preprocess.plan import Plan
-from preprocess.worker import BEATS, FeatureWorker, ShardTask, length_sorted_batches
+from preprocess.task import ShardTask
+from preprocess.worker import FeatureWorker, length_sorted_batches, padded
 
 
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
@@ -41,6 +46,7 @@ class Methods:
     """The three ways, each over the same tasks."""
 
     def __init__(self, recipe: Recipe, folder: Path, tasks: list[ShardTask]):
+        recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
         spec = feature_spec(recipe)
         alone = recipe.model_copy(update={"features": recipe.features.model_copy(update={"batch_tokens": 1})})
         self._tasks, self._device = tasks, resolve_device(recipe.target.device)
@@ -56,17 +62,17 @@ class Methods:
     def _forwards(self) -> None:
         for task in self._tasks:
             for batch in length_sorted_batches(task.documents, self._batch_tokens):
-                self._ours._forward(task, batch)
+                self._ours._target.capture(padded(batch))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def dump(self) -> None:
         for task in self._tasks:
-            self._ours.dump(task)
+            self._ours.work(task)
 
     def one_at_a_time(self) -> None:
         for task in self._tasks:
-            self._alone.dump(task)
+            self._alone.work(task)
 
 
 def peak_mb(recipe_path: str, overrides: list[str], dialogues: int) -> float:
@@ -81,7 +87,7 @@ def dump_and_tell_peak(recipe: Recipe, dialogues: int) -> None:
         worker = FeatureWorker(recipe, Path(folder), feature_spec(recipe))
         worker.ready()
         for task in some_tasks(recipe, dialogues):
-            (Path(folder) / worker.dump(task).name).unlink()
+            (Path(folder) / worker.work(task).name).unlink()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
@@ -91,7 +97,6 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
     tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:  # the disk that a dump writes to
-        (Path(folder) / BEATS).mkdir()
         methods = Methods(recipe, Path(folder), tasks)
         ways = {"forward": methods.bare, "dump": methods.dump, "single": methods.one_at_a_time}
         speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -108,15 +113,84 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
     return speeds
 
 
+def pinned(recipe: Recipe, core: int, dialogues: int) -> None:
+    """A worker on one core: says "ready", then its tokens a second after each line that it is sent."""
+    os.sched_setaffinity(0, {core})
+    features = recipe.features.model_copy(update={"cpus_per_worker": 1, "store": None})
+    recipe = recipe.model_copy(update={"features": features})
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:
+        worker, tasks = FeatureWorker(recipe, Path(folder), feature_spec(recipe)), list(some_tasks(recipe, dialogues))
+        tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
+        worker.ready()
+        worker.work(tasks[0])
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            begin = time.perf_counter()
+            for task in tasks:
+                worker.work(task)
+            print(tokens / (time.perf_counter() - begin), flush=True)
+
+
+def scaling(recipe_path: str, overrides: list[str], workers: int, dialogues: int, repeats: int) -> list[float]:
+    """Tokens a second of all workers at once over those of the first alone, one figure a repeat."""
+    cores = sorted(os.sched_getaffinity(0))[:workers]
+    if len(cores) < workers:
+        raise PipelineError(f"--scaling {workers}: there are {len(cores)} cores")
+    sets = [part for override in overrides for part in ("--set", override)]
+    started = []
+    for core in cores:
+        command = [sys.executable, "-m", "preprocess.bench", recipe_path, *sets, "--dialogues", str(dialogues)]
+        command += ["--pinned-to", str(core)]
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        )
+
+    def run(some: list[subprocess.Popen]) -> float:
+        for process in some:
+            process.stdin.write("go\n")
+        return sum(float(process.stdout.readline()) for process in some)
+
+    try:
+        for process in started:
+            if process.stdout.readline() != "ready\n":
+                raise PipelineError("a worker did not start; its own message stands above")
+        ratios = []
+        with Progress("scaling", repeats, "repeats") as progress:
+            for _ in range(repeats):
+                before, together, after = run(started[:1]), run(started), run(started[:1])
+                ratios.append(together / ((before + after) / 2))
+                progress.advance(1)
+        return ratios
+    finally:
+        for process in started:
+            process.stdin.close()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-memory", action="store_true", help="leave out the two runs for peak memory")
+    parser.add_argument("--scaling", type=int, metavar="W", help="W pinned workers against one")
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pinned-to", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.pinned_to is not None:
+        pinned(recipe, arguments.pinned_to, arguments.dialogues)
+        return
+    if arguments.scaling:
+        ratios = scaling(
+            arguments.recipe, arguments.overrides, arguments.scaling, arguments.dialogues, arguments.repeats
+        )
+        print(f"{recipe.target.model}, {recipe.target.dtype}, {hardware('cpu')}, a core a worker")
+        print(f"  {arguments.scaling} workers over 1: {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
+        mean = round(sum(ratios) / len(ratios), 4)
+        print(json.dumps({"workers": arguments.scaling, "speedup": mean, "range": [min(ratios), max(ratios)]}))
+        return
     if arguments.peak_of:
         dump_and_tell_peak(recipe, arguments.peak_of)
         return

@@ -16,6 +16,7 @@ mixture of the two. Rules, in this order:
 
 import hashlib
 import itertools
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ class Dialogue:
     doc_id: str
     messages: Messages
     edits: tuple[str, ...]  # "leading_assistant_dropped", "trailing_user_dropped"
+
+    def content(self) -> bytes:
+        return json.dumps(self.messages).encode()
 
     @property
     def text(self) -> str:

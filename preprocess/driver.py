@@ -1,55 +1,48 @@
 """The dump job: has the planned shards written and keeps the manifest, the only truth about what is finished.
 
-A shard of the manifest that is whole on disk is not written again.
+A shard of the manifest that is whole on disk is not written again. Where the recipe names a store, "on disk" means there, and
+whole means its size: reading it all back is `verify`'s business.
 """
 
 import json
-import shutil
+import time
+from functools import partial
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, ShardRecord, damage
-from pipeline.files import write_text
+from pipeline.features.store import Store, store_of
+from pipeline.files import exclusive, write_text
 from pipeline.progress import Progress
-from pipeline.provenance import write_provenance
+from pipeline.provenance import public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
 from preprocess.pool import Pool
-from preprocess.worker import BEATS, ShardTask
+from preprocess.task import ShardTask
+from preprocess.worker import FeatureWorker
 
 REJECTED = "rejected.jsonl"
+SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
 
 
 def dump(recipe: Recipe) -> list[str]:
     """Runs or continues the dump; returns the lines of its report. Raises PipelineError."""
     folder = recipe.features_dir
-    _require_lasting(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise PipelineError(
-            f"{folder}: another dump is writing here. Wait for it, or give this run its own output"
-        ) from None
-    with lock:
+    require_lasting(folder)
+    with exclusive(folder, "dump"):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
-        shutil.rmtree(folder / BEATS, ignore_errors=True)
-        tokenizer = load_tokenizer(recipe.target)
+        store = store_of(recipe)
         spec = feature_spec(recipe)
-        manifest = _resume(folder, spec)
+        manifest = _resume(folder, spec, store)
         if not manifest.complete:
-            _run(recipe, folder, manifest, tokenizer)
-            shutil.rmtree(folder / BEATS, ignore_errors=True)
-        return _report(folder, manifest)
+            _run(recipe, folder, manifest, store)
+        return _report(recipe, manifest)
 
 
-def _require_lasting(folder: Path) -> None:
+def require_lasting(folder: Path) -> None:
     """A Ray job runs in a copy of the working directory that goes with the job: relative outputs would be lost."""
     if "runtime_resources" in str(Path.cwd()) and not folder.is_absolute():
         raise PipelineError(
@@ -58,7 +51,10 @@ def _require_lasting(folder: Path) -> None:
         )
 
 
-def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
+def _resume(folder: Path, spec: FeatureSpec, store: Store | None) -> Manifest:
+    sizes = {} if store is None else store.sizes()
+    if store is not None and MANIFEST in sizes:
+        store.get(MANIFEST, folder)
     if not (folder / MANIFEST).exists():
         return Manifest(spec)
     manifest = Manifest.load(folder)
@@ -66,7 +62,7 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
     whole = []
     with Progress("verify shards", len(manifest.shards), "shards") as progress:
         for shard in manifest.shards:
-            if damage(folder, shard) is None:
+            if damage(folder, shard) is None if store is None else sizes.get(shard.name) == shard.bytes:
                 whole.append(shard)
             progress.advance(1)
     if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists():
@@ -74,16 +70,39 @@ def _resume(folder: Path, spec: FeatureSpec) -> Manifest:
     return manifest
 
 
-def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
-    plan = Plan(recipe, tokenizer)
+class _Ledger:
+    """Keeps the manifest on disk, and in the store. The more it costs, the rarer: it grows with every shard."""
+
+    def __init__(self, manifest: Manifest, folder: Path, store: Store | None):
+        self._manifest, self._folder, self._store = manifest, folder, store
+        self._due = 0.0
+
+    def add(self, record: ShardRecord) -> None:
+        self._manifest.shards.append(record)
+        if time.monotonic() >= self._due:
+            self.save()
+
+    def save(self) -> None:
+        begin = time.monotonic()
+        self._manifest.save(self._folder)
+        self.publish(MANIFEST)
+        self._due = time.monotonic() + SAVING_SHARE * (time.monotonic() - begin)
+
+    def publish(self, name: str) -> None:
+        if self._store is not None:
+            self._store.put(self._folder / name)
+
+
+def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) -> None:
+    plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
     finished = {(shard.split, shard.index): shard for shard in manifest.shards}
     tasks = (task for task in plan.tasks() if not _is_done(task, finished, recipe))
     write_provenance(folder, recipe)
     done = sum(shard.tokens for shard in manifest.shards)
     with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress:
-        for record in Pool(recipe, folder, manifest.spec).records(tasks):
-            manifest.shards.append(record)
-            manifest.save(folder)
+        make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
+        for record in Pool(recipe, make).records(tasks):
+            ledger.add(record)
             progress.advance(record.tokens, shards=len(manifest.shards))
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
@@ -105,8 +124,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, tokenizer) -> None:
     for path in folder.glob("features-*.arrow"):
         if path.name not in known:  # of an earlier plan whose manifest is gone
             path.unlink()
+    for name in (REJECTED, HELDOUT_PROMPTS, "recipe.json", "provenance.json"):
+        ledger.publish(name)
     manifest.complete = True
-    manifest.save(folder)
+    ledger.save()
 
 
 def _is_done(task: ShardTask, finished: dict[tuple[str, int], ShardRecord], recipe: Recipe) -> bool:
@@ -122,7 +143,7 @@ def _is_done(task: ShardTask, finished: dict[tuple[str, int], ShardRecord], reci
     return True
 
 
-def _report(folder: Path, manifest: Manifest) -> list[str]:
+def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     counts = manifest.accounting
     lines = []
     if counts["torn_tail_after"] is not None:
@@ -140,5 +161,6 @@ def _report(folder: Path, manifest: Manifest) -> list[str]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
     size = sum(shard.bytes for shard in manifest.shards) / 1e6
-    lines.append(f"{len(manifest.shards)} shards, {size:,.0f} MB in {folder}")
+    where = public_name(recipe.features.store) if recipe.features.store else recipe.features_dir
+    lines.append(f"{len(manifest.shards)} shards, {size:,.0f} MB in {where}")
     return lines

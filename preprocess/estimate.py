@@ -8,6 +8,7 @@ to measure a worker's speed, unless --tokens-per-second gives that of the machin
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     disk      tokens x (hidden size x bytes of a word + 5) + rows x 640 (Arrow's frame of a record batch)
     hours     tokens / (tokens per second of a worker x workers); loading the target, planning and writing are not in it
+    memory    of a worker: the target's weights, and of a batch 8 numbers of the hidden size and 3 of the MLP's a token
 """
 
 import argparse
@@ -24,12 +25,13 @@ from pipeline import chat, entry
 from pipeline.errors import PipelineError
 from pipeline.features.schema import token_bytes
 from pipeline.progress import Progress
+from pipeline.provenance import public_name
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.target import Target, load_config, load_tokenizer
+from pipeline.target import DTYPES, Target, load_config, load_tokenizer, parameter_count_of
 from preprocess.dialogues import clean, held_out
 from preprocess.pieces import encode_pieces, language
 from preprocess.sources import Tail, read_records
-from preprocess.worker import Document, length_sorted_batches
+from preprocess.worker import Document, length_sorted_batches, padded
 
 FRAME_BYTES = 640  # of a record batch and its entry in the footer, measured on the demo
 
@@ -83,12 +85,25 @@ def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
     train = min(train, data.max_dialogues or train, (data.max_tokens or train * length) / length)
     held = data.heldout_fraction * (len(sample.documents["train"]) + len(sample.documents["validation"])) * share
     validation = min(held, data.validation_dialogues)
-    return {"rows": train + validation, "tokens": (train + validation) * length, "train_tokens": train * length}
+    return {
+        "rows": train + validation,
+        "tokens": (train + validation) * length,
+        "train_rows": train,
+        "train_tokens": train * length,
+    }
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
     width = load_config(recipe.target).hidden_size
-    return tokens * token_bytes(recipe.features.stored_dtype, width) + rows * FRAME_BYTES
+    states = 1 + len(recipe.features.auxiliary_layers)
+    return tokens * token_bytes(recipe.features.stored_dtype, width, states) + rows * FRAME_BYTES
+
+
+def memory_bytes(recipe: Recipe) -> float:
+    """Of one worker, without what Python and its libraries take."""
+    config, size = load_config(recipe.target), DTYPES[recipe.target.dtype].itemsize
+    batch = recipe.features.batch_tokens * (8 * config.hidden_size + 3 * config.intermediate_size)
+    return (parameter_count_of(recipe.target) + batch) * size
 
 
 def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
@@ -100,8 +115,7 @@ def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 2
     target.capture(torch.zeros(1, len(batches[0][0].input_ids), dtype=torch.long)).cpu()  # warms up
     tokens, begin = 0, time.perf_counter()
     for batch in batches:
-        padded = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
-        target.capture(padded).cpu()
+        target.capture(padded(batch)).cpu()
         tokens += sum(len(document.input_ids) for document in batch)
         if time.perf_counter() - begin > seconds:
             break
@@ -128,17 +142,24 @@ def main() -> None:
     print(
         f"{sample.records:,} records; of {sample.tried} tried {accepted} documents, {mean_length(sample.documents['train']):,.0f} tokens each"
     )
-    print(f"tokens {counts['tokens']:,.0f} in {counts['rows']:,.0f} documents")
-    print(f"disk   {size / 1e9:,.3f} GB ({recipe.features.stored_dtype}); free: {free / 1e9:,.0f} GB")
-    print(f"time   {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s")
+    memory = memory_bytes(recipe)
+    print(f"dump   {counts['tokens']:,.0f} tokens in {counts['rows']:,.0f} documents")
+    print(f"       disk {size / 1e9:,.3f} GB ({recipe.features.stored_dtype}); free: {free / 1e9:,.0f} GB")
+    print(
+        f"       {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s, {memory / 1e9:,.1f} GB a worker"
+    )
+    if recipe.features.store:
+        print(f"       shards go to {public_name(recipe.features.store)}: the disk is that of whoever trains on them")
     if size > free:
         print(
-            "WARNING: the dump does not fit the disk: lower data.max_tokens, or features.stored_dtype='float8_e4m3fn'"
+            "WARNING: the dump does not fit the disk: lower data.max_tokens, set features.stored_dtype='float8_e4m3fn',"
         )
+        print("or point output at a larger one")
     figures = {
         **{key: round(value) for key, value in counts.items()},
         "disk_bytes": round(size),
-        "hours": round(hours, 4),
+        "hours": round(hours, 6),
+        "memory_bytes": round(memory),
     }
     print(json.dumps({**figures, "tokens_per_second": round(speed, 1), "free_bytes": free}))
 

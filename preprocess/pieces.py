@@ -23,9 +23,7 @@ def language(dialogue: Dialogue) -> str:
 
 def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
     """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
-    messages, edits = dialogue.messages, []
-    if messages[0]["role"] == "system" and _refused(tokenizer, messages):
-        messages, edits = messages[1:], ["system_dropped"]
+    messages, edits = accepted_messages(tokenizer, dialogue)
     if data.long == "cut":
         pieces = [chat.encode(tokenizer, messages, data.max_length)]
     else:
@@ -46,13 +44,14 @@ def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     return [(f"{dialogue.doc_id}#{number}", piece) for number, piece in enumerate(pieces)], edits
 
 
-def _refused(tokenizer, messages: Messages) -> bool:
-    """Whether the template takes the dialogue only without its system turn (Gemma's, some of Mistral's)."""
-    try:
-        chat.render(tokenizer, messages, False)
-    except Unusable:
-        return True
-    return False
+def accepted_messages(tokenizer, dialogue: Dialogue) -> tuple[Messages, list[str]]:
+    """``(messages, edits)``: without its system turn where the template refuses that (Gemma's, some of Mistral's)."""
+    if dialogue.messages[0]["role"] == "system":
+        try:
+            chat.render(tokenizer, dialogue.messages, False)
+        except Unusable:
+            return dialogue.messages[1:], ["system_dropped"]
+    return dialogue.messages, []
 
 
 def _split(messages: Messages) -> tuple[Messages, list[Messages]]:

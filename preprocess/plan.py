@@ -12,11 +12,11 @@ from pipeline import chat
 from pipeline.errors import PipelineError
 from pipeline.features.shards import ShardRecord
 from pipeline.recipe import Recipe
-from preprocess.dialogues import clean, held_out, record_id
-from preprocess.duplicates import Duplicates
-from preprocess.pieces import encode_pieces, language
-from preprocess.sources import Tail, read_records
-from preprocess.worker import Document, ShardTask
+from preprocess.dialogues import Dialogue, held_out
+from preprocess.intake import Intake
+from preprocess.pieces import encode_pieces
+from preprocess.task import ShardTask
+from preprocess.worker import Document
 
 
 @dataclass
@@ -25,30 +25,35 @@ class Plan:
 
     recipe: Recipe
     tokenizer: object
-    records: int = 0
     windows: int = 0  # documents beyond the first of a record
     edits: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)
-    rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
-    tail: Tail = field(default_factory=Tail)
     _open: dict[str, list[Document]] = field(default_factory=lambda: {"train": [], "validation": []})
     _indices: Counter = field(default_factory=Counter)
     _train_tokens: int = 0
-    _duplicates: Duplicates = field(init=False)
+    _intake: Intake = field(init=False)
 
     def __post_init__(self) -> None:
-        self._duplicates = Duplicates(self.recipe.data.near_duplicates)
+        self._intake = Intake(self.recipe.data)
+
+    @property
+    def records(self) -> int:
+        return self._intake.records
+
+    @property
+    def rejected(self) -> list[tuple[str, str]]:
+        """(document id, reason), before anything was dumped."""
+        return self._intake.rejected
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
-        for record in read_records(self.recipe.data, self.tail):
-            self.records += 1
+        for dialogue in self._intake:
             try:
-                split, documents = self._place(record)
+                split, documents = self._place(dialogue)
             except chat.Unusable as reason:
-                self.rejected.append((record_id(record), str(reason)))
+                self._intake.reject(dialogue.doc_id, reason)
                 continue
             for document in documents:
                 if self._full(split):  # after another window of the same record
@@ -64,16 +69,12 @@ class Plan:
             if documents:
                 yield self._close(split)
 
-    def _place(self, record) -> tuple[str, list[Document]]:
-        """The record's split and its documents: one, several windows, or none when the split is full (counted as skipped).
+    def _place(self, dialogue: Dialogue) -> tuple[str, list[Document]]:
+        """The dialogue's split and its documents: one, several windows, or none when the split is full (counted as skipped).
 
         Raises chat.Unusable.
         """
         data = self.recipe.data
-        dialogue = clean(record)
-        if data.languages and language(dialogue) not in data.languages:
-            raise chat.Unusable("language")
-        self._duplicates.refuse_repeated(dialogue)
         split = "validation" if held_out(dialogue.doc_id, data.heldout_fraction) else "train"
         if split == "validation":
             self._offer_prompt(dialogue)
@@ -124,5 +125,5 @@ class Plan:
             "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
             "skipped": dict(self.skipped),
             "edits": dict(sorted(self.edits.items())),
-            "torn_tail_after": self.tail.torn_after,
+            "torn_tail_after": self._intake.tail.torn_after,
         }

@@ -1,69 +1,97 @@
-"""Ray actors that write shards, and what happens to them. The only file of this stage that imports Ray.
+"""Ray actors that work on tasks, and what happens to them. The only file of this stage that imports Ray.
 
 Terms: a worker is an actor with a target; a task is a shard to write. A worker holds at most two tasks, of which the one
 given first is running, so that plans stay in the source and workers never wait for the driver.
 
 Guarantees: every task is finished, or the job ends with an error; a worker that dies or hangs is replaced and its tasks
 are given out again, unchanged, so the shard is the same as if nothing had happened; a dialogue that costs a worker even when it
-is forwarded alone, twice, is set aside by id and counted; nothing waits for ever.
+is worked on alone, twice, is set aside by id and counted; nothing waits for ever.
 """
 
-import json
 import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import PipelineError
-from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import ShardRecord
 from pipeline.provenance import ROOT
 from pipeline.recipe import FeaturesConfig, Recipe
-from preprocess.worker import KILLS_WORKERS, FeatureWorker, ShardTask, beat_path, read_beat
+from preprocess.task import KILLS_WORKERS, ShardTask, Tell, Worker
 
 LOOK_SECONDS = 1.0  # between two looks at the beats of the running tasks
 log = logging.getLogger(__name__)
+
+
+class _Beats:
+    """The workers' signs of life, beside the driver: what a worker was busy with is known after it is gone."""
+
+    def __init__(self):
+        self._beats: dict[int, tuple[int, tuple[str, ...]]] = {}
+
+    def tell(self, number: int, doc_ids: tuple[str, ...]) -> None:
+        self._beats[number] = (self._beats.get(number, (0, ()))[0] + 1, doc_ids)
+
+    def read(self) -> dict[int, tuple[int, tuple[str, ...]]]:
+        """By worker: how many signs it has given, and the dialogues that it named in the last."""
+        return self._beats
+
+
+class _Employee:
+    """What Ray runs: a worker whose signs of life arrive before it does what they announce."""
+
+    def __init__(self, make: Callable[[Tell], Worker], number: int, beats: Any):
+        self._make, self._tell = make, lambda doc_ids: ray.get(beats.tell.remote(number, doc_ids))
+
+    def ready(self) -> None:
+        self._worker = self._make(self._tell)
+        self._worker.ready()
+
+    def work(self, task: ShardTask) -> Any:
+        self._tell(())
+        return self._worker.work(task)
 
 
 @dataclass
 class _Worker:
     """An actor and its tasks in the order in which they were given to it."""
 
+    number: int
     actor: Any
     loading: Any  # the reference that answers when the target is loaded; None from then on
     tasks: dict[Any, ShardTask] = field(default_factory=dict)  # by reference
-    beat: str = ""  # the running task's last sign of life
-    since: float = field(default_factory=time.monotonic)  # when it was new
-
-    def running(self) -> ShardTask | None:
-        return next(iter(self.tasks.values()), None)
+    beat: int = 0  # signs of life seen
+    since: float = field(default_factory=time.monotonic)  # when the last one was new
 
 
 class Pool:
     """Iterate over `records(tasks)`; the pool starts Ray with the first task and shuts it down after the last."""
 
-    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec):
-        self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+    def __init__(self, recipe: Recipe, make: Callable[[Tell], Worker]):
+        self._recipe, self._make, self._settings = recipe, make, recipe.features
+        self._beats: Any = None
+        self._hired = 0
         self._workers: list[_Worker] = []
         self._again: deque[ShardTask] = deque()  # tasks whose worker was lost
         self._histories: dict[tuple[str, int], _History] = {}  # by task
         self._ever_ready = False  # has one worker loaded its target? Else the first that cannot ends the job
         self._lost_in_a_row = 0  # workers lost since the last finished shard
 
-    def records(self, tasks: Iterator[ShardTask]) -> Iterator[ShardRecord]:
-        """Shard records as workers finish them. Raises PipelineError; finished shards stay finished."""
+    def records(self, tasks: Iterator[ShardTask]) -> Iterator[Any]:
+        """What the workers return for their tasks, as they finish. Raises PipelineError; finished shards stay finished."""
         first = next(tasks, None)
         if first is None:
             return
         self._again.append(first)
         start_ray(self._recipe)
         try:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._beats = ray.remote(num_cpus=0, scheduling_strategy=here)(_Beats).remote()
             self._workers = [self._hire() for _ in range(self._settings.workers)]
             more = True
             while more or self._again or any(worker.tasks for worker in self._workers):
@@ -71,7 +99,9 @@ class Pool:
                 yield from self._collect()
             waiting = sum(worker.loading is not None for worker in self._workers)
             if waiting:
-                log.warning("%d of %d dump workers were never ready: no room, or no time", waiting, len(self._workers))
+                log.warning("%d of %d workers were never ready: no room, or no time", waiting, len(self._workers))
+        except ray.exceptions.RayError as error:
+            raise PipelineError(f"Ray failed: {_first_line(error)} Run the job again to continue") from None
         finally:
             ray.shutdown()
 
@@ -79,9 +109,10 @@ class Pool:
 
     def _hire(self) -> _Worker:
         settings = self._settings
-        remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(FeatureWorker)
-        actor = remote.remote(self._recipe, self._folder.resolve(), self._spec)
-        return _Worker(actor, actor.ready.remote())
+        remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(_Employee)
+        self._hired += 1
+        actor = remote.remote(self._make, self._hired, self._beats)
+        return _Worker(self._hired, actor, actor.ready.remote())
 
     def _hand_out(self, tasks: Iterator[ShardTask], more: bool) -> bool:
         """Gives every ready worker two tasks; says whether the plan has more."""
@@ -93,13 +124,12 @@ class Pool:
                         return False
                     if not worker.tasks:
                         worker.since = time.monotonic()
-                    beat_path(self._folder, task).unlink(missing_ok=True)  # of an earlier try
-                    worker.tasks[worker.actor.dump.remote(task)] = task
+                    worker.tasks[worker.actor.work.remote(task)] = task
         return more
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> Iterator[ShardRecord]:
+    def _collect(self) -> Iterator[Any]:
         """Everything that is finished, or lost, by now; waits one look for something."""
         references = [worker.loading for worker in self._workers if worker.loading is not None]
         references += [reference for worker in self._workers for reference in worker.tasks]
@@ -114,7 +144,7 @@ class Pool:
                 yield from self._answer(worker, reference)
         self._look_for_hangs()
 
-    def _answer(self, worker: _Worker, reference: Any) -> Iterator[ShardRecord]:
+    def _answer(self, worker: _Worker, reference: Any) -> Iterator[Any]:
         try:
             record = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
@@ -126,29 +156,28 @@ class Pool:
             self._lose(worker, _first_line(error))
             return
         except ray.exceptions.RayError as error:
-            raise PipelineError(f"Ray cannot run the dump's workers: {_first_line(error)}") from None
+            raise PipelineError(f"Ray cannot run the workers: {_first_line(error)}") from None
         if reference == worker.loading:
             worker.loading, self._ever_ready = None, True
             return
         task = worker.tasks.pop(reference)
-        worker.beat, worker.since, self._lost_in_a_row = "", time.monotonic(), 0
+        worker.since, self._lost_in_a_row = time.monotonic(), 0
         if task.set_aside:
-            log.warning("shard %s: set aside, for they kill workers: %s", record.name, ", ".join(task.set_aside))
+            log.warning("%s: set aside, for they kill workers: %s", _name(task), ", ".join(task.set_aside))
         yield record
 
     def _look_for_hangs(self) -> None:
-        now, patience = time.monotonic(), self._settings.hang_seconds
+        now, patience, beats = time.monotonic(), self._settings.hang_seconds, ray.get(self._beats.read.remote())
         for worker in list(self._workers):
-            task = worker.running()
-            if task:
-                beat = read_beat(self._folder, task)
+            if worker.tasks:
+                beat, _ = beats.get(worker.number, (0, ()))
                 if beat != worker.beat:
                     worker.beat, worker.since = beat, now
                 if now - worker.since > patience:
                     self._lose(worker, f"it gave no sign of life for {patience} s")
         if all(w.loading is not None for w in self._workers) and all(now - w.since > patience for w in self._workers):
             raise PipelineError(
-                f"no dump worker became ready within features.hang_seconds={patience}: is there room on the cluster for "
+                f"no worker became ready within features.hang_seconds={patience}: is there room on the cluster for "
                 f"{self._settings.cpus_per_worker} CPUs and {self._settings.gpus_per_worker:g} GPUs? Does loading take longer?"
             )
 
@@ -160,14 +189,15 @@ class Pool:
         self._lost_in_a_row += 1
         if self._lost_in_a_row > 10 + 3 * self._settings.workers:
             raise PipelineError(
-                f"{self._lost_in_a_row} dump workers were lost in a row, the last one because: {why} Finished shards are kept: "
-                "look at the nodes (memory, GPUs) and run the dump again to continue"
+                f"{self._lost_in_a_row} workers were lost in a row, the last one because: {why} Finished shards are kept: "
+                "look at the nodes (memory, GPUs) and run the job again to continue"
             )
         queued = list(worker.tasks.values())
-        log.warning("a dump worker was lost (%s): %s", _name(queued[0]) if queued else "idle", why)
+        log.warning("a worker was lost (%s): %s", _name(queued[0]) if queued else "idle", why)
         if queued:
             history = self._histories.setdefault((queued[0].split, queued[0].index), _History())
-            queued[0] = history.next_try(queued[0], _documents_of(read_beat(self._folder, queued[0])), why)
+            _, busy = ray.get(self._beats.read.remote()).get(worker.number, (0, ()))
+            queued[0] = history.next_try(queued[0], busy, why)
         self._workers[self._workers.index(worker)] = self._hire()
         self._again.extend(queued)
 
@@ -177,7 +207,7 @@ class _History:
     """What a shard's workers were busy with when they were lost, and what follows from it.
 
     A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. A batch that was lost
-    twice has its dialogues forwarded one by one; one that is lost alone twice is set aside. Dialogues that came through
+    twice has its dialogues worked on one by one; one that is lost alone twice is set aside. Dialogues that came through
     alone are cleared.
     """
 
@@ -198,7 +228,7 @@ class _History:
         if not suspects and busy in self.batches[:-1]:
             raise PipelineError(
                 f"{_name(task)} lost {self.batches.count(busy)} workers on one batch, the last one because: {why} Each of its "
-                "dialogues comes through alone, so the batch is too large: lower features.batch_tokens and run the dump again"
+                "dialogues comes through alone, so the batch is too large: lower features.batch_tokens and run the job again"
             )
         return replace(task, suspects=suspects)
 
@@ -218,13 +248,6 @@ def _first_line(error: BaseException) -> str:
 
 def _name(task: ShardTask) -> str:
     return f"shard {task.split}-{task.index}"
-
-
-def _documents_of(beat: str) -> tuple[str, ...]:
-    try:
-        return tuple(json.loads(beat)["documents"])
-    except (ValueError, KeyError, TypeError):
-        return ()
 
 
 # -- the cluster ---------------------------------------------------------------------------------------------------
@@ -257,7 +280,7 @@ def _require_room(settings: FeaturesConfig) -> None:
     if not any(all(node.get(kind, 0) >= amount for kind, amount in wanted.items()) for node in nodes):
         largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in wanted}
         raise PipelineError(
-            f"no node has room for one dump worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']} GPUs each, the "
+            f"no node has room for one worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']} GPUs each, the "
             f"nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs. Set features.cpus_per_worker and "
             "features.gpus_per_worker, or start larger nodes"
         )

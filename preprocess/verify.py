@@ -4,7 +4,8 @@
 
 Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does
 not know, and forwards a sample of rows through the target again. The recipe is the one beside the shards unless it is given
-(a target that was a local folder has to be). --repair dumps again what is damaged; nothing else is touched.
+(a target that was a local folder has to be, and a recipe that names a store: its shards are fetched into DIR first). --repair dumps
+again what is damaged; nothing else is touched.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
+from pipeline.features.store import fetch, store_of
 from pipeline.progress import Progress
 from pipeline.recipe import load_recipe
 from pipeline.target import Target, fingerprint
@@ -25,6 +27,7 @@ from preprocess.driver import dump
 # Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token of
 # another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
+RECIPE = "recipe.json"
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -74,6 +77,11 @@ def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tupl
 
 def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, repair: bool) -> None:
     """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
+    sets = [*overrides, f"output={folder.parent}"]
+    given = recipe_path != folder / RECIPE  # the copy beside the shards has the store's private parts cut off
+    store = store_of(load_recipe(recipe_path, sets)) if given else None
+    if store:
+        fetch(load_recipe(recipe_path, sets), checksums=False)
     manifest = Manifest.load(folder)
     found = damaged_shards(folder, manifest)
     for name, reason in found.items():
@@ -81,7 +89,7 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
     whole = sum(record.name not in found for record in manifest.shards)
     print(f"{whole} of {len(manifest.shards)} shards are whole; complete: {manifest.complete}")
     needs_recipe = rows or (repair and (found or not manifest.complete))
-    recipe = load_recipe(recipe_path, [*overrides, f"output={folder.parent}"]) if needs_recipe else None
+    recipe = load_recipe(recipe_path, sets) if needs_recipe else None
     if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
         raise PipelineError(
             f"{recipe_path} is not the recipe that {folder} was dumped with (the copy in the folder has local paths cut off): "
@@ -90,7 +98,12 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
     if recipe and recipe.features_dir.resolve() != folder.resolve():
         raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
     if repair and recipe and (found or not manifest.complete):
+        known = {record.name for record in manifest.shards}
+        for name in (name for name in found if store and name in known):
+            store.delete(name)
+            (folder / name).unlink(missing_ok=True)
         print("\n".join(dump(recipe)))
+        fetch(recipe, checksums=False)
         found, manifest = damaged_shards(folder, Manifest.load(folder)), Manifest.load(folder)
     if found or not manifest.complete:
         raise PipelineError(f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --repair")
@@ -124,7 +137,7 @@ def main() -> None:
     parser.add_argument("--repair", action="store_true", help="dump again what is damaged or missing")
     arguments = parser.parse_args()
     folder = arguments.folder
-    verify(folder, arguments.recipe or folder / "recipe.json", arguments.overrides, arguments.rows, arguments.repair)
+    verify(folder, arguments.recipe or folder / RECIPE, arguments.overrides, arguments.rows, arguments.repair)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 
 from pipeline import checkpoint
@@ -15,7 +15,7 @@ from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import FeatureStore, Manifest, require_whole
-from pipeline.files import write_text
+from pipeline.files import exclusive, write_text
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
 from pipeline.target import Ends, load_config
@@ -57,18 +57,8 @@ def _step_of(line: str) -> float:
 def train(recipe: Recipe, name: str, ends: Ends, expected: FeatureSpec, rank: int, ranks: int) -> str | None:
     """Trains the recipe's draft `name`, or continues; returns a line for the user on rank 0."""
     folder = recipe.draft_dir(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        if rank == 0:
-            lock.acquire()
+    with exclusive(folder, "training") if rank == 0 else nullcontext():
         return _train(recipe, name, folder, ends, expected, rank, ranks)
-    except Timeout:
-        raise PipelineError(
-            f"{folder}: another training is writing here. Wait for it, or give this run its own output"
-        ) from None
-    finally:
-        lock.release()
 
 
 def _train(

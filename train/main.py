@@ -13,6 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 import torch.distributed as dist
 
 from pipeline import entry
+from pipeline.features.store import fetch
 from pipeline.recipe import add_recipe_arguments, load_recipe
 from pipeline.target import feature_spec, load_ends
 from train.engine import start_distributed
@@ -30,6 +31,7 @@ def main() -> None:
         parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(sorted(recipe.draft))}")
     ends = load_ends(recipe.target)
     expected = feature_spec(recipe)
+    fetch(recipe, expected)  # before ranks meet: a long download is no collective that times out
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:

@@ -7,6 +7,8 @@ A shard is an uncompressed Arrow IPC file; one record batch of one row is one di
     loss_mask   large_list<uint8>                    1 where t_i was written by the assistant
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
     scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
+    auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, one after the other
+    auxiliary_scale  large_list<float32>             float8_e4m3fn only: K a token
 
 The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32, uint8
 for float8_e4m3fn.
@@ -47,7 +49,13 @@ class FeatureSpec:
     template: str
     recipe: str  # Recipe.dump_hash
     norm_stage: str = POST_FINAL_NORM
+    auxiliary_layers: str = ""  # "2 15 27", counted from 1; what follows the last hidden state
     version: int = VERSION
+
+    @property
+    def auxiliary(self) -> int:
+        """How many auxiliary layers."""
+        return len(self.auxiliary_layers.split())
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Row:
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
     hidden_TD: torch.Tensor  # stored dtype; bfloat16 where that is FP8
+    auxiliary_TKD: torch.Tensor | None = None  # the same, of the auxiliary layers
 
 
 def row_dtype(stored_dtype: str) -> torch.dtype:
@@ -65,19 +74,17 @@ def row_dtype(stored_dtype: str) -> torch.dtype:
     return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
 
 
-def token_bytes(stored_dtype: str, hidden_size: int) -> int:
-    """What a token takes in a shard: words, id and mask, and its scale where there is one."""
+def token_bytes(stored_dtype: str, hidden_size: int, states: int = 1) -> int:
+    """What a token takes in a shard: id, mask and, of each stored state, words and its scale where there is one."""
     _, word, _ = _WORDS[stored_dtype]
-    return hidden_size * word().itemsize + 5 + (4 if stored_dtype == FP8 else 0)
+    return 5 + states * (hidden_size * word().itemsize + (4 if stored_dtype == FP8 else 0))
 
 
-def quantised(hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(float8 [T, D], scale float32 [T])``: each token's largest magnitude becomes the largest finite number."""
-    exact_TD = hidden_TD.float()
-    scale_T = (exact_TD.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )
-    return (exact_TD / scale_T[:, None]).to(torch.float8_e4m3fn), scale_T
+def quantised(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(float8 [..., D], scale float32 [...])``: each vector's largest magnitude becomes the largest finite number."""
+    exact = states.float()
+    scale = (exact.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return (exact / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def arrow_schema(spec: FeatureSpec) -> pa.Schema:
@@ -90,6 +97,10 @@ def arrow_schema(spec: FeatureSpec) -> pa.Schema:
     ]
     if spec.stored_dtype == FP8:
         fields.append(("scale", pa.large_list(pa.float32())))
+    if spec.auxiliary:
+        fields.append(("auxiliary", pa.large_list(pa.list_(word, spec.auxiliary * spec.hidden_size))))
+        if spec.stored_dtype == FP8:
+            fields.append(("auxiliary_scale", pa.large_list(pa.float32())))
     return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items()})
 
 
@@ -122,6 +133,7 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
         "norm_stage": "hidden states of another stage of the target",
         "stored_dtype": "another stored dtype",
         "hidden_size": "another hidden size",
+        "auxiliary_layers": "other auxiliary layers",
         "recipe": "other data or feature settings",
     }
     for field, meaning in meanings.items():
@@ -135,43 +147,54 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
 
 def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
-    length, width = row.hidden_TD.shape
+    length = len(row.hidden_TD)
+    states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
+    shapes = [(length, spec.hidden_size)] + ([(length, spec.auxiliary, spec.hidden_size)] if spec.auxiliary else [])
     if (
-        width != spec.hidden_size
-        or row.hidden_TD.dtype != row_dtype(spec.stored_dtype)
+        [tuple(state.shape) for state in states] != shapes
+        or any(state.dtype != row_dtype(spec.stored_dtype) for state in states)
         or not (len(row.input_ids) == len(row.loss_mask) == length)
     ):
         raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
-    stored_TD, scale_T = quantised(row.hidden_TD) if spec.stored_dtype == FP8 else (row.hidden_TD, None)
-    words = stored_TD.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(words.reshape(-1)), width)
 
     def one(values: pa.Array) -> pa.Array:
-        return pa.LargeListArray.from_arrays(pa.array([0, length], pa.int64()), values)
+        return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
 
     columns = [
         pa.array([row.doc_id]),
         one(pa.array(row.input_ids.astype(np.int32, copy=False))),
         one(pa.array(row.loss_mask.astype(np.uint8, copy=False))),
-        one(vectors),
     ]
-    if scale_T is not None:
-        columns.append(one(pa.array(scale_T.numpy())))
+    for state in states:
+        stored, scale = quantised(state) if spec.stored_dtype == FP8 else (state, None)
+        words = stored.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
+        width = words.size // length
+        columns.append(one(pa.FixedSizeListArray.from_arrays(pa.array(words.reshape(-1)), width)))
+        if scale is not None:
+            columns.append(one(pa.array(scale.numpy().reshape(-1))))
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
 
 
 def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
     """Zero-copy views into the batch's (memory-mapped) buffers; FP8 is decoded."""
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
-    words = batch.column("hidden").flatten().flatten().to_numpy(zero_copy_only=True)
-    signed = words.view({1: np.uint8, 2: np.int16, 4: np.int32}[word().itemsize]).reshape(-1, spec.hidden_size)
-    hidden_TD = torch.from_numpy(signed).view(torch_dtype)
-    if spec.stored_dtype == FP8:
-        scale_T = torch.from_numpy(batch.column("scale").flatten().to_numpy(zero_copy_only=True))
-        hidden_TD = (hidden_TD.float() * scale_T[:, None]).to(row_dtype(FP8))
+
+    def states(column: str, scales: str, shape: tuple[int, ...]) -> torch.Tensor:
+        words = batch.column(column).flatten().flatten().to_numpy(zero_copy_only=True)
+        signed = words.view({1: np.uint8, 2: np.int16, 4: np.int32}[word().itemsize]).reshape(shape)
+        read = torch.from_numpy(signed).view(torch_dtype)
+        if spec.stored_dtype != FP8:
+            return read
+        scale = torch.from_numpy(batch.column(scales).flatten().to_numpy(zero_copy_only=True)).reshape(read.shape[:-1])
+        return (read.float() * scale[..., None]).to(row_dtype(FP8))
+
+    hidden_TD, auxiliary_TKD = states("hidden", "scale", (-1, spec.hidden_size)), None
+    if spec.auxiliary:
+        auxiliary_TKD = states("auxiliary", "auxiliary_scale", (-1, spec.auxiliary, spec.hidden_size))
     return Row(
         doc_id=batch.column("doc_id")[0].as_py(),
         input_ids=batch.column("input_ids").flatten().to_numpy(zero_copy_only=True),
         loss_mask=batch.column("loss_mask").flatten().to_numpy(zero_copy_only=True),
         hidden_TD=hidden_TD,
+        auxiliary_TKD=auxiliary_TKD,
     )

@@ -1,6 +1,7 @@
 """Recipes: every misspelling is named, every contradiction refused, and each hash depends on exactly what it should."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -290,7 +291,10 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
     return {key for key, _ in variants(recipe) if key.startswith(prefixes)}
 
 
-NOT_WHAT_SHARDS_HOLD = {"target.device", "features.workers", "features.gpus_per_worker", "features.hang_seconds"}
+NOT_WHAT_SHARDS_HOLD = {
+    "target.device",
+    *(f"features.{key}" for key in ("workers", "gpus_per_worker", "store", "hang_seconds")),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -314,6 +318,40 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     expected -= NOT_WHAT_SHARDS_HOLD | schedules | leaves(recipe, "draft.jakiro.tree.")
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
     assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
+    recipe = Recipe.model_validate(tree)
+    later = {
+        "max_tokens",
+        "max_dialogues",
+        "min_length",
+        "long",
+        "heldout_fraction",
+        "validation_dialogues",
+        "heldout_prompts",
+    }
+    expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - {
+        "target.device",
+        *(f"data.{key}" for key in later),
+    }
+    assert changing(recipe, lambda r: r.regenerate_hash) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["features.gpus_per_worker=2"], "set target.device='spread'"),
+        (["features.gpus_per_worker=1.5", "target.device=spread"], "a part of one GPU, or whole ones"),
+        (["features.auxiliary_layers=[3, 1]"], "must be different layers in rising order"),
+        (["features.auxiliary_layers=[0]"], "greater than 0"),
+        (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
+    ],
+)
+def test_contradictions_about_workers_and_what_they_write_are_refused(recipe_file, overrides, message):
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        load_recipe(recipe_file, overrides)
 
 
 def test_hashes_are_stable_under_the_order_of_keys(tree):

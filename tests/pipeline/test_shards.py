@@ -137,6 +137,25 @@ def test_float8_keeps_each_token_to_its_own_scale(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, schema.FP8])
+def test_auxiliary_states_are_stored_beside_the_last_one(tmp_path, dtype):
+    """Each layer has the last state's row under another name, so each must come back as that row does."""
+    spec = replace(SPEC, stored_dtype=dtype, auxiliary_layers="1 4")
+    plain = [replace(row, hidden_TD=row.hidden_TD.float().clamp(-6e4, 6e4)) for row in plausible_rows()]
+    plain = [replace(row, hidden_TD=row.hidden_TD.to(schema.row_dtype(dtype))) for row in plain]
+    both = [replace(row, auxiliary_TKD=torch.stack([row.hidden_TD, row.hidden_TD.flip(0)], 1)) for row in plain]
+    record = write_shard(tmp_path, "train", 0, spec, both, {})
+    assert record.bytes - 4 * 3000 < sum(len(row.input_ids) for row in plain) * schema.token_bytes(dtype, D, 3)
+    Manifest(spec, [record], {}, complete=True).save(tmp_path)
+    store = FeatureStore(tmp_path, "train", spec)
+    for index in range(len(plain)):
+        row = store.row(index)
+        assert torch.equal(row.auxiliary_TKD[:, 0], row.hidden_TD)
+        assert torch.equal(row.auxiliary_TKD[:, 1], row.hidden_TD.flip(0))
+    with pytest.raises(AssertionError, match="does not fit"):
+        write_shard(tmp_path, "train", 1, spec, plain, {})
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, schema.FP8])
 def test_the_documented_reader_reads_what_was_written(tmp_path, dtype):
     page = (ROOT / "docs/feature-shards.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
@@ -334,6 +353,7 @@ FOREIGN = [
     ("stored_dtype", "float16", "another stored dtype (stored_dtype is 'bfloat16', this run expects 'float16')"),
     ("hidden_size", 8, "another hidden size (hidden_size is 6, this run expects 8)"),
     ("norm_stage", "pre", "hidden states of another stage of the target (norm_stage is 'post-final-norm'"),
+    ("auxiliary_layers", "2", "other auxiliary layers (auxiliary_layers is '', this run expects '2')"),
     ("recipe", "X", "other data or feature settings (recipe is 'R', this run expects 'X')"),
 ]
 

@@ -128,16 +128,16 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_p
     limited = (
         "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
-        "from preprocess.worker import FeatureWorker, ShardTask; from pipeline.recipe import load_recipe; "
+        "from preprocess.task import ShardTask; from preprocess.worker import FeatureWorker; from pipeline.recipe import load_recipe; "
         "from pipeline.target import feature_spec, load_tokenizer; from preprocess.plan import Plan; "
         "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline import entry; "
         "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); "
-        "entry.run(lambda: FeatureWorker(r, Path(sys.argv[2]), feature_spec(r)).dump(t))"
+        "entry.run(lambda: FeatureWorker(r, Path(sys.argv[2]), feature_spec(r)).work(t))"
     )
     full = run_command([sys.executable, "-c", limited, str(recipe), str(tmp_path / "features")])
     assert full.returncode == 2
     assert full.stderr.splitlines()[-1].startswith("error: no space to write features-train-000000.arrow")
-    assert [path.name for path in (tmp_path / "features").iterdir()] == [".beats"]
+    assert [path.name for path in (tmp_path / "features").iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,10 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     planned = run_command([sys.executable, "-m", "pipeline", "plan", str(recipe), "--set", "features.batch_tokens=256"])
     assert planned.returncode == 0, planned.stderr
     figures = json.loads(planned.stdout.splitlines()[-1])
-    assert "WARNING" not in planned.stdout and figures["tokens_per_second"] > 0
+    assert "WARNING" not in planned.stdout
+    assert all(figures[stage]["hours"] > 0 and figures[stage]["memory_bytes"] > 0 for stage in ("dump", "eval"))
+    assert set(figures["train"]["drafts"]) == {"eagle", "jakiro"}
+    figures = figures["dump"]
     done = run_command(dump_command(recipe))
     assert done.returncode == 0, done.stderr
     shards = Manifest.load(tmp_path / "run/features").shards

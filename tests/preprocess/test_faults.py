@@ -13,7 +13,7 @@ from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
 from preprocess.pool import Pool, _first_line, _History
-from preprocess.worker import ShardTask
+from preprocess.task import ShardTask
 from tests.kit import BIN, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
@@ -26,14 +26,14 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from pipeline import entry
 from pipeline.recipe import load_recipe
-from preprocess import driver, pool, worker
+from preprocess import driver, worker
 
 MARKS = Path(sys.argv[2])
 
 
 class Faulty(worker.FeatureWorker):
-    def _forward(self, task, batch):
-        out = worker.FeatureWorker._forward(self, task, batch)
+    def _forward(self, batch):
+        out = worker.FeatureWorker._forward(self, batch)
         ids, before = [document.doc_id for document in batch], len(list(MARKS.iterdir()))
         if {when}:
             (MARKS / f"{{before}}-{{os.getpid()}}").touch()
@@ -41,7 +41,7 @@ class Faulty(worker.FeatureWorker):
         return out
 
 
-pool.FeatureWorker = Faulty
+driver.FeatureWorker = Faulty
 entry.run(lambda: print("\\n".join(driver.dump(load_recipe(sys.argv[1], sys.argv[3:])))))
 """
 KILLED, HUNG = "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
@@ -90,7 +90,7 @@ def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed
         recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.hang_seconds={patience}"
     )
     assert done.returncode == 0, done.stderr
-    assert faults == 1 and "a dump worker was lost (shard " in done.stderr
+    assert faults == 1 and "a worker was lost (shard " in done.stderr
     assert content(tmp_path) == content(undisturbed)
 
 
@@ -107,9 +107,9 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturb
     assert {"doc_id": "doc7", "reason": "kills_workers"} in rejected
 
 
-def test_nothing_in_flight_is_nothing_to_wait_for(tiny_recipe, tmp_path):
+def test_nothing_in_flight_is_nothing_to_wait_for(tiny_recipe):
     """The last look may bring every result before the plan is known to have no more."""
-    assert list(Pool(tiny_recipe, tmp_path, feature_spec(tiny_recipe))._collect()) == []
+    assert list(Pool(tiny_recipe, None)._collect()) == []
 
 
 def test_an_error_without_a_message_is_still_an_error():

@@ -1,6 +1,7 @@
 """Planning and dumping without Ray: every record accounted for, and features that are the target's own."""
 
 import json
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,8 @@ from pipeline.recipe import Recipe
 from pipeline.target import feature_spec
 from preprocess.dialogues import clean, held_out, record_id
 from preprocess.plan import Plan
-from preprocess.worker import Document, FeatureWorker, ShardTask, length_sorted_batches
+from preprocess.task import ShardTask
+from preprocess.worker import Document, FeatureWorker, length_sorted_batches
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
 
 TOKENIZER = byte_tokenizer()
@@ -300,7 +302,7 @@ def float_recipe(tiny_target: Path, source: Path, **features) -> Recipe:
 def dumped(recipe: Recipe, folder: Path, tasks: list[ShardTask]) -> FeatureStore:
     spec = feature_spec(recipe)
     worker = FeatureWorker(recipe, folder, spec)
-    Manifest(spec, [worker.dump(task) for task in tasks], {}, complete=True).save(folder)
+    Manifest(spec, [worker.work(task) for task in tasks], {}, complete=True).save(folder)
     return FeatureStore(folder, tasks[0].split, spec)
 
 
@@ -346,14 +348,54 @@ def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_tar
     task = first_task(recipe)
     spec = feature_spec(recipe)
     one, other = (FeatureWorker(recipe, tmp_path / name, spec) for name in ("one", "other"))
-    first = one.dump(task)
+    first = one.work(task)
     written = (tmp_path / "one" / first.name).read_bytes()
-    again = one.dump(ShardTask(task.split, task.index, task.documents[::-1]))
-    other.dump(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
-    third = other.dump(task)
+    again = one.work(ShardTask(task.split, task.index, task.documents[::-1]))
+    other.work(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
+    third = other.work(task)
     assert first == again == third
     assert (tmp_path / "one" / first.name).read_bytes() == written
     assert (tmp_path / "other" / first.name).read_bytes() == written
+
+
+def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_target):
+    """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
+    recipe = float_recipe(tiny_target, source, batch_tokens=1)
+    task, told = first_task(recipe), []
+    wide = recipe.model_copy(update={"features": recipe.features.model_copy(update={"gpus_per_worker": 3})})
+    one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
+    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), told.append)
+    forward, meeting = three._forward, threading.Barrier(3)
+
+    def together(batch):
+        if len(told) <= 3:
+            meeting.wait(10)
+        return forward(batch)
+
+    three._forward = together
+    name = one.work(task).name
+    assert three.work(task).name == name
+    assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    assert max(map(len, told)) == 3 and {doc_id for ids in told for doc_id in ids} == {d.doc_id for d in task.documents}
+
+
+def test_auxiliary_layers_are_the_models_own(tmp_path, source, tiny_target, loaded_target):
+    recipe = float_recipe(tiny_target, source, auxiliary_layers=[1, 2])
+    task = first_task(recipe)
+    store = dumped(recipe, tmp_path, [task])
+    for index in range(len(store)):
+        row = store.row(index)
+        tokens = torch.from_numpy(row.input_ids.astype("int64"))[None]
+        with torch.inference_mode():
+            out = loaded_target.decoder(input_ids=tokens, output_hidden_states=True)
+        assert torch.allclose(row.hidden_TD, out.last_hidden_state[0], atol=1e-5)
+        assert torch.allclose(row.auxiliary_TKD[:, 0], out.hidden_states[1][0], atol=1e-5)
+        assert torch.allclose(loaded_target.decoder.norm(row.auxiliary_TKD[:, 1]), row.hidden_TD, atol=1e-5)
+
+
+def test_a_layer_that_the_target_does_not_have_is_refused(source, tiny_target):
+    with pytest.raises(PipelineError, match=r"auxiliary_layers=\[3\], but .* has 2 layers"):
+        feature_spec(float_recipe(tiny_target, source, auxiliary_layers=[3]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -377,7 +419,7 @@ def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, so
         return hidden_BTD
 
     worker._target.capture = spoilt
-    record = worker.dump(task)
+    record = worker.work(task)
     assert record.rejected == {bad.doc_id: "features_not_finite"}
     assert record.rows == len(task.documents) - 1
     Manifest(feature_spec(recipe), [record], {}, complete=True).save(tmp_path / "features")
@@ -392,6 +434,6 @@ def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, 
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
     capture = worker._target.capture
     worker._target.capture = lambda tokens_BT: capture(tokens_BT) * 1e6
-    record = worker.dump(task)
+    record = worker.work(task)
     assert record.rows == 0
     assert set(record.rejected) == {d.doc_id for d in task.documents}

@@ -47,7 +47,7 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     features = recipe.features_dir
     features.mkdir(parents=True)
     worker, plan = FeatureWorker(recipe, features, spec), Plan(recipe, load_tokenizer(recipe.target))
-    manifest = Manifest(spec, [worker.dump(task) for task in plan.tasks()], complete=True)
+    manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
     manifest.accounting = plan.accounting(manifest.shards)
     manifest.save(features)
     assert manifest.total("train", "rows") == 40

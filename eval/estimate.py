@@ -1,0 +1,92 @@
+"""What measuring a recipe's drafts will take at most, before it is started.
+
+python -m eval.estimate RECIPE [--ms-per-token R]
+
+hours     answers x max_new_tokens x milliseconds of a plain token, as if no draft gained anything and no answer ended early, and the
+          same for the gates' enumerations; loading and packing are not in it
+memory    the target's weights, a cache of one answer, the drafts
+"""
+
+import argparse
+import json
+import time
+
+import torch
+
+from eval.main import pack
+from pipeline import entry
+from pipeline.drafts import build, parameter_count
+from pipeline.drafts.layers import shapes_of
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.target import DTYPES, Target, load_config, parameter_count_of
+
+CONTEXT = 256  # tokens before those that are timed
+
+
+def measured_token(recipe: Recipe, tokens: int = 48) -> float:
+    """Seconds of one plain token of the target, as evaluation runs it."""
+    target = Target(recipe.target, recipe.eval.dtype)
+    if recipe.eval.pack_linears:
+        pack(target, {})
+    cache = target.new_cache()
+    target.forward(torch.zeros(CONTEXT, dtype=torch.long, device=target.device), cache)
+    begin = 0.0
+    for step in range(tokens + 4):
+        if step == 4:
+            begin = time.perf_counter()
+        hidden_ND = target.forward(torch.ones(1, dtype=torch.long, device=target.device), cache)
+        int(target.head(hidden_ND[-1]).argmax())  # waits
+    return (time.perf_counter() - begin) / tokens
+
+
+def answers(recipe: Recipe) -> int:
+    """Of all methods and benchmarks; of a benchmark without a number of prompts, 80."""
+    config = recipe.eval
+    repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
+    prompts = sum(benchmark.prompts or 80 for benchmark in config.benchmarks.values())
+    return prompts * repeats * (1 + len(recipe.draft))
+
+
+def memory_bytes(recipe: Recipe) -> float:
+    shapes, size = shapes_of(load_config(recipe.target)), DTYPES[recipe.eval.dtype].itemsize
+    layers = load_config(recipe.target).num_hidden_layers
+    length = recipe.data.max_length + recipe.eval.max_new_tokens
+    cache = 2 * layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
+    with torch.device("meta"):
+        drafts = sum(parameter_count(build(config, shapes)) for config in recipe.draft.values())
+    packed = (
+        2 if recipe.eval.pack_linears else 1
+    )  # beside the packed weights the plain ones live until they are replaced
+    return (parameter_count_of(recipe.target) * packed + cache + drafts) * size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--ms-per-token", type=float, help="of plain decoding, where it is known")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    seconds = arguments.ms_per_token / 1000 if arguments.ms_per_token else measured_token(recipe)
+    count = answers(recipe)
+    above = [temperature for temperature in recipe.eval.temperatures if temperature > 0]
+    rounds = recipe.eval.gate_rounds * len(above) * len(recipe.draft) * len(recipe.eval.benchmarks)
+    hours = (count * recipe.eval.max_new_tokens + rounds) * seconds / 3600
+    memory = memory_bytes(recipe)
+    print(
+        f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: at most {hours:,.2f} h at {seconds * 1000:,.1f} ms a "
+        f"token, {memory / 1e9:,.1f} GB"
+    )
+    print(
+        json.dumps(
+            {
+                "answers": count,
+                "hours": round(hours, 6),
+                "ms_per_token": round(seconds * 1000, 2),
+                "memory_bytes": round(memory),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,39 @@
+"""The source's usable dialogues: clean, of a wanted language, not there before. What became of the others is counted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pipeline import chat
+from pipeline.recipe import DataConfig
+from preprocess.dialogues import Dialogue, clean, record_id
+from preprocess.duplicates import Duplicates
+from preprocess.pieces import language
+from preprocess.sources import Tail, read_records
+
+
+@dataclass
+class Intake:
+    """One pass over the source; each record is either yielded or rejected."""
+
+    data: DataConfig
+    records: int = 0
+    rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
+    tail: Tail = field(default_factory=Tail)
+
+    def __iter__(self) -> Iterator[Dialogue]:
+        """Raises PipelineError for an unusable source."""
+        duplicates = Duplicates(self.data.near_duplicates)
+        for record in read_records(self.data, self.tail):
+            self.records += 1
+            try:
+                dialogue = clean(record)
+                if self.data.languages and language(dialogue) not in self.data.languages:
+                    raise chat.Unusable("language")
+                duplicates.refuse_repeated(dialogue)
+            except chat.Unusable as reason:
+                self.reject(record_id(record), reason)
+                continue
+            yield dialogue
+
+    def reject(self, doc_id: str, reason: chat.Unusable) -> None:
+        self.rejected.append((doc_id, str(reason)))

@@ -1,0 +1,181 @@
+"""Lets the target rewrite the assistant turns of the recipe's dialogues: drafts learn best from the target's own words.
+
+python preprocess/regenerate.py RECIPE                                    (starts Ray on this machine)
+ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a cluster)
+
+The questions are asked one after the other, each after the target's own answers to those before. The result is OUTPUT/regenerated/dialogues.jsonl,
+for another recipe's data.source; ids are kept, so the same dialogues are held out. A dialogue ends before an answer that is empty or runs
+in circles, and after one that reaches regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+
+from pipeline import entry
+from pipeline.errors import PipelineError
+from pipeline.files import atomic_path, exclusive, read_json, sha256, write_json, write_text
+from pipeline.progress import Progress
+from pipeline.provenance import write_provenance
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.target import fingerprint
+from preprocess.answers import AnswerWorker, PartRecord
+from preprocess.driver import REJECTED, require_lasting
+from preprocess.intake import Intake
+from preprocess.pool import Pool
+from preprocess.task import ShardTask
+
+MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
+
+
+@dataclass
+class Parts:
+    """The manifest: what is finished."""
+
+    made_by: dict[str, str]  # target and settings
+    parts: list[PartRecord] = field(default_factory=list)
+    accounting: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+    def save(self, folder: Path) -> None:
+        self.parts.sort(key=lambda part: part.index)
+        write_json(folder / MANIFEST, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Parts":
+        """Parts that are missing or damaged are left out: they are answered again."""
+        path = folder / MANIFEST
+        raw = read_json(path)
+        try:
+            parts = [PartRecord(**record) for record in raw["parts"]]
+            whole = [p for p in parts if (folder / p.name).exists() and sha256(folder / p.name) == p.sha256]
+            complete = raw["complete"] and len(whole) == len(parts) and (folder / DIALOGUES).exists()
+            return cls(raw["made_by"], whole, raw["accounting"], complete)
+        except (KeyError, TypeError) as error:
+            raise PipelineError(f"{path} is no manifest of this version ({error}); use another output") from None
+
+
+def regenerate(recipe: Recipe) -> list[str]:
+    """Runs or continues the job; returns the lines of its report. Raises PipelineError."""
+    folder = recipe.regenerated_dir
+    require_lasting(folder)
+    with exclusive(folder, "regeneration"):
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink()
+        made_by = {"target": fingerprint(recipe.target), "settings": recipe.regenerate_hash}
+        parts = Parts.load(folder) if (folder / MANIFEST).exists() else Parts(made_by)
+        if parts.made_by != made_by:
+            raise PipelineError(
+                f"{folder} holds answers of another target or other settings ({parts.made_by}, this recipe has {made_by}): "
+                "use the recipe that they were made with, or another output"
+            )
+        if not parts.complete:
+            _run(recipe, folder, parts)
+        return _report(folder, parts)
+
+
+def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTask]:
+    """Part after part, in the order of the source."""
+    limit, size = recipe.regenerate.max_dialogues, recipe.regenerate.dialogues_per_part
+    group, accepted, index = [], 0, 0
+    for dialogue in intake:
+        if limit is not None and accepted == limit:
+            skipped["enough"] += 1
+            continue
+        accepted += 1
+        group.append(dialogue)
+        if len(group) == size:
+            yield ShardTask("part", index, group)
+            group, index = [], index + 1
+    if group:
+        yield ShardTask("part", index, group)
+
+
+def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
+    intake, skipped = Intake(recipe.data), Counter()
+    finished = {part.index: part for part in parts.parts}
+    tasks = (task for task in _tasks(recipe, intake, skipped) if not _is_done(task, finished, recipe))
+    write_provenance(folder, recipe)
+    start = sum(part.dialogues + len(part.rejected) for part in parts.parts)
+    with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
+        for record in Pool(recipe, partial(AnswerWorker, recipe, folder.resolve())).records(tasks):
+            parts.parts.append(record)
+            parts.save(folder)
+            progress.advance(record.dialogues + len(record.rejected), parts=len(parts.parts))
+    late = [pair for part in parts.parts for pair in part.rejected.items()]
+    rejected, answered = [*intake.rejected, *late], sum(part.dialogues for part in parts.parts)
+    if answered + len(rejected) + sum(skipped.values()) != intake.records:
+        raise PipelineError(
+            f"{answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are not the "
+            f"{intake.records} records of {recipe.data.source}: use another output"
+        )
+    if not answered:
+        raise PipelineError(f"data.source {recipe.data.source} holds no dialogue that the target answers")
+    parts.accounting = {
+        "records": intake.records,
+        "answered": answered,
+        "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
+        "skipped": dict(skipped),
+        "edits": dict(sorted(sum((Counter(part.edits) for part in parts.parts), Counter()).items())),
+        "torn_tail_after": intake.tail.torn_after,
+    }
+    lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
+    write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
+    with atomic_path(folder / DIALOGUES) as temporary, temporary.open("wb") as whole:
+        for part in parts.parts:
+            whole.write((folder / part.name).read_bytes())
+    parts.complete = True
+    parts.save(folder)
+
+
+def _is_done(task: ShardTask, finished: dict[int, PartRecord], recipe: Recipe) -> bool:
+    """Raises PipelineError when the source changed between two runs."""
+    part = finished.get(task.index)
+    if part is not None and part.documents != task.fingerprint:
+        raise PipelineError(
+            f"{part.name} was made of other dialogues than {recipe.data.source} has now: the source changed since this job was "
+            "started. Restore it, or use another output folder"
+        )
+    return part is not None
+
+
+def _report(folder: Path, parts: Parts) -> list[str]:
+    counts = parts.accounting
+
+    def listed(fates: dict[str, int]) -> str:
+        return ", ".join(f"{reason} {count}" for reason, count in fates.items()) or "none"
+
+    lines = []
+    if counts["torn_tail_after"] is not None:
+        lines.append(
+            f"the source ends in the middle of a record: its {counts['torn_tail_after']} whole records are used"
+        )
+    total = sum(counts["rejected"].values())
+    lines.append(
+        f"{counts['records']} records = {counts['answered']} answered + {total} rejected ({listed(counts['rejected'])}) + "
+        f"skipped ({listed(counts['skipped'])})"
+    )
+    answers, tokens = (sum(getattr(part, count) for part in parts.parts) for count in ("answers", "tokens"))
+    lines.append(f"{answers:,} answers, {tokens:,} tokens generated; dialogues changed: {listed(counts['edits'])}")
+    lines.append(f"train on them with data.source = {str(folder / DIALOGUES)!r}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    arguments = parser.parse_args()
+    for line in regenerate(load_recipe(arguments.recipe, arguments.overrides)):
+        print(line)
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,48 @@
+"""What a worker is given to do, and how it says what it is busy with."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
+Tell = Callable[[tuple[str, ...]], None]  # takes the ids of the dialogues that are being worked on from now on
+
+
+def nobody_listens(_: tuple[str, ...]) -> None:
+    """For a worker outside of a pool."""
+
+
+class Item(Protocol):
+    doc_id: str
+
+    def content(self) -> bytes:
+        """Everything but the id that the result depends on."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One output file: its dialogues, in the form in which the worker takes them."""
+
+    split: str
+    index: int
+    documents: list[Any]  # of Item
+    suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
+    set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
+
+    @property
+    def fingerprint(self) -> str:
+        state = hashlib.sha256()
+        for document in sorted(self.documents, key=lambda document: document.doc_id):
+            state.update(f"{document.doc_id}\0".encode() + document.content())
+        return state.hexdigest()[:16]
+
+
+class Worker(Protocol):
+    """What a pool employs."""
+
+    def ready(self) -> None:
+        """Loads the target. A call of its own: what goes wrong in a constructor on another machine loses its message."""
+
+    def work(self, task: ShardTask) -> Any:
+        """Writes the task's file and returns its record: the same whoever does it, and however often."""

@@ -1,0 +1,217 @@
+"""The target's own answers: what they are, that batches and kills leave no trace, that every dialogue is accounted for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.chat import prompt_ids
+from pipeline.errors import PipelineError
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.target import load_tokenizer
+from preprocess.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
+from preprocess.dialogues import Dialogue, held_out
+from preprocess.intake import Intake
+from preprocess.plan import Plan
+from preprocess.task import ShardTask
+from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+
+
+def with_answers(recipe: Recipe, **settings) -> Recipe:
+    changed = recipe.regenerate.model_copy(update=settings)
+    return recipe.model_copy(update={"regenerate": changed})
+
+
+def dialogues_of(recipe: Recipe, count: int) -> list[Dialogue]:
+    return list(Intake(recipe.data))[:count]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_greedy_answers_are_the_targets_own_whatever_else_is_in_the_batch(tiny_recipe, tmp_path, loaded_target):
+    worker = AnswerWorker(with_answers(tiny_recipe, max_new_tokens=12), tmp_path)
+    worker.ready()
+    tokenizer = load_tokenizer(tiny_recipe.target)
+    questions = ["why?", "a much longer question, so that rows are padded", "who"]
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    together = worker._answers([(prompt, Conversation(str(n), [], [""])) for n, prompt in enumerate(prompts)])
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = loaded_target.model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=256
+        )
+        assert answer == alone[0, len(prompt) :].tolist()
+
+
+def sampled(recipe: Recipe, folder: Path, **settings) -> list[dict]:
+    changed = with_answers(recipe, **{"temperature": 1.0, "max_new_tokens": 16, **settings})
+    worker = AnswerWorker(changed, folder)
+    record = worker.work(ShardTask("part", 0, dialogues_of(recipe, 12)))
+    assert record.dialogues == len(lines(folder / record.name))
+    return lines(folder / record.name)
+
+
+def test_a_sampled_answer_depends_on_seed_dialogue_and_question_only(tiny_recipe, tmp_path):
+    alone = sampled(tiny_recipe, tmp_path / "alone", batch=1)
+    assert len(alone) >= 10
+    assert sampled(tiny_recipe, tmp_path / "together", batch=5) == alone
+    other = sampled(tiny_recipe.model_copy(update={"seed": 1}), tmp_path / "seed", batch=5)
+    assert [line["id"] for line in other] == [line["id"] for line in alone] and other != alone
+
+
+def test_questions_are_the_sources_and_answers_are_not(tiny_recipe, tmp_path):
+    source = {dialogue.doc_id: dialogue.messages for dialogue in dialogues_of(tiny_recipe, 12)}
+    for line in sampled(tiny_recipe, tmp_path):
+        had, has = source[line["id"]], line["messages"]
+        assert [message["role"] for message in has] == ["user", "assistant"] * (len(has) // 2)
+        assert [m["content"] for m in has[::2]] == [m["content"] for m in had[::2]][: len(has) // 2]
+        assert all(m["content"] != other["content"] for m, other in zip(has[1::2], had[1::2], strict=False))
+
+
+def test_top_k_of_one_is_greedy(tiny_recipe, tmp_path):
+    one = sampled(tiny_recipe, tmp_path / "one", top_k=1)
+    greedy = sampled(tiny_recipe, tmp_path / "greedy", temperature=0.0)
+    assert one == greedy
+
+
+def test_gumbel_noise_samples_the_softmax():
+    rows, scores = 20_000, torch.tensor([2.0, 1.0, 0.0, -float("inf")])
+    generators = [torch.Generator().manual_seed(row) for row in range(rows)]
+    drawn = _Gumbel(generators)(None, scores.expand(rows, 4)).argmax(-1)
+    got, expected = torch.bincount(drawn, minlength=4) / rows, scores.softmax(-1)
+    assert got[3] == 0 and (got - expected).abs().max() < 4 * (0.25 / rows) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("ids", "loop"),
+    [
+        ([7] * 32, True),
+        ([7] * 31, False),
+        ([1, 2, 3] * 11, True),
+        (list(range(500)), False),
+        ([*range(100), *list(range(64)) * 4], True),
+        ([*range(100), *list(range(64)) * 3], False),
+        ([*[7] * 32, 8], False),
+    ],
+)
+def test_what_counts_as_a_loop(ids, loop):
+    assert repeats_itself(ids) is loop
+
+
+def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, tmp_path):
+    worker = AnswerWorker(tiny_recipe, tmp_path)
+    worker.ready()
+    stop, text = worker._stop_ids[0], worker._target.tokenizer("hello there")["input_ids"]
+
+    def taken(answer: list[int]) -> Conversation:
+        conversation = Conversation("id", [], ["one", "two"])
+        worker._take(conversation, answer)
+        return conversation
+
+    good = taken([*text, stop])
+    assert good.messages[-1] == {"role": "assistant", "content": "hello there"} and good.open
+    for answer, end, answers in (
+        ([stop], "empty_answer", 0),
+        (text[:1] * 40, "repetitive_answer", 0),
+        (text, "cut_answer", 1),
+    ):
+        conversation = taken(answer)
+        assert (conversation.end, conversation.answers, conversation.open) == (end, answers, False)
+        assert conversation.tokens == len(answer)
+
+
+def test_greedy_with_a_choice_is_refused(tiny_recipe):
+    tree = tiny_recipe.model_dump(mode="json") | {"regenerate": {"top_k": 5}}
+    with pytest.raises(ValueError, match="choose nothing at temperature 0"):
+        Recipe.model_validate(tree)
+
+
+# -- the job -------------------------------------------------------------------------------------------------------
+
+
+def command(recipe: Path, *overrides: str) -> list[str]:
+    sets = [part for override in overrides for part in ("--set", override)]
+    return [sys.executable, "preprocess/regenerate.py", str(recipe), *sets]
+
+
+@pytest.fixture(scope="module")
+def job(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
+    """(recipe file, result folder) of a whole job with many small parts."""
+    folder = tmp_path_factory.mktemp("regenerate")
+    source = write_sharegpt(folder / "data.json", 40)
+    records = json.loads(source.read_text())
+    source.write_text(json.dumps([*records, {"id": "broken"}, records[0]]))
+    tree = recipe_tree(tiny_target, source, folder / "run")
+    tree["regenerate"] = {"temperature": 1.0, "max_new_tokens": 16, "dialogues_per_part": 4}
+    recipe = write_recipe(tree, folder / "recipe")
+    done = run_command(command(recipe))
+    assert done.returncode == 0, done.stderr
+    assert "42 records = " in done.stdout and "malformed 1" in done.stdout and "duplicate 1" in done.stdout
+    return recipe, folder / "run" / "regenerated"
+
+
+@pytest.mark.real
+def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path):
+    recipe, expected = job
+    again = command(recipe, f"output={tmp_path}", "features.workers=2")
+    process = subprocess.Popen(
+        again, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    manifest = tmp_path / "regenerated/manifest.json"
+    deadline = time.monotonic() + 120
+    while not manifest.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    left = json.loads(manifest.read_text())
+    assert not left["complete"] and 0 < len(left["parts"]) < 10
+    done = run_command(again)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "regenerated/dialogues.jsonl").read_bytes() == (expected / "dialogues.jsonl").read_bytes()
+
+
+@pytest.mark.real
+def test_a_damaged_part_is_answered_again_and_other_settings_are_refused(job):
+    recipe, folder = job
+    whole = (folder / "dialogues.jsonl").read_bytes()
+    (folder / "part-000003.jsonl").write_text("{}\n")
+    assert run_command(command(recipe)).returncode == 0
+    assert (folder / "dialogues.jsonl").read_bytes() == whole
+    other = run_command(command(recipe, "regenerate.temperature=0.5"))
+    assert other.returncode == 2
+    assert "answers of another target or other settings" in other.stderr and "Traceback" not in other.stderr
+
+
+@pytest.mark.real
+def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
+    recipe_file, folder = job
+    rejected = Counter(line["doc_id"] for line in lines(folder / "rejected.jsonl"))
+    answered = Counter(line["id"] for line in lines(folder / "dialogues.jsonl"))
+    assert answered + rejected == Counter([*(f"doc{n}" for n in range(40)), "broken", "doc0"])
+    recipe = load_recipe(recipe_file, [f'data.source="{folder / "dialogues.jsonl"}"'])
+    plan = Plan(recipe, load_tokenizer(recipe.target))
+    found = {document.doc_id: task.split for task in plan.tasks() for document in task.documents}
+    assert len(found) > 20 and set(found) <= set(answered)
+    assert {doc_id for doc_id, split in found.items() if split == "validation"} <= {
+        doc_id for doc_id in answered if held_out(doc_id, recipe.data.heldout_fraction)
+    }
+
+
+def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):
+    from preprocess.regenerate import _is_done, _tasks
+
+    task = next(_tasks(tiny_recipe, Intake(tiny_recipe.data), Counter()))
+    record = AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4), tmp_path).work(task)
+    assert _is_done(task, {0: record}, tiny_recipe)
+    changed = ShardTask("part", 0, task.documents[1:])
+    with pytest.raises(PipelineError, match="made of other dialogues"):
+        _is_done(changed, {0: record}, tiny_recipe)

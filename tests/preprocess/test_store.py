@@ -1,0 +1,169 @@
+"""Features in an object store: a real S3 server on loopback, files, and an fsspec file system in memory."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow import fs
+
+from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest
+from pipeline.features.store import Store, fetch, store_of
+from pipeline.files import sha256
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.target import feature_spec
+from tests.kit import dump_command, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The address of an empty bucket on a local S3 server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        _, port = server.get_host_and_port()
+        url = f"s3://shards/run?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+        system, _ = fs.FileSystem.from_uri(url)
+        system.create_dir("shards")
+        yield url
+        server.stop()
+
+
+@pytest.mark.parametrize("kind", ["s3", "file", "memory"])
+def test_what_is_put_comes_back(request, tmp_path, kind):
+    url = {"file": f"file://{tmp_path}/store", "memory": "memory://store/run"}.get(kind) or request.getfixturevalue(
+        "bucket"
+    )
+    store = Store(url)
+    assert store.sizes() == {}
+    (tmp_path / "here").mkdir()
+    content = bytes(range(256)) * 20_000  # more than one part of an upload
+    (tmp_path / "here/shard.arrow").write_bytes(content)
+    store.put(tmp_path / "here/shard.arrow")
+    assert store.sizes() == {"shard.arrow": len(content)}
+    store.get("shard.arrow", tmp_path / "there")
+    assert (tmp_path / "there/shard.arrow").read_bytes() == content
+    with pytest.raises(PipelineError, match=r"has no other\.arrow"):
+        store.get("other.arrow", tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["shard.arrow"]
+    store.delete("shard.arrow")
+    assert store.sizes() == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nope://bucket/x", "cannot be opened"),
+        ("s3://u:secret@shards/run?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", "listing failed"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_one_clear_error(url, message):
+    with pytest.raises(PipelineError, match=message) as caught:
+        Store(url).sizes()
+    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+# -- the stages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dumped(bucket, tiny_target, tmp_path_factory) -> tuple[Path, str, dict[str, str]]:
+    """(recipe file with a store, address of the store, checksum by shard of the same dump without it)."""
+    folder = tmp_path_factory.mktemp("store")
+    tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "plain")
+    done = run_command(dump_command(write_recipe(tree, folder / "plain-recipe")))
+    assert done.returncode == 0, done.stderr
+    expected = {path.name: sha256(path) for path in (folder / "plain/features").glob("*.arrow")}
+    tree |= {"output": str(folder / "run")}
+    tree["features"]["store"] = bucket
+    recipe = write_recipe(tree, folder / "recipe")
+    done = run_command(dump_command(recipe))
+    assert done.returncode == 0, done.stderr
+    assert "MB in s3://shards/run" in done.stdout
+    return recipe, bucket, expected
+
+
+def fetched(recipe_file: Path, output: Path) -> tuple[Recipe, FeatureSpec]:
+    recipe = load_recipe(recipe_file, [f"output={output}"])
+    spec = feature_spec(recipe)
+    fetch(recipe, spec)
+    return recipe, spec
+
+
+@pytest.mark.real
+def test_shards_are_in_the_store_only_and_the_same_bytes(dumped, tmp_path):
+    recipe_file, url, expected = dumped
+    assert not list(load_recipe(recipe_file).features_dir.glob("*.arrow"))
+    assert {*expected, MANIFEST, HELDOUT_PROMPTS, "rejected.jsonl", "recipe.json", "provenance.json"} == set(
+        Store(url).sizes()
+    )
+    recipe, spec = fetched(recipe_file, tmp_path)
+    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+    assert len(FeatureStore(recipe.features_dir, "train", spec)) > 20
+    public = json.loads((load_recipe(recipe_file).features_dir / "recipe.json").read_text())
+    assert public["features"]["store"] == "s3://shards/run"
+
+
+@pytest.mark.real
+def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
+    """An unfinished manifest and a lost object, in the store; an empty disk here."""
+    recipe_file, url, expected = dumped
+    store, manifest = Store(url), Manifest.load(load_recipe(recipe_file).features_dir)
+    store.delete(sorted(expected)[1])
+    manifest.complete = False
+    (tmp_path / "edited").mkdir()
+    manifest.save(tmp_path / "edited")
+    store.put(tmp_path / "edited" / MANIFEST)
+    done = run_command(dump_command(recipe_file, f"output={tmp_path / 'again'}"))
+    assert done.returncode == 0, done.stderr
+    recipe, _ = fetched(recipe_file, tmp_path / "trainer")
+    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+
+
+@pytest.mark.real
+def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_path):
+    recipe_file, url, expected = dumped
+    overrides = [f"output={tmp_path}", "train.epochs=1"]
+    done = run_command(train_command(recipe_file, *overrides, draft="eagle", ranks=2))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "drafts/eagle/model.safetensors").exists()
+
+    name = sorted(expected)[0]
+    Store(url).get(name, tmp_path / "copy")
+    whole = (tmp_path / "copy" / name).read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "copy" / name).write_bytes(damaged)
+    Store(url).put(tmp_path / "copy" / name)
+    with pytest.raises(PipelineError, match="its SHA-256 is not the manifest's"):
+        fetched(recipe_file, tmp_path / "other")
+    verify = [sys.executable, "-m", "preprocess.verify", str(tmp_path / "third/features"), "--recipe", str(recipe_file)]
+    found = run_command([*verify, "--rows", "0"])
+    assert found.returncode == 2 and f"{name}: its SHA-256" in found.stdout
+    repaired = run_command([*verify, "--repair"])
+    assert repaired.returncode == 0, repaired.stdout + repaired.stderr
+    Store(url).get(name, tmp_path / "copy")
+    assert (tmp_path / "copy" / name).read_bytes() == whole
+
+
+@pytest.mark.real
+def test_features_of_other_settings_are_not_even_fetched(dumped, tmp_path):
+    recipe_file, _, _ = dumped
+    other = load_recipe(recipe_file, [f"output={tmp_path}", "data.max_length=100"])
+    with pytest.raises(PipelineError, match="other data or feature settings"):
+        fetch(other, feature_spec(other))
+    assert not list((tmp_path / "features").glob("*.arrow"))
+
+
+def test_without_a_store_nothing_is_fetched(tiny_recipe):
+    assert store_of(tiny_recipe) is None
+    fetch(tiny_recipe)
+    assert not tiny_recipe.features_dir.exists()
