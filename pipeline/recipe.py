@@ -67,6 +67,7 @@ class FeaturesConfig(Section):
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
     workers: Positive = 1
+    planners: Positive = 1  # from 2 on, processes beside the driver that encode dialogues for it
     cpus_per_worker: Positive = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
     store: str | None = (
@@ -292,7 +293,7 @@ class Recipe(Section):
     def dump_hash(self) -> str:
         """What the feature shards depend on: how many workers wrote them, and on which device, is not part of it."""
         features = self.features.model_dump(
-            mode="json", exclude={"workers", "gpus_per_worker", "store", "hang_seconds"}
+            mode="json", exclude={"workers", "planners", "gpus_per_worker", "store", "hang_seconds"}
         )
         target = self.target.model_dump(mode="json", exclude={"device"})
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})

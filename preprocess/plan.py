@@ -4,19 +4,36 @@ Shard k holds the k-th group of accepted dialogues, in the order of the source, 
 Knows no Ray.
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
 
 from pipeline import chat
 from pipeline.errors import PipelineError
 from pipeline.features.shards import ShardRecord
-from pipeline.recipe import Recipe
+from pipeline.recipe import DataConfig, Recipe, TargetConfig
+from pipeline.target import load_tokenizer
 from preprocess.dialogues import Dialogue, held_out
 from preprocess.intake import Intake
 from preprocess.pieces import encode_pieces
 from preprocess.task import ShardTask
 from preprocess.worker import Document
+
+Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_pieces` returns
+AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
+_here: dict[str, Any] = {}  # a planning process's own tokenizer
+
+
+def _start_planner(target: TargetConfig) -> None:
+    _here["tokenizer"] = load_tokenizer(target)
+
+
+def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
+    return encode_pieces(_here["tokenizer"], dialogue, data)
 
 
 @dataclass
@@ -49,9 +66,9 @@ class Plan:
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
-        for dialogue in self._intake:
+        for dialogue, encode in self._dialogues():
             try:
-                split, documents = self._place(dialogue)
+                split, documents = self._place(dialogue, encode)
             except chat.Unusable as reason:
                 self._intake.reject(dialogue.doc_id, reason)
                 continue
@@ -69,19 +86,39 @@ class Plan:
             if documents:
                 yield self._close(split)
 
-    def _place(self, dialogue: Dialogue) -> tuple[str, list[Document]]:
+    def _dialogues(self) -> Iterator[tuple[Dialogue, Callable[[], Encoded]]]:
+        """Every dialogue of the intake, in order, and what gives its pieces: here and now, or from the planning processes."""
+        data, planners = self.recipe.data, self.recipe.features.planners
+        if planners == 1:
+            for dialogue in self._intake:
+                yield dialogue, partial(encode_pieces, self.tokenizer, dialogue, data)
+            return
+        spawn, target = get_context("spawn"), self.recipe.target
+        with ProcessPoolExecutor(planners, spawn, initializer=_start_planner, initargs=(target,)) as processes:
+            waiting: deque = deque()
+            for dialogue in self._intake:
+                wanted = not self._full(self._split(dialogue))  # a split that is full stays full
+                job = processes.submit(_encode_there, dialogue, data).result if wanted else None
+                waiting.append((dialogue, job))
+                if len(waiting) > AHEAD * planners:
+                    yield waiting.popleft()
+            yield from waiting
+
+    def _split(self, dialogue: Dialogue) -> str:
+        return "validation" if held_out(dialogue.doc_id, self.recipe.data.heldout_fraction) else "train"
+
+    def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document]]:
         """The dialogue's split and its documents: one, several windows, or none when the split is full (counted as skipped).
 
         Raises chat.Unusable.
         """
-        data = self.recipe.data
-        split = "validation" if held_out(dialogue.doc_id, data.heldout_fraction) else "train"
+        split = self._split(dialogue)
         if split == "validation":
             self._offer_prompt(dialogue)
         if self._full(split):
             self.skipped[f"{split} is full"] += 1
             return split, []
-        pieces, edits = encode_pieces(self.tokenizer, dialogue, data)
+        pieces, edits = encode()
         self.windows += len(pieces) - 1
         self.edits.update([*dialogue.edits, *edits])
         return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in pieces]

@@ -293,7 +293,7 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
 
 NOT_WHAT_SHARDS_HOLD = {
     "target.device",
-    *(f"features.{key}" for key in ("workers", "gpus_per_worker", "store", "hang_seconds")),
+    *(f"features.{key}" for key in ("workers", "planners", "gpus_per_worker", "store", "hang_seconds")),
 }
 
 

@@ -65,6 +65,16 @@ def source(tmp_path) -> Path:
     return write_sharegpt(tmp_path / "data.json")
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_dialogues": 9, "validation_dialogues": 2}, {"max_tokens": 900}])
+def test_planning_processes_change_nothing(source, tiny_target, limits):
+    found = []
+    for planners in (1, 3):
+        recipe = recipe_for(source, tiny_target, data=limits, features={"planners": planners})
+        plan, tasks = planned(recipe)
+        found.append((fingerprint(tasks), plan.accounting(as_if_written(tasks)), plan.rejected, plan.prompts))
+    assert found[0] == found[1]
+
+
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 TEXTS = ["hi", "x" * 400, " ", "é😀", "why?", "because"]

@@ -1,0 +1,82 @@
+"""Two runs' drafts on the same prompts: the difference of their tau, with an interval over prompts.
+
+    python -m eval.compare RUN RUN [--draft NAME]
+
+Reads eval/records.jsonl of both runs. Prompts are paired by id; only those that both runs decoded count. Interval: 95% bootstrap over
+pairs. Speeds of two processes are not compared. The last line is JSON.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from eval.bench import PLAIN
+from eval.report import interval
+from pipeline import entry
+from pipeline.errors import PipelineError
+
+Cell = tuple[str, float, str]  # benchmark, temperature, draft
+
+
+def read_counts(run: Path) -> dict[Cell, dict[str, tuple[int, int]]]:
+    """By cell and question: tokens emitted by verification passes, and the passes."""
+    path = run / "eval" / "records.jsonl"
+    if not path.is_file():
+        raise PipelineError(f"{path} does not exist: evaluate the run first (python eval/main.py RECIPE)")
+    counts: dict[Cell, dict[str, tuple[int, int]]] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if record["method"] != PLAIN:
+            found, cell = (
+                record["generation"]["acceptance"],
+                (record["benchmark"], record["temperature"], record["method"]),
+            )
+            tokens, passes = counts[cell][record["question_id"]]
+            counts[cell][record["question_id"]] = (tokens + found["tokens"], passes + found["passes"])
+    return counts
+
+
+def compared(one: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> dict:
+    """Both tau over the common prompts, and the second's less the first's with its interval."""
+    common = sorted(key for key in one.keys() & other.keys() if one[key][1] and other[key][1])
+    if not common:
+        raise PipelineError("the two runs have no prompt in common: give both the same eval.benchmarks")
+    a, b, c, d = (np.array([run[key][place] for key in common], float) for run in (one, other) for place in (0, 1))
+
+    def difference(a, b, c, d, axis):
+        return c.sum(axis) / d.sum(axis) - a.sum(axis) / b.sum(axis)
+
+    return {
+        "prompts": len(common),
+        "tau": [round(a.sum() / b.sum(), 4), round(c.sum() / d.sum(), 4)],
+        "difference": round(float(difference(a, b, c, d, 0)), 4),
+        "interval": interval(difference, a, b, c, d),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
+    parser.add_argument("--draft", help="only this one")
+    arguments = parser.parse_args()
+    one, other = (read_counts(run) for run in arguments.runs)
+    cells = sorted(cell for cell in one.keys() & other.keys() if arguments.draft in (None, cell[2]))
+    if not cells:
+        raise PipelineError("the two runs have no benchmark, temperature and draft in common")
+    found = []
+    for benchmark, temperature, draft in cells:
+        result = compared(one[benchmark, temperature, draft], other[benchmark, temperature, draft])
+        found.append({"benchmark": benchmark, "temperature": temperature, "draft": draft, **result})
+        between = "-" if result["interval"] is None else "[{:+.3f}, {:+.3f}]".format(*result["interval"])
+        print(
+            f"{benchmark:<12} T={temperature:g} {draft:<10} {result['prompts']:>4} prompts  tau {result['tau'][0]:.3f} -> "
+            f"{result['tau'][1]:.3f}  difference {result['difference']:+.3f} {between}"
+        )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    entry.run(main)

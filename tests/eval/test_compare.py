@@ -1,0 +1,63 @@
+"""Two runs' records side by side."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.compare import compared, read_counts
+from pipeline.errors import PipelineError
+from tests.kit import run_command
+
+
+def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
+    """`answers`: (method, question, tokens, passes)"""
+    (run / "eval").mkdir(parents=True)
+    lines = [
+        {
+            "benchmark": "set",
+            "question_id": question,
+            "temperature": 0.0,
+            "method": method,
+            "generation": {"acceptance": {"tokens": tokens, "passes": passes}},
+        }
+        for method, question, tokens, passes in answers
+    ]
+    (run / "eval/records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_tau_is_pooled_over_the_prompts_that_both_runs_have(tmp_path):
+    one = write_records(
+        tmp_path / "one",
+        [("plain", "a", 0, 0), ("x", "a", 10, 5), ("x", "a", 2, 1), ("x", "b", 30, 10), ("x", "only", 99, 1)],
+    )
+    other = write_records(tmp_path / "other", [("x", "a", 12, 4), ("x", "b", 30, 8)])
+    cell = ("set", 0.0, "x")
+    assert read_counts(one).keys() == {cell}
+    found = compared(read_counts(one)[cell], read_counts(other)[cell])
+    assert found["prompts"] == 2
+    assert found["tau"] == [42 / 16, 42 / 12] and found["difference"] == 42 / 12 - 42 / 16
+    low, high = found["interval"]
+    assert low == pytest.approx(30 / 8 - 3, abs=1e-3) and high == pytest.approx(12 / 4 - 2, abs=1e-3)
+
+
+def test_equal_runs_differ_by_nothing(tmp_path):
+    answers = [("x", str(number), 20 + number, 10) for number in range(10)]
+    one, other = (write_records(tmp_path / name, answers) for name in ("one", "other"))
+    done = run_command([sys.executable, "-m", "eval.compare", str(one), str(other)])
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures[0]["difference"] == 0 and figures[0]["interval"] == [0, 0]
+    assert "tau 2.450 -> 2.450" in done.stdout
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    one = write_records(tmp_path / "one", [("x", "a", 1, 1)])
+    other = write_records(tmp_path / "other", [("x", "b", 1, 1)])
+    cell = ("set", 0.0, "x")
+    with pytest.raises(PipelineError, match="no prompt in common"):
+        compared(read_counts(one)[cell], read_counts(other)[cell])
+    with pytest.raises(PipelineError, match="evaluate the run first"):
+        read_counts(tmp_path / "none")
