@@ -2,8 +2,8 @@
 
     python -m eval.compare RUN RUN [--draft NAME]
 
-Reads eval/records.jsonl of both runs. Prompts are paired by id; only those that both runs decoded count. Interval: 95% bootstrap over
-pairs. Speeds of two processes are not compared. The last line is JSON.
+Reads eval/records.jsonl of both runs. Prompts are paired by id; only those count that both runs decoded and to which the target's plain
+answers are the same in both (so it is the same prompt, length and target). Interval: 95% bootstrap over pairs. Speeds of two processes are not compared. The last line is JSON.
 """
 
 import argparse
@@ -21,29 +21,39 @@ from pipeline.errors import PipelineError
 Cell = tuple[str, float, str]  # benchmark, temperature, draft
 
 
-def read_counts(run: Path) -> dict[Cell, dict[str, tuple[int, int]]]:
-    """By cell and question: tokens emitted by verification passes, and the passes."""
+Counts = dict[str, tuple[int, int]]  # by question: tokens emitted by verification passes, and the passes
+
+
+def read_counts(run: Path) -> tuple[dict[Cell, Counts], dict[tuple, list[list[int]]]]:
+    """``(counts by cell, plain answers by (benchmark, temperature, question))``"""
     path = run / "eval" / "records.jsonl"
     if not path.is_file():
         raise PipelineError(f"{path} does not exist: evaluate the run first (python eval/main.py RECIPE)")
-    counts: dict[Cell, dict[str, tuple[int, int]]] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
+    counts: dict[Cell, Counts] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
+    answers: dict[tuple, list[list[int]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        if record["method"] != PLAIN:
+        if record["method"] == PLAIN:
+            place = record["benchmark"], record["temperature"], record["question_id"]
+            if record["repeat"] == 0:
+                answers[place].append(record["generation"]["tokens"])
+        else:
             found, cell = (
                 record["generation"]["acceptance"],
                 (record["benchmark"], record["temperature"], record["method"]),
             )
             tokens, passes = counts[cell][record["question_id"]]
             counts[cell][record["question_id"]] = (tokens + found["tokens"], passes + found["passes"])
-    return counts
+    return counts, answers
 
 
-def compared(one: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> dict:
+def compared(one: Counts, other: Counts) -> dict:
     """Both tau over the common prompts, and the second's less the first's with its interval."""
     common = sorted(key for key in one.keys() & other.keys() if one[key][1] and other[key][1])
     if not common:
-        raise PipelineError("the two runs have no prompt in common: give both the same eval.benchmarks")
+        raise PipelineError(
+            "the two runs have no prompt with the same plain answer in common: give both the same [eval]"
+        )
     a, b, c, d = (np.array([run[key][place] for key in common], float) for run in (one, other) for place in (0, 1))
 
     def difference(a, b, c, d, axis):
@@ -62,17 +72,20 @@ def main() -> None:
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
     parser.add_argument("--draft", help="only this one")
     arguments = parser.parse_args()
-    one, other = (read_counts(run) for run in arguments.runs)
+    (one, said), (other, said_too) = (read_counts(run) for run in arguments.runs)
     cells = sorted(cell for cell in one.keys() & other.keys() if arguments.draft in (None, cell[2]))
     if not cells:
         raise PipelineError("the two runs have no benchmark, temperature and draft in common")
     found = []
     for benchmark, temperature, draft in cells:
-        result = compared(one[benchmark, temperature, draft], other[benchmark, temperature, draft])
+        cell = benchmark, temperature, draft
+        same = {q for q in one[cell] if said[benchmark, temperature, q] == said_too[benchmark, temperature, q]}
+        result = compared({q: one[cell][q] for q in same}, other[cell])
+        result["left_out"] = len(one[cell].keys() | other[cell].keys()) - result["prompts"]
         found.append({"benchmark": benchmark, "temperature": temperature, "draft": draft, **result})
         between = "-" if result["interval"] is None else "[{:+.3f}, {:+.3f}]".format(*result["interval"])
         print(
-            f"{benchmark:<12} T={temperature:g} {draft:<10} {result['prompts']:>4} prompts  tau {result['tau'][0]:.3f} -> "
+            f"{benchmark:<12} T={temperature:g} {draft:<10} {result['prompts']:>4} prompts ({result['left_out']} left out)  tau {result['tau'][0]:.3f} -> "
             f"{result['tau'][1]:.3f}  difference {result['difference']:+.3f} {between}"
         )
     print(json.dumps(found))

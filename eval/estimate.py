@@ -1,9 +1,9 @@
-"""What measuring a recipe's drafts will take at most, before it is started.
+"""About what measuring a recipe's drafts will take, before it is started.
 
 python -m eval.estimate RECIPE [--ms-per-token R]
 
-hours     answers x max_new_tokens x milliseconds of a plain token, as if no draft gained anything and no answer ended early, and the
-          same for the gates' enumerations; loading and packing are not in it
+hours     answers x max_new_tokens x milliseconds of a plain token, as if no draft gained anything and no answer ended early, which
+          makes up for what is not in it: prompts' forwards, warm-ups, the gates' enumerations, loading
 memory    the target's weights, a cache of one answer, the drafts
 """
 
@@ -14,6 +14,7 @@ import time
 import torch
 
 from eval.main import pack
+from eval.prompts import HELDOUT, load_prompts
 from pipeline import entry
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
@@ -39,12 +40,19 @@ def measured_token(recipe: Recipe, tokens: int = 48) -> float:
     return (time.perf_counter() - begin) / tokens
 
 
+def turns(recipe: Recipe, name: str) -> int:
+    """A benchmark's questions; of held-out dialogues that are not dumped yet, as many as the dump will keep."""
+    config = recipe.eval.benchmarks[name]
+    if config.source == HELDOUT:
+        return config.prompts or recipe.data.heldout_prompts
+    return sum(len(prompt.turns) for prompt in load_prompts(name, config, recipe))
+
+
 def answers(recipe: Recipe) -> int:
-    """Of all methods and benchmarks; of a benchmark without a number of prompts, 80."""
+    """Of all methods, benchmarks and temperatures."""
     config = recipe.eval
     repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
-    prompts = sum(benchmark.prompts or 80 for benchmark in config.benchmarks.values())
-    return prompts * repeats * (1 + len(recipe.draft))
+    return sum(turns(recipe, name) for name in config.benchmarks) * repeats * (1 + len(recipe.draft))
 
 
 def memory_bytes(recipe: Recipe) -> float:
@@ -68,12 +76,10 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     seconds = arguments.ms_per_token / 1000 if arguments.ms_per_token else measured_token(recipe)
     count = answers(recipe)
-    above = [temperature for temperature in recipe.eval.temperatures if temperature > 0]
-    rounds = recipe.eval.gate_rounds * len(above) * len(recipe.draft) * len(recipe.eval.benchmarks)
-    hours = (count * recipe.eval.max_new_tokens + rounds) * seconds / 3600
+    hours = count * recipe.eval.max_new_tokens * seconds / 3600
     memory = memory_bytes(recipe)
     print(
-        f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: at most {hours:,.2f} h at {seconds * 1000:,.1f} ms a "
+        f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: about {hours:,.2f} h at {seconds * 1000:,.1f} ms a "
         f"token, {memory / 1e9:,.1f} GB"
     )
     print(

@@ -27,7 +27,7 @@ from pipeline.target import Ends, Target, fingerprint, pack_linears
 def load_drafts(recipe: Recipe, target: Target) -> dict[str, Draft]:
     """Every draft of the recipe, bound to the target, in evaluation's dtype."""
     mark = fingerprint(recipe.target)
-    ends = Ends(target.embedding_VD, target.head, mark)
+    ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
     drafts = {}
     for name, config in sorted(recipe.draft.items()):
         checkpoint.require_trained_under(recipe, name)

@@ -3,10 +3,10 @@
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import torch
 
@@ -34,7 +34,8 @@ def hardware(device: str) -> str:
     """One line: for device "cpu" the processor and the cores this process may use, else the accelerator it sees."""
     if device != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
-        return torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
+        name = torch.cuda.get_device_name()
+        return f"{count} x {name}" if device == "spread" else name + (f" (one of {count})" if count > 1 else "")
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -66,6 +67,10 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
+    if recipe.features.store:
+        resolved["features"]["store"] = (
+            recipe.features.store.partition("://")[0] + "://"
+        )  # that there is one, not where
     write_json(folder / "provenance.json", provenance(recipe, **facts))
     write_json(folder / "recipe.json", resolved)
 
@@ -81,9 +86,10 @@ def _public(value: Any) -> Any:
 def public_name(source: str) -> str:
     """A model or data address without the private part of a local path, and without a URL's credentials and query."""
     if "://" in source:
-        parts = urlsplit(source)
-        if parts.scheme == "file":
-            return Path(parts.path).name
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        scheme, _, rest = source.partition("://")
+        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+        before, _, after = rest.rpartition("@")
+        rest = after if ":" in before else rest  # user:secret, whatever is in the secret; a container@account is none
+        return Path(rest).name if scheme == "file" else f"{scheme}://{rest}"
     path = Path(source).expanduser()
     return path.name if path.is_absolute() or ".." in path.parts else source

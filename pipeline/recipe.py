@@ -255,6 +255,10 @@ class Recipe(Section):
             raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro' or 'eagle'")
         if self.publish.draft not in self.draft:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
+        if self.target.device == "spread" and self.features.gpus_per_worker < 1:
+            raise ValueError(
+                "target.device='spread', but features.gpus_per_worker gives a dump worker no GPUs of its own: say how many"
+            )
         if self.features.gpus_per_worker > 1 and self.target.device != "spread":
             raise ValueError(
                 f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} uses one: "
@@ -277,7 +281,7 @@ class Recipe(Section):
     @property
     def hash(self) -> str:
         """Hash of everything but what the run is called and where it lies."""
-        return digest(self.model_dump(mode="json", exclude={"name", "output"}))
+        return digest(self.model_dump(mode="json", exclude={"name": True, "output": True, "features": {"store"}}))
 
     @property
     def regenerate_hash(self) -> str:

@@ -6,9 +6,11 @@ Works on any full-attention `AutoModelForCausalLM` through its own forward; hold
 import copy
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,7 @@ class Target:
         self.tokenizer = load_tokenizer(config)
         device = resolve_device(config.device)
         spread = {"device_map": "auto"} if config.device == "spread" else {}
+        self._captured, self._hooked = threading.local(), set()  # by thread: layer -> output; layers that have a hook
         with _loading(config):
             self.model = AutoModelForCausalLM.from_pretrained(
                 where.name,
@@ -267,6 +270,11 @@ class Target:
             )
         if not spread:
             self.model = self.model.to(device)
+        elif {"cpu", "disk"} & {str(place) for place in self.model.hf_device_map.values()}:
+            raise PipelineError(
+                f"target {config.model!r} does not fit the {torch.cuda.device_count()} GPUs that are seen here: give a worker more of "
+                "them (features.gpus_per_worker), or larger ones"
+            )
         self.model = self.model.eval().requires_grad_(False)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
@@ -307,21 +315,21 @@ class Target:
         """``states_BTSD``: what `capture` gives, then the outputs of the given decoder layers (counted from 1), unnormed."""
         if not layers:
             return self.capture(tokens_BT).unsqueeze(2)
-        found: dict[int, Tensor] = {}
-
-        def keep(layer: int):
-            def hook(_module, _inputs, output):
-                found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
-
-            return hook
-
-        hooks = [self.decoder.layers[layer - 1].register_forward_hook(keep(layer)) for layer in layers]
+        for layer in set(layers) - self._hooked:
+            self.decoder.layers[layer - 1].register_forward_hook(partial(self._keep, layer))
+            self._hooked.add(layer)
+        self._captured.outputs = found = {}
         try:
             hidden_BTD = self.capture(tokens_BT)
         finally:
-            for hook in hooks:
-                hook.remove()
+            del self._captured.outputs
         return torch.stack([hidden_BTD, *(found[layer] for layer in layers)], dim=2)
+
+    def _keep(self, layer: int, _module, _inputs, output) -> None:
+        """A hook sees the forwards of all threads; each keeps its own."""
+        found = getattr(self._captured, "outputs", None)
+        if found is not None:
+            found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.config)

@@ -1,11 +1,9 @@
-"""One worker of a regeneration: a target that answers the questions of dialogues in its own words."""
+"""One worker of a regeneration: a target that answers the questions of dialogues in its own words. It writes no file."""
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -20,7 +18,7 @@ from transformers import (
 )
 
 from pipeline.chat import Messages, Unusable, prompt_ids
-from pipeline.files import atomic_path, sha256
+from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe
 from pipeline.target import Target
 from preprocess.dialogues import Dialogue
@@ -32,17 +30,13 @@ TOLD_EVERY = 16  # steps between two signs of life
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """One file of regenerated dialogues."""
+class Part:
+    """What came of one task."""
 
-    name: str
-    split: str
     index: int
-    dialogues: int
+    dialogues: list[dict]  # {"id", "messages"}
     answers: int
     tokens: int  # generated
-    bytes: int
-    sha256: str
     documents: str  # fingerprint of the dialogues that were asked
     rejected: dict[str, str]  # document id -> reason
     edits: dict[str, int]  # what dialogues that are kept lack, by reason
@@ -101,10 +95,8 @@ class _Alive(StoppingCriteria):
 
 
 class AnswerWorker:
-    """Runs the frozen target; its answers go to its own files only."""
-
-    def __init__(self, recipe: Recipe, folder: Path, tell: Tell = nobody_listens):
-        self._recipe, self._folder, self._settings, self._tell = recipe, folder, recipe.regenerate, tell
+    def __init__(self, recipe: Recipe, tell: Tell = nobody_listens):
+        self._recipe, self._settings, self._tell = recipe, recipe.regenerate, tell
 
     def ready(self) -> None:
         torch.set_num_threads(self._recipe.features.cpus_per_worker)
@@ -115,41 +107,32 @@ class AnswerWorker:
         target = Target(self._recipe.target, self._recipe.target.dtype)
         self._stop_ids = sorted(target.stop_ids())
         target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
+        positions = target.config.max_position_embeddings - self._settings.max_new_tokens
+        self._longest_prompt = min(self._recipe.data.max_length - 1, positions)
+        if self._longest_prompt < 1:
+            raise PipelineError(
+                f"regenerate.max_new_tokens={self._settings.max_new_tokens} leaves no room for a question in the target's "
+                f"{target.config.max_position_embeddings} positions: lower it"
+            )
         return target
 
-    def work(self, task: ShardTask) -> PartRecord:
-        """Writes the task's file: the same bytes whoever writes it, and however often, on the same hardware."""
+    def work(self, task: ShardTask) -> Part:
+        """The same whoever does it, and however often, on the same hardware."""
         left = [dialogue for dialogue in task.documents if dialogue.doc_id not in task.set_aside]
         for dialogue in left:
             if dialogue.doc_id in task.suspects:
                 self._converse([dialogue])
         done = self._converse(left)
-        rejected, path = dict(task.set_aside), self._folder / f"part-{task.index:06d}.jsonl"
-        kept = []
-        for conversation in done:
-            if conversation.answers:
-                kept.append({"id": conversation.doc_id, "messages": conversation.messages})
-            else:
-                rejected[conversation.doc_id] = conversation.end
-        with atomic_path(path) as temporary:
-            temporary.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
-        edits = Counter(
-            edit
-            for conversation in done
-            if conversation.answers
-            for edit in (*conversation.edits, *filter(None, [conversation.end]))
-        )
-        return PartRecord(
-            name=path.name,
-            split=task.split,
+        kept = [conversation for conversation in done if conversation.answers]
+        unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}
+        edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
+        return Part(
             index=task.index,
-            dialogues=len(kept),
+            dialogues=[{"id": conversation.doc_id, "messages": conversation.messages} for conversation in kept],
             answers=sum(conversation.answers for conversation in done),
             tokens=sum(conversation.tokens for conversation in done),
-            bytes=path.stat().st_size,
-            sha256=sha256(path),
             documents=task.fingerprint,
-            rejected=rejected,
+            rejected={**task.set_aside, **unanswered},
             edits=dict(sorted(edits.items())),
         )
 
@@ -183,7 +166,7 @@ class AnswerWorker:
         except Unusable as reason:
             conversation.end = str(reason)
             return None
-        if len(prompt) >= self._recipe.data.max_length:
+        if len(prompt) > self._longest_prompt:
             conversation.end = "too_long"
             return None
         return prompt

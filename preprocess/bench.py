@@ -46,7 +46,6 @@ class Methods:
     """The three ways, each over the same tasks."""
 
     def __init__(self, recipe: Recipe, folder: Path, tasks: list[ShardTask]):
-        recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
         spec = feature_spec(recipe)
         alone = recipe.model_copy(update={"features": recipe.features.model_copy(update={"batch_tokens": 1})})
         self._tasks, self._device = tasks, resolve_device(recipe.target.device)
@@ -116,8 +115,7 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
 def pinned(recipe: Recipe, core: int, dialogues: int) -> None:
     """A worker on one core: says "ready", then its tokens a second after each line that it is sent."""
     os.sched_setaffinity(0, {core})
-    features = recipe.features.model_copy(update={"cpus_per_worker": 1, "store": None})
-    recipe = recipe.model_copy(update={"features": features})
+    recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"cpus_per_worker": 1})})
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:
         worker, tasks = FeatureWorker(recipe, Path(folder), feature_spec(recipe)), list(some_tasks(recipe, dialogues))
@@ -179,6 +177,9 @@ def main() -> None:
     parser.add_argument("--pinned-to", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = recipe.model_copy(
+        update={"features": recipe.features.model_copy(update={"store": None})}
+    )  # not for trials
     if arguments.pinned_to is not None:
         pinned(recipe, arguments.pinned_to, arguments.dialogues)
         return

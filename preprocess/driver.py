@@ -6,6 +6,7 @@ whole means its size: reading it all back is `verify`'s business.
 
 import json
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -53,21 +54,37 @@ def require_lasting(folder: Path) -> None:
 
 def _resume(folder: Path, spec: FeatureSpec, store: Store | None) -> Manifest:
     sizes = {} if store is None else store.sizes()
-    if store is not None and MANIFEST in sizes:
-        store.get(MANIFEST, folder)
-    if not (folder / MANIFEST).exists():
-        return Manifest(spec)
-    manifest = Manifest.load(folder)
+    manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(spec)
     require_same(manifest.spec, spec, folder)
+    if store is not None and MANIFEST in sizes:
+        manifest = store.manifest()
+        require_same(manifest.spec, spec, public_name(store.url))
+        if manifest.complete and HELDOUT_PROMPTS in sizes:
+            store.get(HELDOUT_PROMPTS, folder)
+        manifest.save(folder)
     whole = []
-    with Progress("verify shards", len(manifest.shards), "shards") as progress:
+    with Progress("verify shards", len(manifest.shards), "shards", quiet=not manifest.shards) as progress:
         for shard in manifest.shards:
-            if damage(folder, shard) is None if store is None else sizes.get(shard.name) == shard.bytes:
+            if _is_whole(folder, shard, store, sizes):
                 whole.append(shard)
             progress.advance(1)
-    if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists():
+    published = store is None or MANIFEST in sizes
+    if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists() or not published:
         manifest.shards, manifest.complete = whole, False  # saved with the first shard that is written again
     return manifest
+
+
+def _is_whole(folder: Path, shard: ShardRecord, store: Store | None, sizes: dict[str, int]) -> bool:
+    """Of a dump that is to go to a store, what lies whole on disk from before is sent off."""
+    if store is None:
+        return damage(folder, shard) is None
+    if sizes.get(shard.name) == shard.bytes:
+        return True
+    if damage(folder, shard) is not None:
+        return False
+    store.put(folder / shard.name)
+    (folder / shard.name).unlink()
+    return True
 
 
 class _Ledger:
@@ -101,9 +118,14 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     done = sum(shard.tokens for shard in manifest.shards)
     with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress:
         make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-        for record in Pool(recipe, make).records(tasks):
-            ledger.add(record)
-            progress.advance(record.tokens, shards=len(manifest.shards))
+        try:
+            for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
+                ledger.add(record)
+                progress.advance(record.tokens, shards=len(manifest.shards))
+        except BaseException:
+            with suppress(PipelineError):  # the disk may be full
+                ledger.save()
+            raise
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(

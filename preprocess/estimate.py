@@ -6,20 +6,20 @@ Streams the whole source to count its records and once more to encode every k-th
 to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it. Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
-    disk      tokens x (hidden size x bytes of a word + 5) + rows x 640 (Arrow's frame of a record batch)
+    disk      tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)) + rows x 640 (Arrow's frame of a record batch);
+              states: the last one and each auxiliary layer's
     hours     tokens / (tokens per second of a worker x workers); loading the target, planning and writing are not in it
-    memory    of a worker: the target's weights, and of a batch 8 numbers of the hidden size and 3 of the MLP's a token
+    memory    of a worker: the target's weights, and of each batch in flight 8 + states numbers of the hidden size and 3 of the
+              MLP's a token
 """
 
 import argparse
 import json
-import random
 import shutil
 import time
 from dataclasses import dataclass
 from itertools import islice
-
-import torch
+from pathlib import Path
 
 from pipeline import chat, entry
 from pipeline.errors import PipelineError
@@ -27,12 +27,14 @@ from pipeline.features.schema import token_bytes
 from pipeline.progress import Progress
 from pipeline.provenance import public_name
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.target import DTYPES, Target, load_config, load_tokenizer, parameter_count_of
+from pipeline.target import DTYPES, feature_spec, load_config, load_tokenizer, parameter_count_of
 from preprocess.dialogues import clean, held_out
 from preprocess.pieces import encode_pieces, language
 from preprocess.sources import Tail, read_records
-from preprocess.worker import Document, length_sorted_batches, padded
+from preprocess.task import ShardTask
+from preprocess.worker import Document, FeatureWorker
 
+PART = 32  # documents that are timed together
 FRAME_BYTES = 640  # of a record batch and its entry in the footer, measured on the demo
 
 
@@ -102,23 +104,24 @@ def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
 def memory_bytes(recipe: Recipe) -> float:
     """Of one worker, without what Python and its libraries take."""
     config, size = load_config(recipe.target), DTYPES[recipe.target.dtype].itemsize
-    batch = recipe.features.batch_tokens * (8 * config.hidden_size + 3 * config.intermediate_size)
-    return (parameter_count_of(recipe.target) + batch) * size
+    states, in_flight = 1 + len(recipe.features.auxiliary_layers), max(1, int(recipe.features.gpus_per_worker))
+    batch = recipe.features.batch_tokens * ((8 + states) * config.hidden_size + 3 * config.intermediate_size)
+    return (parameter_count_of(recipe.target) + in_flight * batch) * size
 
 
 def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
-    """Tokens per second of one worker here: batches as the dump makes them, for at least so many seconds."""
-    torch.set_num_threads(recipe.features.cpus_per_worker)
-    target = Target(recipe.target, recipe.target.dtype)
-    batches = list(length_sorted_batches(documents, recipe.features.batch_tokens))
-    random.Random(0).shuffle(batches)  # of all lengths
-    target.capture(torch.zeros(1, len(batches[0][0].input_ids), dtype=torch.long)).cpu()  # warms up
-    tokens, begin = 0, time.perf_counter()
-    for batch in batches:
-        target.capture(padded(batch)).cpu()
-        tokens += sum(len(document.input_ids) for document in batch)
-        if time.perf_counter() - begin > seconds:
-            break
+    """Tokens per second of one worker here, in its own way but for the writing, for at least so many seconds."""
+    recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
+    worker = FeatureWorker(recipe, Path(), feature_spec(recipe))
+    worker.ready()
+    mixed = sorted(documents, key=lambda document: document.content())  # of all lengths, in any part of it
+    for _ in worker.rows(ShardTask("train", 0, mixed[:1]), {}):  # warms up
+        pass
+    tokens, first, begin = 0, 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds and first < len(mixed):
+        part = mixed[first : first + PART]
+        tokens += sum(len(row.input_ids) for row in worker.rows(ShardTask("train", 0, part), {}))
+        first += PART
     return tokens / (time.perf_counter() - begin)
 
 
@@ -150,7 +153,7 @@ def main() -> None:
     )
     if recipe.features.store:
         print(f"       shards go to {public_name(recipe.features.store)}: the disk is that of whoever trains on them")
-    if size > free:
+    if size > free and not recipe.features.store:
         print(
             "WARNING: the dump does not fit the disk: lower data.max_tokens, set features.stored_dtype='float8_e4m3fn',"
         )

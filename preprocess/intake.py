@@ -31,9 +31,6 @@ class Intake:
                     raise chat.Unusable("language")
                 duplicates.refuse_repeated(dialogue)
             except chat.Unusable as reason:
-                self.reject(record_id(record), reason)
+                self.rejected.append((record_id(record), str(reason)))
                 continue
             yield dialogue
-
-    def reject(self, doc_id: str, reason: chat.Unusable) -> None:
-        self.rejected.append((doc_id, str(reason)))

@@ -4,9 +4,13 @@ Shard k holds the k-th group of accepted dialogues, in the order of the source, 
 Knows no Ray.
 """
 
+import ctypes
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -24,16 +28,39 @@ from preprocess.task import ShardTask
 from preprocess.worker import Document
 
 Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_pieces` returns
+PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
 
 
 def _start_planner(target: TargetConfig) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves no planner behind
     _here["tokenizer"] = load_tokenizer(target)
 
 
 def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
     return encode_pieces(_here["tokenizer"], dialogue, data)
+
+
+class _Encoding:
+    """Call it for the result. Raises what `encode_pieces` does."""
+
+    def __init__(self, processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig):
+        with self._alive():
+            self._future = processes.submit(_encode_there, dialogue, data)
+
+    def __call__(self) -> Encoded:
+        with self._alive():
+            return self._future.result()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenProcessPool:
+            raise PipelineError(
+                "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
+            ) from None
 
 
 @dataclass
@@ -50,6 +77,7 @@ class Plan:
     _open: dict[str, list[Document]] = field(default_factory=lambda: {"train": [], "validation": []})
     _indices: Counter = field(default_factory=Counter)
     _train_tokens: int = 0
+    _unusable: list[tuple[str, str]] = field(default_factory=list)
     _intake: Intake = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,8 +89,8 @@ class Plan:
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
-        """(document id, reason), before anything was dumped."""
-        return self._intake.rejected
+        """(document id, reason), before anything was dumped: by the intake, then for what their encoding is."""
+        return [*self._intake.rejected, *self._unusable]
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
@@ -70,7 +98,7 @@ class Plan:
             try:
                 split, documents = self._place(dialogue, encode)
             except chat.Unusable as reason:
-                self._intake.reject(dialogue.doc_id, reason)
+                self._unusable.append((dialogue.doc_id, str(reason)))
                 continue
             for document in documents:
                 if self._full(split):  # after another window of the same record
@@ -98,7 +126,7 @@ class Plan:
             waiting: deque = deque()
             for dialogue in self._intake:
                 wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                job = processes.submit(_encode_there, dialogue, data).result if wanted else None
+                job = _Encoding(processes, dialogue, data) if wanted else None
                 waiting.append((dialogue, job))
                 if len(waiting) > AHEAD * planners:
                     yield waiting.popleft()

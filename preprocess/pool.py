@@ -72,8 +72,9 @@ class _Worker:
 class Pool:
     """Iterate over `records(tasks)`; the pool starts Ray with the first task and shuts it down after the last."""
 
-    def __init__(self, recipe: Recipe, make: Callable[[Tell], Worker]):
-        self._recipe, self._make, self._settings = recipe, make, recipe.features
+    def __init__(self, recipe: Recipe, make: Callable[[Tell], Worker], batch_key: str):
+        """`batch_key`: the recipe's key for the size of a batch, to be named where one is too large."""
+        self._recipe, self._make, self._settings, self._batch_key = recipe, make, recipe.features, batch_key
         self._beats: Any = None
         self._hired = 0
         self._workers: list[_Worker] = []
@@ -195,7 +196,7 @@ class Pool:
         queued = list(worker.tasks.values())
         log.warning("a worker was lost (%s): %s", _name(queued[0]) if queued else "idle", why)
         if queued:
-            history = self._histories.setdefault((queued[0].split, queued[0].index), _History())
+            history = self._histories.setdefault((queued[0].split, queued[0].index), _History(self._batch_key))
             _, busy = ray.get(self._beats.read.remote()).get(worker.number, (0, ()))
             queued[0] = history.next_try(queued[0], busy, why)
         self._workers[self._workers.index(worker)] = self._hire()
@@ -211,6 +212,7 @@ class _History:
     alone are cleared.
     """
 
+    batch_key: str = "features.batch_tokens"
     batches: list[tuple[str, ...]] = field(default_factory=list)  # busy with several dialogues
     alone: Counter = field(default_factory=Counter)  # losses of each dialogue by itself
     cleared: set[str] = field(default_factory=set)
@@ -225,10 +227,10 @@ class _History:
         seen_before = {doc_id for batch in self.batches for doc_id in batch}
         self.batches.append(busy)
         suspects = tuple(doc_id for doc_id in busy if doc_id in seen_before and doc_id not in self.cleared)
-        if not suspects and busy in self.batches[:-1]:
+        if not suspects and seen_before.issuperset(busy):
             raise PipelineError(
-                f"{_name(task)} lost {self.batches.count(busy)} workers on one batch, the last one because: {why} Each of its "
-                "dialogues comes through alone, so the batch is too large: lower features.batch_tokens and run the job again"
+                f"{_name(task)} lost workers on the same dialogues again and again, the last one because: {why} Each of them comes "
+                f"through alone, so the batch is too large: lower {self.batch_key} and run the job again"
             )
         return replace(task, suspects=suspects)
 

@@ -21,13 +21,14 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 
 from pipeline import entry
+from pipeline.chat import template_fingerprint, tokenizer_fingerprint
 from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, exclusive, read_json, sha256, write_json, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.target import fingerprint
-from preprocess.answers import AnswerWorker, PartRecord
+from pipeline.target import fingerprint, load_tokenizer
+from preprocess.answers import AnswerWorker, Part
 from preprocess.driver import REJECTED, require_lasting
 from preprocess.intake import Intake
 from preprocess.pool import Pool
@@ -36,11 +37,33 @@ from preprocess.task import ShardTask
 MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
 
 
+@dataclass(frozen=True)
+class PartRecord:
+    """One file of the result; the counts are `Part`'s."""
+
+    name: str
+    index: int
+    dialogues: int
+    answers: int
+    tokens: int
+    documents: str
+    rejected: dict[str, str]
+    edits: dict[str, int]
+    sha256: str
+
+
+def write_part(folder: Path, part: Part) -> PartRecord:
+    path = folder / f"part-{part.index:06d}.jsonl"
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in part.dialogues))
+    counts = {**asdict(part), "dialogues": len(part.dialogues)}
+    return PartRecord(name=path.name, sha256=sha256(path), **counts)
+
+
 @dataclass
 class Parts:
     """The manifest: what is finished."""
 
-    made_by: dict[str, str]  # target and settings
+    made_by: dict[str, str]  # fingerprints
     parts: list[PartRecord] = field(default_factory=list)
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
@@ -70,7 +93,13 @@ def regenerate(recipe: Recipe) -> list[str]:
     with exclusive(folder, "regeneration"):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
-        made_by = {"target": fingerprint(recipe.target), "settings": recipe.regenerate_hash}
+        tokenizer = load_tokenizer(recipe.target)
+        made_by = {
+            "target": fingerprint(recipe.target),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "template": template_fingerprint(tokenizer),
+            "settings": recipe.regenerate_hash,
+        }
         parts = Parts.load(folder) if (folder / MANIFEST).exists() else Parts(made_by)
         if parts.made_by != made_by:
             raise PipelineError(
@@ -106,7 +135,8 @@ def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     write_provenance(folder, recipe)
     start = sum(part.dialogues + len(part.rejected) for part in parts.parts)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
-        for record in Pool(recipe, partial(AnswerWorker, recipe, folder.resolve())).records(tasks):
+        for part in Pool(recipe, partial(AnswerWorker, recipe), "regenerate.batch").records(tasks):
+            record = write_part(folder, part)
             parts.parts.append(record)
             parts.save(folder)
             progress.advance(record.dialogues + len(record.rejected), parts=len(parts.parts))

@@ -62,16 +62,19 @@ def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str 
 
 
 def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tuple[float, float]]:
-    """Document id -> relative error of its stored hidden states against the target's now, of the row and of the worst
-    token, for a fixed random sample.
+    """Document id -> relative error of its stored hidden states against the target's now, of the row (of its worst layer, with
+    auxiliary ones) and of the worst token, for a fixed random sample.
     """
     errors = {}
     for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
         row = store.row(number)
-        fresh_TD = target.capture(torch.from_numpy(row.input_ids.astype("int64"))[None])[0].float().cpu()
-        wrong_TD = row.hidden_TD.float() - fresh_TD
-        worst = (wrong_TD.norm(dim=-1) / fresh_TD.norm(dim=-1)).max()
-        errors[row.doc_id] = ((wrong_TD.norm() / fresh_TD.norm()).item(), worst.item())
+        tokens_BT = torch.from_numpy(row.input_ids.astype("int64"))[None]
+        fresh_TSD = target.capture_all(tokens_BT, store.spec.auxiliary_numbers)[0].float().cpu()
+        stored = [row.hidden_TD[:, None]] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
+        wrong_TSD = torch.cat(stored, 1).float() - fresh_TSD
+        worst = (wrong_TSD.norm(dim=-1) / fresh_TSD.norm(dim=-1)).max()
+        of_state_S = wrong_TSD.norm(dim=(0, 2)) / fresh_TSD.norm(dim=(0, 2))
+        errors[row.doc_id] = (of_state_S.max().item(), worst.item())
     return errors
 
 
@@ -80,10 +83,17 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
     sets = [*overrides, f"output={folder.parent}"]
     given = recipe_path != folder / RECIPE  # the copy beside the shards has the store's private parts cut off
     store = store_of(load_recipe(recipe_path, sets)) if given else None
+    if not given and recipe_path.exists() and load_recipe(recipe_path, sets).features.store:
+        raise PipelineError(f"{folder}: its shards are in a store; give the recipe that names it: --recipe RECIPE")
     if store:
         fetch(load_recipe(recipe_path, sets), checksums=False)
     manifest = Manifest.load(folder)
     found = damaged_shards(folder, manifest)
+    if store and found:  # here only? What is damaged in the store, too, stays
+        for name in found:
+            (folder / name).unlink(missing_ok=True)
+        fetch(load_recipe(recipe_path, sets), checksums=False)
+        found = damaged_shards(folder, manifest)
     for name, reason in found.items():
         print(f"{name}: {reason}")
     whole = sum(record.name not in found for record in manifest.shards)

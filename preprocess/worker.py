@@ -95,9 +95,10 @@ class FeatureWorker:
             if document.doc_id in task.suspects:
                 self._compute([document])
         rejected = dict(task.set_aside)
-        rows = self._rows(task, rejected)
+        rows = self.rows(task, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
         if self._store is not None:
+            self._tell(())  # what goes wrong from here on is no dialogue's fault
             self._store.put(self._folder / record.name)
             (self._folder / record.name).unlink()
         return replace(record, documents=task.fingerprint)
@@ -117,7 +118,8 @@ class FeatureWorker:
             self._busy.remove(doc_ids)
         return states_BTSD
 
-    def _rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[Row]:
+    def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[Row]:
+        """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
         documents = [document for document in task.documents if document.doc_id not in task.set_aside]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
         for batch, states_BTSD in ahead(self._compute, batches, self._computing, self._in_flight):

@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     config, ranks = recipe.train, ranks_of(recipe.train)
-    on_cpu = recipe.target.device == "cpu"
+    measured_on_cpu = not arguments.tokens_per_second and resolve_device(recipe.target.device).type == "cpu"
     steps = int(arguments.rows // config.global_batch) * config.epochs
     validations = steps // config.validate_every + 1
     tokens = arguments.tokens * config.epochs + VALIDATION * validations * arguments.validation_tokens
@@ -112,9 +112,9 @@ def main() -> None:
         with torch.device("meta"):
             draft = build(recipe.draft[name], shapes)
         speed = arguments.tokens_per_second or measured_speed(
-            recipe, name, max(int(arguments.tokens / arguments.rows), 8)
+            recipe, name, max(int(arguments.tokens / max(arguments.rows, 1)), 8)
         )
-        whole = speed if on_cpu else speed * ranks  # CPU ranks share the machine that was measured
+        whole = speed if measured_on_cpu else speed * ranks  # CPU ranks share the machine that was measured
         drafts[name] = {
             "parameters": parameter_count(draft),
             "hours": round(tokens / whole / 3600, 6),

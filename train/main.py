@@ -31,7 +31,7 @@ def main() -> None:
         parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(sorted(recipe.draft))}")
     ends = load_ends(recipe.target)
     expected = feature_spec(recipe)
-    fetch(recipe, expected)  # before ranks meet: a long download is no collective that times out
+    fetch(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class _Clock:
     """Wall-clock laps; waits for the accelerator, if there is one, so that a lap holds its own work."""
 
     def __init__(self, device: torch.device):
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+        self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
         self.now()
 
     def now(self) -> float:

@@ -53,9 +53,13 @@ class FeatureSpec:
     version: int = VERSION
 
     @property
+    def auxiliary_numbers(self) -> list[int]:
+        return [int(layer) for layer in self.auxiliary_layers.split()]
+
+    @property
     def auxiliary(self) -> int:
         """How many auxiliary layers."""
-        return len(self.auxiliary_layers.split())
+        return len(self.auxiliary_numbers)
 
 
 @dataclass(frozen=True)

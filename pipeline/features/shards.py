@@ -55,7 +55,10 @@ class Manifest:
             raise PipelineError(
                 f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py RECIPE"
             )
-        raw = read_json(path)
+        return cls.parse(read_json(path), path)
+
+    @classmethod
+    def parse(cls, raw: Any, path: object) -> "Manifest":
         try:
             return cls(
                 spec=FeatureSpec(**raw["spec"]),
@@ -135,7 +138,8 @@ def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> N
     reason = damage(folder, record, checksum)
     if reason:
         raise PipelineError(
-            f"feature shard {folder / record.name}: {reason}. Run preprocess/dump_features.py again: it redoes exactly the damaged shards"
+            f"feature shard {folder / record.name}: {reason}. It can be dumped again: "
+            f"python -m preprocess.verify {folder} --repair (with --recipe RECIPE where that names a store)"
         )
 
 

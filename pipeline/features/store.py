@@ -5,6 +5,7 @@ it from there. The manifest in the store is the truth: an object that it does no
 nothing. Credentials are the libraries' own (environment, profiles, roles).
 """
 
+import json
 from pathlib import Path
 
 import fsspec
@@ -14,8 +15,8 @@ from pyarrow import fs
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage, require_whole
-from pipeline.files import atomic_path
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
+from pipeline.files import atomic_path, sha256
 from pipeline.progress import Progress
 from pipeline.provenance import public_name
 from pipeline.recipe import Recipe
@@ -26,15 +27,21 @@ class Store:
 
     def __init__(self, url: str):
         self._url = public_name(url)  # without credentials
+        if "://" not in url:
+            raise PipelineError(
+                f"features.store={url!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
+            )
         try:
             try:
                 self._fs, root = fs.FileSystem.from_uri(url)
-            except pa.ArrowInvalid:  # not one of pyarrow's own
-                other, root = fsspec.url_to_fs(url)
+            except pa.ArrowInvalid as error:
+                if "Unrecognized filesystem" not in str(error):
+                    raise
+                other, root = fsspec.url_to_fs(url)  # not one of pyarrow's own
                 self._fs = fs.PyFileSystem(fs.FSSpecHandler(other))
         except (OSError, ValueError, ImportError) as error:
-            raise PipelineError(f"features.store {self._url} cannot be opened: {error}") from None
-        self._root = root.rstrip("/")
+            raise self._failed("opening", error) from None
+        self.url, self._root = url, root.rstrip("/")
 
     def _failed(self, what: str, error: Exception) -> PipelineError:
         return PipelineError(f"features.store {self._url}: {what} failed: {str(error).splitlines()[0]}")
@@ -55,17 +62,35 @@ class Store:
         except OSError as error:
             raise self._failed(f"writing {path.name}", error) from None
 
-    def get(self, name: str, folder: Path) -> None:
-        """Fetches one object, whole or not at all."""
+    def get(self, name: str, folder: Path, checksum: str | None = None) -> None:
+        """Fetches one object, whole or not at all; one whose SHA-256 is not `checksum` does not arrive."""
         with atomic_path(folder / name) as temporary:
             try:
                 fs.copy_files(f"{self._root}/{name}", str(temporary), self._fs, fs.LocalFileSystem())
             except OSError as error:
-                if not self._missing(name):
-                    raise self._failed(f"reading {name}", error) from None
+                raise self._unreadable(name, error) from None
+            if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
-                    f"features.store {self._url} has no {name}: dump the features first, or dump again what is missing"
-                ) from None
+                    f"features.store {self._url}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
+                    f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+                )
+
+    def manifest(self) -> Manifest:
+        try:
+            with self._fs.open_input_stream(f"{self._root}/{MANIFEST}") as file:
+                raw = json.loads(file.read())
+        except OSError as error:
+            raise self._unreadable(MANIFEST, error) from None
+        except ValueError as error:
+            raise self._failed(f"reading {MANIFEST}", error) from None
+        return Manifest.parse(raw, f"{self._url}/{MANIFEST}")
+
+    def _unreadable(self, name: str, error: OSError) -> PipelineError:
+        if not self._missing(name):
+            return self._failed(f"reading {name}", error)
+        return PipelineError(
+            f"features.store {self._url} has no {name}: dump the features first, or dump again what is missing"
+        )
 
     def _missing(self, name: str) -> bool:
         try:
@@ -88,29 +113,33 @@ def fetch(recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool =
     """Where the recipe's features are in a store, brings them to the run's own folder; what is there already is kept.
 
     Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before anything is
-    fetched; without `checksums` damaged shards come unnoticed, for `verify` to find.
+    fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError, also for a dump that is
+    not finished.
     """
     store, folder = store_of(recipe), recipe.features_dir
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".fetch.lock"):
-        store.get(MANIFEST, folder)
-        manifest = Manifest.load(folder)
+        manifest = store.manifest()
         if expected is not None:
-            require_same(manifest.spec, expected, recipe.features.store)
+            require_same(manifest.spec, expected, public_name(recipe.features.store))
+        if not manifest.complete:
+            raise PipelineError(
+                f"{public_name(recipe.features.store)}: the dump is not finished. Run it again: it continues"
+            )
         wanted = [record for record in manifest.shards if damage(folder, record, checksum=False)]
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
-                store.get(record.name, folder)
-                if checksums:
-                    require_whole(folder, record)
+                store.get(record.name, folder, record.sha256 if checksums else None)
                 progress.advance(1)
-        fetch_prompts(recipe)
+        for name in (HELDOUT_PROMPTS, "recipe.json"):
+            store.get(name, folder)
+        manifest.save(folder)
 
 
 def fetch_prompts(recipe: Recipe) -> None:
     """Only the held-out prompts, for evaluation."""
     store = store_of(recipe)
-    if store is not None and not (recipe.features_dir / HELDOUT_PROMPTS).exists():
+    if store is not None:
         store.get(HELDOUT_PROMPTS, recipe.features_dir)

@@ -20,7 +20,8 @@ def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
             "question_id": question,
             "temperature": 0.0,
             "method": method,
-            "generation": {"acceptance": {"tokens": tokens, "passes": passes}},
+            "repeat": 0,
+            "generation": {"tokens": [tokens], "acceptance": {"tokens": tokens, "passes": passes}},
         }
         for method, question, tokens, passes in answers
     ]
@@ -35,8 +36,9 @@ def test_tau_is_pooled_over_the_prompts_that_both_runs_have(tmp_path):
     )
     other = write_records(tmp_path / "other", [("x", "a", 12, 4), ("x", "b", 30, 8)])
     cell = ("set", 0.0, "x")
-    assert read_counts(one).keys() == {cell}
-    found = compared(read_counts(one)[cell], read_counts(other)[cell])
+    counts, _ = read_counts(one)
+    assert counts.keys() == {cell}
+    found = compared(counts[cell], read_counts(other)[0][cell])
     assert found["prompts"] == 2
     assert found["tau"] == [42 / 16, 42 / 12] and found["difference"] == 42 / 12 - 42 / 16
     low, high = found["interval"]
@@ -45,19 +47,21 @@ def test_tau_is_pooled_over_the_prompts_that_both_runs_have(tmp_path):
 
 def test_equal_runs_differ_by_nothing(tmp_path):
     answers = [("x", str(number), 20 + number, 10) for number in range(10)]
-    one, other = (write_records(tmp_path / name, answers) for name in ("one", "other"))
+    plain = [("plain", str(number), 7, 0) for number in range(12)]
+    one = write_records(tmp_path / "one", [*plain, *answers, ("x", "10", 99, 1), ("x", "11", 9, 3)])
+    other = write_records(tmp_path / "other", [*plain[:-1], ("plain", "11", 8, 0), *answers, ("x", "11", 9, 1)])
     done = run_command([sys.executable, "-m", "eval.compare", str(one), str(other)])
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures[0]["difference"] == 0 and figures[0]["interval"] == [0, 0]
-    assert "tau 2.450 -> 2.450" in done.stdout
+    assert "10 prompts (2 left out)  tau 2.450 -> 2.450" in done.stdout  # one decoded once, one answered otherwise
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
     one = write_records(tmp_path / "one", [("x", "a", 1, 1)])
     other = write_records(tmp_path / "other", [("x", "b", 1, 1)])
     cell = ("set", 0.0, "x")
-    with pytest.raises(PipelineError, match="no prompt in common"):
-        compared(read_counts(one)[cell], read_counts(other)[cell])
+    with pytest.raises(PipelineError, match="no prompt with the same plain answer in common"):
+        compared(read_counts(one)[0][cell], read_counts(other)[0][cell])
     with pytest.raises(PipelineError, match="evaluate the run first"):
         read_counts(tmp_path / "none")

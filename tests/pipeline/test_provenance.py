@@ -21,6 +21,9 @@ from pipeline.recipe import Recipe
         ("file:///home/alice/data.json", "data.json"),
         ("https://alice:secret@host.example/x/data.json?sig=abc#z", "https://host.example/x/data.json"),
         ("s3://bucket/data.json?token=abc", "s3://bucket/data.json"),
+        ("s3://KEY:SE/CR+ET@bucket/run?region=x", "s3://bucket/run"),
+        ("abfs://container@account.dfs.example/run", "abfs://container@account.dfs.example/run"),
+        ("hf://datasets/owner/name@revision/file.json", "hf://datasets/owner/name@revision/file.json"),
     ],
 )
 def test_no_private_part_of_an_address_is_public(source, public):
@@ -32,10 +35,11 @@ def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, 
     tree["target"]["chat_template"] = "/home/alice/template.jinja"
     tree["eval"]["benchmarks"]["mine"] = {"source": "https://alice:secret@host.example/mine.jsonl"}
     tree["train"]["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/mnt/alice"}}}
+    tree["features"]["store"] = "s3://alice:secret@alices-bucket/run"
     write_provenance(tmp_path / "out", Recipe.model_validate(tree))
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
     assert "secret" not in written and "/home" not in written and "/mnt" not in written
-    assert str(tmp_path) not in written
+    assert str(tmp_path) not in written and "alices-bucket" not in written
     resolved = json.loads((tmp_path / "out/recipe.json").read_text())
     assert resolved["target"]["chat_template"] == "template.jinja"
     assert resolved["draft"] == tree["draft"]
@@ -47,3 +51,4 @@ def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "an accelerator")
     assert " cores, " in hardware("cpu")
     assert hardware("auto") == hardware("cuda") == "an accelerator (one of 8)"
+    assert hardware("spread") == "8 x an accelerator"

@@ -109,7 +109,7 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturb
 
 def test_nothing_in_flight_is_nothing_to_wait_for(tiny_recipe):
     """The last look may bring every result before the plan is known to have no more."""
-    assert list(Pool(tiny_recipe, None)._collect()) == []
+    assert list(Pool(tiny_recipe, None, "features.batch_tokens")._collect()) == []
 
 
 def test_an_error_without_a_message_is_still_an_error():

@@ -65,16 +65,6 @@ def source(tmp_path) -> Path:
     return write_sharegpt(tmp_path / "data.json")
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_dialogues": 9, "validation_dialogues": 2}, {"max_tokens": 900}])
-def test_planning_processes_change_nothing(source, tiny_target, limits):
-    found = []
-    for planners in (1, 3):
-        recipe = recipe_for(source, tiny_target, data=limits, features={"planners": planners})
-        plan, tasks = planned(recipe)
-        found.append((fingerprint(tasks), plan.accounting(as_if_written(tasks)), plan.rejected, plan.prompts))
-    assert found[0] == found[1]
-
-
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 TEXTS = ["hi", "x" * 400, " ", "é😀", "why?", "because"]
@@ -128,7 +118,8 @@ def test_every_record_is_accepted_rejected_or_skipped(tmp_path, records, drop, l
     assert fingerprint(tasks) == fingerprint(planned(recipe)[1])
 
 
-def test_each_fate_is_counted_under_its_name(tmp_path):
+def write_spoilt(tmp_path: Path) -> Path:
+    """Twelve good records, nine that are rejected or edited, a torn end."""
     good = json.loads(write_sharegpt(tmp_path / "data.json", 12).read_text())
     turns = good[0]["conversations"]
     spoilt = [
@@ -144,7 +135,21 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
     ]
     source = tmp_path / "spoilt.json"
     source.write_text(json.dumps(good + spoilt)[:-1])
-    plan, tasks = planned(recipe_for(source, data={"heldout_fraction": 0.0}))
+    return source
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_dialogues": 7, "validation_dialogues": 1}, {"max_tokens": 500}])
+def test_planning_processes_change_nothing(tmp_path, tiny_target, limits):
+    source, found = write_spoilt(tmp_path), []
+    for planners in (1, 3):
+        recipe = recipe_for(source, tiny_target, data=limits, features={"planners": planners})
+        plan, tasks = planned(recipe)
+        found.append((fingerprint(tasks), plan.accounting(as_if_written(tasks)), plan.rejected, plan.prompts))
+    assert found[0] == found[1] and found[0][2]
+
+
+def test_each_fate_is_counted_under_its_name(tmp_path):
+    plan, tasks = planned(recipe_for(write_spoilt(tmp_path), data={"heldout_fraction": 0.0}))
     assert plan.accounting(as_if_written(tasks)) == {
         "records": 21,
         "windows": 0,
@@ -370,7 +375,7 @@ def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_tar
 
 def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_target):
     """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
-    recipe = float_recipe(tiny_target, source, batch_tokens=1)
+    recipe = float_recipe(tiny_target, source, batch_tokens=1, auxiliary_layers=[1, 2])
     task, told = first_task(recipe), []
     wide = recipe.model_copy(update={"features": recipe.features.model_copy(update={"gpus_per_worker": 3})})
     one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))

@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.target import load_tokenizer
 from preprocess.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
-from preprocess.dialogues import Dialogue, held_out
+from preprocess.dialogues import Dialogue
 from preprocess.intake import Intake
 from preprocess.plan import Plan
 from preprocess.task import ShardTask
@@ -37,8 +37,8 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_greedy_answers_are_the_targets_own_whatever_else_is_in_the_batch(tiny_recipe, tmp_path, loaded_target):
-    worker = AnswerWorker(with_answers(tiny_recipe, max_new_tokens=12), tmp_path)
+def test_greedy_answers_are_the_targets_own_whatever_else_is_in_the_batch(tiny_recipe, loaded_target):
+    worker = AnswerWorker(with_answers(tiny_recipe, max_new_tokens=12))
     worker.ready()
     tokenizer = load_tokenizer(tiny_recipe.target)
     questions = ["why?", "a much longer question, so that rows are padded", "who"]
@@ -51,35 +51,46 @@ def test_greedy_answers_are_the_targets_own_whatever_else_is_in_the_batch(tiny_r
         assert answer == alone[0, len(prompt) :].tolist()
 
 
-def sampled(recipe: Recipe, folder: Path, **settings) -> list[dict]:
+def sampled(recipe: Recipe, **settings) -> list[dict]:
     changed = with_answers(recipe, **{"temperature": 1.0, "max_new_tokens": 16, **settings})
-    worker = AnswerWorker(changed, folder)
-    record = worker.work(ShardTask("part", 0, dialogues_of(recipe, 12)))
-    assert record.dialogues == len(lines(folder / record.name))
-    return lines(folder / record.name)
+    part = AnswerWorker(changed).work(ShardTask("part", 0, dialogues_of(recipe, 12)))
+    assert len(part.dialogues) + len(part.rejected) == 12
+    return part.dialogues
 
 
-def test_a_sampled_answer_depends_on_seed_dialogue_and_question_only(tiny_recipe, tmp_path):
-    alone = sampled(tiny_recipe, tmp_path / "alone", batch=1)
+def test_a_sampled_answer_depends_on_seed_dialogue_and_question_only(tiny_recipe):
+    alone = sampled(tiny_recipe, batch=1)
     assert len(alone) >= 10
-    assert sampled(tiny_recipe, tmp_path / "together", batch=5) == alone
-    other = sampled(tiny_recipe.model_copy(update={"seed": 1}), tmp_path / "seed", batch=5)
+    assert sampled(tiny_recipe, batch=5) == alone
+    other = sampled(tiny_recipe.model_copy(update={"seed": 1}), batch=5)
     assert [line["id"] for line in other] == [line["id"] for line in alone] and other != alone
 
 
-def test_questions_are_the_sources_and_answers_are_not(tiny_recipe, tmp_path):
+def test_questions_are_the_sources_and_answers_are_not(tiny_recipe):
     source = {dialogue.doc_id: dialogue.messages for dialogue in dialogues_of(tiny_recipe, 12)}
-    for line in sampled(tiny_recipe, tmp_path):
+    for line in sampled(tiny_recipe):
         had, has = source[line["id"]], line["messages"]
         assert [message["role"] for message in has] == ["user", "assistant"] * (len(has) // 2)
         assert [m["content"] for m in has[::2]] == [m["content"] for m in had[::2]][: len(has) // 2]
         assert all(m["content"] != other["content"] for m, other in zip(has[1::2], had[1::2], strict=False))
 
 
-def test_top_k_of_one_is_greedy(tiny_recipe, tmp_path):
-    one = sampled(tiny_recipe, tmp_path / "one", top_k=1)
-    greedy = sampled(tiny_recipe, tmp_path / "greedy", temperature=0.0)
-    assert one == greedy
+def test_top_k_of_one_is_greedy(tiny_recipe):
+    assert sampled(tiny_recipe, top_k=1) == sampled(tiny_recipe, temperature=0.0)
+
+
+def test_no_answer_runs_past_the_targets_positions(tiny_recipe):
+    """1,024 of them; the longest questions that leave room for an answer are asked, the others are not."""
+    positions = 1024
+    longer = tiny_recipe.model_copy(update={"data": tiny_recipe.data.model_copy(update={"max_length": 5000})})
+    worker = AnswerWorker(with_answers(longer, max_new_tokens=positions - 60))
+    worker.ready()
+    for length, end in ((20, None), (100, "too_long")):
+        conversation = Conversation("id", [], ["x" * length])
+        prompt = worker._prompt(conversation)
+        assert conversation.end == end and (prompt is None or len(prompt) <= 60)
+    with pytest.raises(PipelineError, match="leaves no room for a question"):
+        AnswerWorker(with_answers(longer, max_new_tokens=positions)).ready()
 
 
 def test_gumbel_noise_samples_the_softmax():
@@ -106,8 +117,8 @@ def test_what_counts_as_a_loop(ids, loop):
     assert repeats_itself(ids) is loop
 
 
-def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, tmp_path):
-    worker = AnswerWorker(tiny_recipe, tmp_path)
+def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe):
+    worker = AnswerWorker(tiny_recipe)
     worker.ready()
     stop, text = worker._stop_ids[0], worker._target.tokenizer("hello there")["input_ids"]
 
@@ -201,16 +212,17 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     plan = Plan(recipe, load_tokenizer(recipe.target))
     found = {document.doc_id: task.split for task in plan.tasks() for document in task.documents}
     assert len(found) > 20 and set(found) <= set(answered)
-    assert {doc_id for doc_id, split in found.items() if split == "validation"} <= {
-        doc_id for doc_id in answered if held_out(doc_id, recipe.data.heldout_fraction)
-    }
+    source = Plan(load_recipe(recipe_file), load_tokenizer(recipe.target))
+    split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
+    assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
+    assert set(found.values()) == {"train", "validation"}
 
 
 def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):
-    from preprocess.regenerate import _is_done, _tasks
+    from preprocess.regenerate import _is_done, _tasks, write_part
 
     task = next(_tasks(tiny_recipe, Intake(tiny_recipe.data), Counter()))
-    record = AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4), tmp_path).work(task)
+    record = write_part(tmp_path, AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4)).work(task))
     assert _is_done(task, {0: record}, tiny_recipe)
     changed = ShardTask("part", 0, task.documents[1:])
     with pytest.raises(PipelineError, match="made of other dialogues"):

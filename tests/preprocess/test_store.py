@@ -1,6 +1,7 @@
 """Features in an object store: a real S3 server on loopback, files, and an fsspec file system in memory."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,9 @@ def test_what_is_put_comes_back(request, tmp_path, kind):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nope://bucket/x", "cannot be opened"),
+        ("nope://bucket/x", "opening failed"),
+        ("relative/folder", "has no scheme"),
+        ("s3://shards/run?regin=us-east-1", "Unexpected query parameter"),
         ("s3://u:secret@shards/run?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", "listing failed"),
     ],
 )
@@ -109,7 +112,7 @@ def test_shards_are_in_the_store_only_and_the_same_bytes(dumped, tmp_path):
     assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
     assert len(FeatureStore(recipe.features_dir, "train", spec)) > 20
     public = json.loads((load_recipe(recipe_file).features_dir / "recipe.json").read_text())
-    assert public["features"]["store"] == "s3://shards/run"
+    assert public["features"]["store"] == "s3://"
 
 
 @pytest.mark.real
@@ -152,6 +155,52 @@ def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_
     assert repaired.returncode == 0, repaired.stdout + repaired.stderr
     Store(url).get(name, tmp_path / "copy")
     assert (tmp_path / "copy" / name).read_bytes() == whole
+
+
+@pytest.mark.real
+def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
+    recipe_file, url, expected = dumped
+    recipe, _ = fetched(recipe_file, tmp_path)
+    before = Store(url).sizes()
+    name = sorted(expected)[0]
+    content = bytearray((recipe.features_dir / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (recipe.features_dir / name).write_bytes(content)
+    verify = [sys.executable, "-m", "preprocess.verify", str(recipe.features_dir), "--rows", "0"]
+    blind = run_command([*verify, "--repair"])
+    assert blind.returncode == 2 and "give the recipe that names it" in blind.stderr
+    done = run_command([*verify, "--recipe", str(recipe_file)])
+    assert done.returncode == 0, done.stderr
+    assert sha256(recipe.features_dir / name) == expected[name] and Store(url).sizes() == before
+
+
+@pytest.mark.real
+def test_a_finished_dump_can_move_into_a_store(dumped, tmp_path):
+    """Its whole shards are sent off, not dumped again; only the plan is made anew."""
+    recipe_file, _, expected = dumped
+    plain = recipe_file.parent / "plain"
+    shutil.copytree(plain, tmp_path / "run")
+    url = f"file://{tmp_path}/store"
+    stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run/features").glob("*.arrow")}
+    done = run_command(dump_command(recipe_file, f"output={tmp_path / 'run'}", f'features.store="{url}"'))
+    assert done.returncode == 0, done.stderr
+    assert stamps and not list((tmp_path / "run/features").glob("*.arrow"))
+    recipe = load_recipe(recipe_file, [f"output={tmp_path / 'again'}", f'features.store="{url}"'])
+    fetch(recipe, feature_spec(recipe))
+    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+
+
+def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
+    spec = feature_spec(tiny_recipe)
+    (tmp_path / "store").mkdir()
+    Manifest(spec, []).save(tmp_path / "store")
+    features = tiny_recipe.features.model_copy(update={"store": f"file://{tmp_path}/store"})
+    recipe = tiny_recipe.model_copy(update={"features": features})
+    recipe.features_dir.mkdir(parents=True)
+    Manifest(spec, [], {"mine": 1}, complete=True).save(recipe.features_dir)
+    with pytest.raises(PipelineError, match="the dump is not finished"):
+        fetch(recipe, spec)
+    assert Manifest.load(recipe.features_dir).accounting == {"mine": 1}  # what was here is untouched
 
 
 @pytest.mark.real
