@@ -32,7 +32,7 @@ ACTIVATIONS = 40  # numbers of the hidden size that a token's forward keeps for 
 VALIDATION = 1 / 3  # of a token's training
 
 
-def memory_bytes(recipe: Recipe, name: str, draft: Draft, ranks: int) -> float:
+def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     """Of one rank. The draft may be on the meta device."""
     config, parameters, width = recipe.train, parameter_count(draft), draft.shapes["hidden_size"]
     size = DTYPES[config.dtype].itemsize
@@ -118,7 +118,7 @@ def main() -> None:
         drafts[name] = {
             "parameters": parameter_count(draft),
             "hours": round(tokens / whole / 3600, 6),
-            "memory_bytes": round(memory_bytes(recipe, name, draft, ranks)),
+            "memory_bytes": round(memory_bytes(recipe, draft, ranks)),
             "tokens_per_second": round(whole, 1),
         }
         facts = drafts[name]
