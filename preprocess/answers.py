@@ -25,7 +25,7 @@ from preprocess.dialogues import Dialogue
 from preprocess.pieces import accepted_messages
 from preprocess.task import ShardTask, Tell, nobody_listens
 
-LONGEST_PERIOD, REPEATED = 64, 4  # tokens; an answer that ends in REPEATED times the same up to so many is a loop
+LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
 TOLD_EVERY = 16  # steps between two signs of life
 
 
@@ -60,11 +60,15 @@ class Conversation:
 
 
 def repeats_itself(ids: list[int]) -> bool:
-    """Whether an answer ends in a loop: its last 4 x p tokens, and at least 32, are p tokens over and over."""
+    """Whether an answer ends in a loop: of its last 4 x p tokens (at least 32), three in four are the token p places before, for a
+    period p of up to 64. So a loop that counts, or moves further in with every line, is one, too.
+    """
     for period in range(1, LONGEST_PERIOD + 1):
         last = max(REPEATED * period, 32)
-        if len(ids) >= last and ids[-last:-period] == ids[period - last :]:
-            return True
+        if len(ids) >= last:
+            same = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
+            if same >= SAME * (last - period):
+                return True
     return False
 
 

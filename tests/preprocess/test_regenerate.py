@@ -110,7 +110,10 @@ def test_gumbel_noise_samples_the_softmax():
         (list(range(500)), False),
         ([*range(100), *list(range(64)) * 4], True),
         ([*range(100), *list(range(64)) * 3], False),
-        ([*[7] * 32, 8], False),
+        ([*[7] * 32, 8], True),
+        ([*[7] * 24, *range(8, 17)], False),
+        ([token for line in range(9) for token in (5, 6, 100 + line, 7, 8, 9)], True),  # counts
+        ([token for line in range(9) for token in (5, 100 + line, 200 + line, 7)], False),
     ],
 )
 def test_what_counts_as_a_loop(ids, loop):
