@@ -290,15 +290,16 @@ class Recipe(Section):
         data = self.data.model_dump(
             mode="json", include={"source", "subset", "split", "revision", "languages", "near_duplicates", "max_length"}
         )
-        answers = self.regenerate.model_dump(mode="json")
+        answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
         return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
 
     @property
     def dump_hash(self) -> str:
-        """What the feature shards depend on: how many workers wrote them, and on which device, is not part of it."""
-        features = self.features.model_dump(
-            mode="json", exclude={"workers", "planners", "gpus_per_worker", "store", "hang_seconds"}
-        )
+        """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that changes rounding
+        at most, and a dump whose batches were too large goes on with smaller ones.
+        """
+        how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
+        features = self.features.model_dump(mode="json", exclude=how)
         target = self.target.model_dump(mode="json", exclude={"device"})
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 

@@ -116,7 +116,9 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
         fetch(recipe, checksums=False)
         found, manifest = damaged_shards(folder, Manifest.load(folder)), Manifest.load(folder)
     if found or not manifest.complete:
-        raise PipelineError(f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --repair")
+        raise PipelineError(
+            f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --recipe RECIPE --repair"
+        )
     if recipe and rows:
         if fingerprint(recipe.target) != manifest.spec.target:
             raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")

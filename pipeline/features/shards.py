@@ -139,7 +139,7 @@ def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> N
     if reason:
         raise PipelineError(
             f"feature shard {folder / record.name}: {reason}. It can be dumped again: "
-            f"python -m preprocess.verify {folder} --repair (with --recipe RECIPE where that names a store)"
+            f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
         )
 
 

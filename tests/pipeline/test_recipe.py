@@ -293,7 +293,8 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
 
 NOT_WHAT_SHARDS_HOLD = {
     "target.device",
-    *(f"features.{key}" for key in ("workers", "planners", "gpus_per_worker", "store", "hang_seconds")),
+    *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
+    *(f"features.{key}" for key in ("store", "hang_seconds")),
 }
 
 
@@ -334,6 +335,7 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     }
     expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - {
         "target.device",
+        "regenerate.batch",
         *(f"data.{key}" for key in later),
     }
     assert changing(recipe, lambda r: r.regenerate_hash) == expected

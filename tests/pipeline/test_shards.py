@@ -289,7 +289,7 @@ def test_a_truncated_shard_is_refused(folder):
     assert damage(folder, record, checksum=False) == reason
     message = refusal(folder)
     assert f"feature shard {path}: {reason}" in message
-    assert f"python -m preprocess.verify {folder} --repair" in message
+    assert f"python -m preprocess.verify {folder} --recipe RECIPE --repair" in message
 
 
 def test_a_flipped_byte_is_found_by_the_checksum(folder):

@@ -162,7 +162,7 @@ def test_workers_that_fit_no_node_are_refused(job, tmp_path):
     recipe, _, _ = job
     done = run_command(dump_command(recipe, "features.gpus_per_worker=1", f"output={tmp_path / 'run'}"))
     assert done.returncode == 2
-    assert "no node has room for one dump worker" in done.stderr and "Traceback" not in done.stderr
+    assert "no node has room for one worker" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_path):

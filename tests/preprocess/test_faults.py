@@ -14,7 +14,7 @@ from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
 from preprocess.pool import Pool, _first_line, _History
 from preprocess.task import ShardTask
-from tests.kit import BIN, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import BIN, dump_command, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 
@@ -158,11 +158,14 @@ def test_a_batch_whose_dialogues_all_come_through_alone_is_too_large():
         tried(_History(), (A, B), (A, B), (A, B))
 
 
-def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, tmp_path):
+def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, undisturbed, tmp_path):
     done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and len(ids) > 1", KILLED)
     assert done.returncode == 2
     assert faults == 3  # twice, and again after each of its dialogues came through alone
     assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
+    again = run_command(dump_command(recipe, f"output={tmp_path / 'run'}", "features.batch_tokens=1"))
+    assert again.returncode == 0, again.stderr
+    assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 
 def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
