@@ -11,6 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.features.shards import Manifest
+from pipeline.recipe import Recipe
+from pipeline.target import feature_spec, load_tokenizer
+from preprocess.plan import Plan
+from preprocess.worker import FeatureWorker
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 TEMPLATE = (
@@ -117,6 +123,17 @@ def write_recipe(tree: dict, path: Path) -> Path:
     """A recipe file that commands can be given."""
     path.write_text(json.dumps(tree))
     return path.rename(path.with_suffix(".json"))
+
+
+def dump_here(recipe: Recipe) -> Manifest:
+    """Dumps the recipe's features in this process, without Ray; shards only."""
+    spec, folder = feature_spec(recipe), recipe.features_dir
+    folder.mkdir(parents=True)
+    worker, plan = FeatureWorker(recipe, folder, spec), Plan(recipe, load_tokenizer(recipe.target))
+    manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
+    manifest.accounting = plan.accounting(manifest.shards)
+    manifest.save(folder)
+    return manifest
 
 
 def run_command(arguments: list[str], timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:

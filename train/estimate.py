@@ -45,7 +45,7 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     return states + ends + logits + activations
 
 
-def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 8) -> float:
+def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
     """Tokens a second of forward, backward and AdamW on random features of dialogues of `length` tokens."""
     config, device, dtype = recipe.train, resolve_device(recipe.target.device), DTYPES[recipe.train.dtype]
     shapes, ends = shapes_of(load_config(recipe.target)), load_ends(recipe.target)

@@ -17,7 +17,7 @@ from pipeline.features.store import Store, fetch, store_of
 from pipeline.files import sha256
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.target import feature_spec
-from tests.kit import dump_command, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
+from tests.kit import dump_command, dump_here, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -82,8 +82,7 @@ def dumped(bucket, tiny_target, tmp_path_factory) -> tuple[Path, str, dict[str, 
     """(recipe file with a store, address of the store, checksum by shard of the same dump without it)."""
     folder = tmp_path_factory.mktemp("store")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "plain")
-    done = run_command(dump_command(write_recipe(tree, folder / "plain-recipe")))
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(write_recipe(tree, folder / "plain-recipe")))
     expected = {path.name: sha256(path) for path in (folder / "plain/features").glob("*.arrow")}
     tree |= {"output": str(folder / "run")}
     tree["features"]["store"] = bucket

@@ -13,15 +13,12 @@ import pytest
 from filelock import FileLock
 
 from pipeline.errors import PipelineError
-from pipeline.features.shards import Manifest
 from pipeline.files import sha256
 from pipeline.recipe import TrainConfig, load_recipe
-from pipeline.target import feature_spec, load_tokenizer
-from preprocess.plan import Plan
-from preprocess.worker import FeatureWorker
 from tests.kit import (
     ROOT,
     command_environment,
+    dump_here,
     recipe_tree,
     run_command,
     save_tiny_target,
@@ -43,15 +40,8 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     tree["train"]["epochs"] = 4
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)
-    spec = feature_spec(recipe)
-    features = recipe.features_dir
-    features.mkdir(parents=True)
-    worker, plan = FeatureWorker(recipe, features, spec), Plan(recipe, load_tokenizer(recipe.target))
-    manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
-    manifest.accounting = plan.accounting(manifest.shards)
-    manifest.save(features)
-    assert manifest.total("train", "rows") == 40
-    return path, features
+    assert dump_here(recipe).total("train", "rows") == 40
+    return path, recipe.features_dir
 
 
 def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
