@@ -31,7 +31,7 @@ from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
 from pipeline.files import read_json
 from pipeline.progress import CHANNEL
 from pipeline.provenance import ROOT
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
-    arguments = [recipe_path, *(part for override in overrides for part in ("--set", override))]
+    arguments = [recipe_path, *override_arguments(overrides)]
     deepspeed = (
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )
@@ -218,7 +218,7 @@ def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None])
     `known`: speeds of the hardware that will do it, by stage; what is missing is measured here.
     """
     load_recipe(recipe_path, overrides)
-    arguments = [recipe_path, *(part for override in overrides for part in ("--set", override))]
+    arguments = [recipe_path, *override_arguments(overrides)]
     flags = {"preprocess": "--tokens-per-second", "train": "--tokens-per-second", "eval": "--ms-per-token"}
     given = {stage: [flags[stage], str(speed)] if speed else [] for stage, speed in known.items()}
     dump = _estimate("preprocess", [*arguments, *given["preprocess"]])

@@ -46,7 +46,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def exclusive(folder: Path, work: str) -> Iterator[None]:
-    """Makes the folder and holds it for one process. Raises PipelineError when another one has it."""
+    """Makes the folder, holds it for one process and clears what another left half-written in it. Raises PipelineError when
+    another one has it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -56,6 +58,8 @@ def exclusive(folder: Path, work: str) -> Iterator[None]:
             f"{folder}: another {work} is writing here. Wait for it, or give this run its own output"
         ) from None
     with lock:
+        for leftover in folder.glob(".*.tmp"):  # of `atomic_path`
+            leftover.unlink()
         yield
 
 

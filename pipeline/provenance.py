@@ -67,10 +67,8 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
-    if recipe.features.store:
-        resolved["features"]["store"] = (
-            recipe.features.store.partition("://")[0] + "://"
-        )  # that there is one, not where
+    if recipe.features.store:  # that there is one, not where
+        resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
     write_json(folder / "provenance.json", provenance(recipe, **facts))
     write_json(folder / "recipe.json", resolved)
 

@@ -10,6 +10,7 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,18 +62,14 @@ class FeaturesConfig(Section):
     """How the dump runs and what a shard holds."""
 
     stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
-    auxiliary_layers: list[
-        Positive
-    ] = []  # decoder layers (from 1) whose outputs are stored beside the last hidden state
+    auxiliary_layers: list[Positive] = []  # decoder layers (from 1) whose outputs are stored, too
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
     workers: Positive = 1
     planners: Positive = 1  # from 2 on, processes beside the driver that encode dialogues for it
     cpus_per_worker: Positive = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
-    store: str | None = (
-        None  # s3://, gs://, ...: finished shards go there from each worker's own disk (pipeline/features/store.py)
-    )
+    store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
 
     @model_validator(mode="after")
@@ -310,6 +307,10 @@ class Recipe(Section):
         config = self.draft[draft].model_dump(mode="json", exclude={"tree"})
         return digest({"dump": self.dump_hash, "seed": self.seed, "draft": config, "train": train})
 
+    def with_features(self, **changes: Any) -> "Recipe":
+        """A copy with other keys of [features]; not validated."""
+        return self.model_copy(update={"features": self.features.model_copy(update=changes)})
+
     @property
     def run_dir(self) -> Path:
         return Path(self.output)
@@ -366,6 +367,11 @@ def add_recipe_arguments(parser) -> None:
     parser.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[], help="override one key"
     )
+
+
+def override_arguments(overrides: Iterable[str]) -> list[str]:
+    """The overrides as another command is given them."""
+    return [part for override in overrides for part in ("--set", override)]
 
 
 def _apply(tree: dict, override: str) -> None:

@@ -27,7 +27,7 @@ from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, hardware
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
 from pipeline.target import feature_spec, load_tokenizer, resolve_device
 from preprocess.plan import Plan
 from preprocess.task import ShardTask
@@ -37,7 +37,7 @@ from preprocess.worker import FeatureWorker, length_sorted_batches, padded
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
     """The first training shards with so many dialogues, as the recipe plans them (a shard being no larger than that)."""
     rows = min(recipe.features.rows_per_shard, dialogues)
-    smaller = recipe.model_copy(update={"features": recipe.features.model_copy(update={"rows_per_shard": rows})})
+    smaller = recipe.with_features(rows_per_shard=rows)
     train = (task for task in Plan(smaller, load_tokenizer(recipe.target)).tasks() if task.split == "train")
     return islice(train, -(-dialogues // rows))
 
@@ -47,7 +47,7 @@ class Methods:
 
     def __init__(self, recipe: Recipe, folder: Path, tasks: list[ShardTask]):
         spec = feature_spec(recipe)
-        alone = recipe.model_copy(update={"features": recipe.features.model_copy(update={"batch_tokens": 1})})
+        alone = recipe.with_features(batch_tokens=1)
         self._tasks, self._device = tasks, resolve_device(recipe.target.device)
         self._ours, self._alone = FeatureWorker(recipe, folder, spec), FeatureWorker(alone, folder, spec)
         self._ours.ready()
@@ -76,8 +76,8 @@ class Methods:
 
 def peak_mb(recipe_path: str, overrides: list[str], dialogues: int) -> float:
     """Peak resident memory of a process that dumps so many dialogues."""
-    sets = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "preprocess.bench", recipe_path, *sets, "--peak-of", str(dialogues)]
+    command = [sys.executable, "-m", "preprocess.bench", recipe_path, *override_arguments(overrides)]
+    command += ["--peak-of", str(dialogues)]
     return float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -115,7 +115,7 @@ def bench(recipe: Recipe, dialogues: int, repeats: int) -> dict[str, list[float]
 def pinned(recipe: Recipe, core: int, dialogues: int) -> None:
     """A worker on one core: says "ready", then its tokens a second after each line that it is sent."""
     os.sched_setaffinity(0, {core})
-    recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"cpus_per_worker": 1})})
+    recipe = recipe.with_features(cpus_per_worker=1)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=recipe.run_dir) as folder:
         worker, tasks = FeatureWorker(recipe, Path(folder), feature_spec(recipe)), list(some_tasks(recipe, dialogues))
@@ -135,11 +135,10 @@ def scaling(recipe_path: str, overrides: list[str], workers: int, dialogues: int
     cores = sorted(os.sched_getaffinity(0))[:workers]
     if len(cores) < workers:
         raise PipelineError(f"--scaling {workers}: there are {len(cores)} cores")
-    sets = [part for override in overrides for part in ("--set", override)]
     started = []
     for core in cores:
-        command = [sys.executable, "-m", "preprocess.bench", recipe_path, *sets, "--dialogues", str(dialogues)]
-        command += ["--pinned-to", str(core)]
+        command = [sys.executable, "-m", "preprocess.bench", recipe_path, *override_arguments(overrides)]
+        command += ["--dialogues", str(dialogues), "--pinned-to", str(core)]
         started.append(
             subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         )
@@ -176,10 +175,7 @@ def main() -> None:
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--pinned-to", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    recipe = recipe.model_copy(
-        update={"features": recipe.features.model_copy(update={"store": None})}
-    )  # not for trials
+    recipe = load_recipe(arguments.recipe, arguments.overrides).with_features(store=None)  # it is not for trials
     if arguments.pinned_to is not None:
         pinned(recipe, arguments.pinned_to, arguments.dialogues)
         return

@@ -6,7 +6,7 @@ whole means its size: reading it all back is `verify`'s business.
 
 import json
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from pipeline.recipe import Recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
 from preprocess.pool import Pool
-from preprocess.task import ShardTask
 from preprocess.worker import FeatureWorker
 
 REJECTED = "rejected.jsonl"
@@ -33,8 +32,6 @@ def dump(recipe: Recipe) -> list[str]:
     folder = recipe.features_dir
     require_lasting(folder)
     with exclusive(folder, "dump"):
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
         store = store_of(recipe)
         spec = feature_spec(recipe)
         manifest = _resume(folder, spec, store)
@@ -58,7 +55,7 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None) -> Manifest:
     require_same(manifest.spec, spec, folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
-        require_same(manifest.spec, spec, public_name(store.url))
+        require_same(manifest.spec, spec, store.name)
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
@@ -88,14 +85,26 @@ def _is_whole(folder: Path, shard: ShardRecord, store: Store | None, sizes: dict
 
 
 class _Ledger:
-    """Keeps the manifest on disk, and in the store. The more it costs, the rarer: it grows with every shard."""
+    """Keeps the manifest on disk, and in the store. The more it costs, the rarer: it grows with every shard.
+
+    What is finished when an error leaves its block is kept, too.
+    """
 
     def __init__(self, manifest: Manifest, folder: Path, store: Store | None):
         self._manifest, self._folder, self._store = manifest, folder, store
-        self._due = 0.0
+        self._due, self._behind = 0.0, False
+
+    def __enter__(self) -> "_Ledger":
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
+        if self._behind:
+            with suppress(PipelineError) if error else nullcontext():  # the first error is the one to tell
+                self.save()
 
     def add(self, record: ShardRecord) -> None:
         self._manifest.shards.append(record)
+        self._behind = True
         if time.monotonic() >= self._due:
             self.save()
 
@@ -103,7 +112,7 @@ class _Ledger:
         begin = time.monotonic()
         self._manifest.save(self._folder)
         self.publish(MANIFEST)
-        self._due = time.monotonic() + SAVING_SHARE * (time.monotonic() - begin)
+        self._behind, self._due = False, time.monotonic() + SAVING_SHARE * (time.monotonic() - begin)
 
     def publish(self, name: str) -> None:
         if self._store is not None:
@@ -113,19 +122,14 @@ class _Ledger:
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) -> None:
     plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
     finished = {(shard.split, shard.index): shard for shard in manifest.shards}
-    tasks = (task for task in plan.tasks() if not _is_done(task, finished, recipe))
+    tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
     done = sum(shard.tokens for shard in manifest.shards)
-    with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress:
-        make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-        try:
-            for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
-                ledger.add(record)
-                progress.advance(record.tokens, shards=len(manifest.shards))
-        except BaseException:
-            with suppress(PipelineError):  # the disk may be full
-                ledger.save()
-            raise
+    make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
+    with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress, ledger:
+        for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
+            ledger.add(record)
+            progress.advance(record.tokens, shards=len(manifest.shards))
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
@@ -150,19 +154,6 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         ledger.publish(name)
     manifest.complete = True
     ledger.save()
-
-
-def _is_done(task: ShardTask, finished: dict[tuple[str, int], ShardRecord], recipe: Recipe) -> bool:
-    """Raises PipelineError when the shard was written from other dialogues: the source changed between two runs."""
-    shard = finished.get((task.split, task.index))
-    if shard is None:
-        return False
-    if shard.documents != task.fingerprint:
-        raise PipelineError(
-            f"shard {shard.name} was dumped from other dialogues than {recipe.data.source} has now: the source changed since "
-            "this dump was started. Restore it, or dump into another output folder"
-        )
-    return True
 
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:

@@ -29,8 +29,9 @@ from pipeline.progress import Progress
 from pipeline.provenance import public_name
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import DTYPES, feature_spec, load_config, load_tokenizer, parameter_count_of
-from preprocess.dialogues import clean, held_out
-from preprocess.pieces import encode_pieces, language
+from preprocess.dialogues import held_out
+from preprocess.intake import clean_in_language
+from preprocess.pieces import encode_pieces
 from preprocess.sources import Tail, read_records
 from preprocess.task import ShardTask
 from preprocess.worker import Document, FeatureWorker
@@ -63,9 +64,7 @@ def sample_source(recipe: Recipe, wanted: int) -> Sample:
     for record in islice(read_records(recipe.data, Tail()), 0, None, every):
         tried += 1
         try:
-            dialogue = clean(record)
-            if recipe.data.languages and language(dialogue) not in recipe.data.languages:
-                continue
+            dialogue = clean_in_language(record, recipe.data)
             pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
         except chat.Unusable:
             continue
@@ -112,7 +111,7 @@ def memory_bytes(recipe: Recipe) -> float:
 
 def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
     """Tokens per second of one worker here, in its own way but for the writing, for at least so many seconds."""
-    recipe = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
+    recipe = recipe.with_features(store=None)
     worker = FeatureWorker(recipe, Path(), feature_spec(recipe))
     worker.ready()
     mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline import chat
 from pipeline.recipe import DataConfig
@@ -9,6 +10,14 @@ from preprocess.dialogues import Dialogue, clean, record_id
 from preprocess.duplicates import Duplicates
 from preprocess.pieces import language
 from preprocess.sources import Tail, read_records
+
+
+def clean_in_language(record: Any, data: DataConfig) -> Dialogue:
+    """Raises chat.Unusable by the rules of `dialogues.clean`, or as "language"."""
+    dialogue = clean(record)
+    if data.languages and language(dialogue) not in data.languages:
+        raise chat.Unusable("language")
+    return dialogue
 
 
 @dataclass
@@ -26,9 +35,7 @@ class Intake:
         for record in read_records(self.data, self.tail):
             self.records += 1
             try:
-                dialogue = clean(record)
-                if self.data.languages and language(dialogue) not in self.data.languages:
-                    raise chat.Unusable("language")
+                dialogue = clean_in_language(record, self.data)
                 duplicates.refuse_repeated(dialogue)
             except chat.Unusable as reason:
                 self.rejected.append((record_id(record), str(reason)))

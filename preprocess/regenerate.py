@@ -8,7 +8,6 @@ for another recipe's data.source; ids are kept, so the same dialogues are held o
 in circles, and after one that reaches regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
 """
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, exclusive, read_json, sha256, write_json, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe import Recipe
 from pipeline.target import fingerprint, load_tokenizer
 from preprocess.answers import AnswerWorker, Part
 from preprocess.driver import REJECTED, require_lasting
@@ -91,8 +90,6 @@ def regenerate(recipe: Recipe) -> list[str]:
     folder = recipe.regenerated_dir
     require_lasting(folder)
     with exclusive(folder, "regeneration"):
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
         tokenizer = load_tokenizer(recipe.target)
         made_by = {
             "target": fingerprint(recipe.target),
@@ -131,7 +128,7 @@ def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTa
 def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     intake, skipped = Intake(recipe.data), Counter()
     finished = {part.index: part for part in parts.parts}
-    tasks = (task for task in _tasks(recipe, intake, skipped) if not _is_done(task, finished, recipe))
+    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished.get(task.index), recipe))
     write_provenance(folder, recipe)
     start = sum(part.dialogues + len(part.rejected) for part in parts.parts)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
@@ -166,17 +163,6 @@ def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     parts.save(folder)
 
 
-def _is_done(task: ShardTask, finished: dict[int, PartRecord], recipe: Recipe) -> bool:
-    """Raises PipelineError when the source changed between two runs."""
-    part = finished.get(task.index)
-    if part is not None and part.documents != task.fingerprint:
-        raise PipelineError(
-            f"{part.name} was made of other dialogues than {recipe.data.source} has now: the source changed since this job was "
-            "started. Restore it, or use another output folder"
-        )
-    return part is not None
-
-
 def _report(folder: Path, parts: Parts) -> list[str]:
     counts = parts.accounting
 
@@ -199,13 +185,5 @@ def _report(folder: Path, parts: Parts) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_recipe_arguments(parser)
-    arguments = parser.parse_args()
-    for line in regenerate(load_recipe(arguments.recipe, arguments.overrides)):
-        print(line)
-
-
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run_job(__doc__, regenerate)

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipeline.errors import PipelineError
+from pipeline.recipe import Recipe
+
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
 Tell = Callable[[tuple[str, ...]], None]  # takes the ids of the dialogues that are being worked on from now on
 
@@ -36,6 +39,17 @@ class ShardTask:
         for document in sorted(self.documents, key=lambda document: document.doc_id):
             state.update(f"{document.doc_id}\0".encode() + document.content())
         return state.hexdigest()[:16]
+
+    def is_done(self, record: Any, recipe: Recipe) -> bool:
+        """Whether there is a record of it from an earlier run: None, or what has the `name` of its file and the fingerprint
+        `documents`. Raises PipelineError when that was made from other dialogues: the source changed between two runs.
+        """
+        if record is not None and record.documents != self.fingerprint:
+            raise PipelineError(
+                f"{record.name} was made from other dialogues than {recipe.data.source} has now: the source changed since this job "
+                "was started. Restore it, or use another output folder"
+            )
+        return record is not None
 
 
 class Worker(Protocol):

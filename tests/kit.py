@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.features.shards import Manifest
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, override_arguments
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
 from preprocess.worker import FeatureWorker
@@ -149,17 +151,31 @@ def command_environment(**environment: str) -> dict[str, str]:
 
 
 def dump_command(recipe: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "preprocess/dump_features.py", str(recipe), *_sets(overrides)]
+    return [sys.executable, "preprocess/dump_features.py", str(recipe), *override_arguments(overrides)]
 
 
 def train_command(recipe: Path, *overrides: str, ranks: int = 1, draft: str | None = None) -> list[str]:
     port = str(free_port())
     launcher = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port, "train/main.py"]
-    return [*launcher, str(recipe), *(["--draft", draft] if draft else []), *_sets(overrides)]
+    return [*launcher, str(recipe), *(["--draft", draft] if draft else []), *override_arguments(overrides)]
 
 
-def _sets(overrides) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
+def kill_when_exists(command: list[str], path: Path) -> None:
+    """Starts a command and kills it, with all processes of its group, as soon as it has written `path`."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def free_port() -> int:

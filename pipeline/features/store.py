@@ -26,7 +26,7 @@ class Store:
     """One folder of a store. Every method raises PipelineError when the store cannot be reached or refuses."""
 
     def __init__(self, url: str):
-        self._url = public_name(url)  # without credentials
+        self.name = public_name(url)  # without credentials
         if "://" not in url:
             raise PipelineError(
                 f"features.store={url!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
@@ -41,10 +41,10 @@ class Store:
                 self._fs = fs.PyFileSystem(fs.FSSpecHandler(other))
         except (OSError, ValueError, ImportError) as error:
             raise self._failed("opening", error) from None
-        self.url, self._root = url, root.rstrip("/")
+        self._root = root.rstrip("/")
 
     def _failed(self, what: str, error: Exception) -> PipelineError:
-        return PipelineError(f"features.store {self._url}: {what} failed: {str(error).splitlines()[0]}")
+        return PipelineError(f"features.store {self.name}: {what} failed: {str(error).splitlines()[0]}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every object of the folder, by name."""
@@ -71,7 +71,7 @@ class Store:
                 raise self._unreadable(name, error) from None
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
-                    f"features.store {self._url}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
+                    f"features.store {self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
                     f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
                 )
 
@@ -83,13 +83,13 @@ class Store:
             raise self._unreadable(MANIFEST, error) from None
         except ValueError as error:
             raise self._failed(f"reading {MANIFEST}", error) from None
-        return Manifest.parse(raw, f"{self._url}/{MANIFEST}")
+        return Manifest.parse(raw, f"{self.name}/{MANIFEST}")
 
     def _unreadable(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):
             return self._failed(f"reading {name}", error)
         return PipelineError(
-            f"features.store {self._url} has no {name}: dump the features first, or dump again what is missing"
+            f"features.store {self.name} has no {name}: dump the features first, or dump again what is missing"
         )
 
     def _missing(self, name: str) -> bool:
@@ -123,11 +123,9 @@ def fetch(recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool =
     with FileLock(folder / ".fetch.lock"):
         manifest = store.manifest()
         if expected is not None:
-            require_same(manifest.spec, expected, public_name(recipe.features.store))
+            require_same(manifest.spec, expected, store.name)
         if not manifest.complete:
-            raise PipelineError(
-                f"{public_name(recipe.features.store)}: the dump is not finished. Run it again: it continues"
-            )
+            raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
         wanted = [record for record in manifest.shards if damage(folder, record, checksum=False)]
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +16,10 @@ from pipeline.features.shards import MANIFEST, Manifest
 from pipeline.files import sha256
 from tests.kit import (
     BIN,
-    ROOT,
     command_environment,
     dump_command,
     free_port,
+    kill_when_exists,
     recipe_tree,
     run_command,
     save_tiny_target,
@@ -62,16 +60,8 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path):
     """The second run has another number of workers: who writes a shard is not seen in it."""
     recipe, _, expected = job
     command = dump_command(recipe, f"output={tmp_path}")
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
     features = tmp_path / "features"
-    deadline = time.monotonic() + 120
-    while not (features / MANIFEST).exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when_exists(command, features / MANIFEST)
     left = Manifest.load(features)
     assert not left.complete and 0 < len(left.shards) < len(expected)
     again = run_command([*command, "--set", "features.workers=2"])
@@ -180,7 +170,7 @@ def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_pa
     finally:
         Path(other).write_text(before)
     assert done.returncode == 2
-    assert "was dumped from other dialogues" in done.stderr and "Traceback" not in done.stderr
+    assert "was made from other dialogues" in done.stderr and "Traceback" not in done.stderr
 
 
 def tree_of(recipe: Path) -> dict:

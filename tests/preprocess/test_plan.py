@@ -377,7 +377,7 @@ def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_ta
     """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
     recipe = float_recipe(tiny_target, source, batch_tokens=1, auxiliary_layers=[1, 2])
     task, told = first_task(recipe), []
-    wide = recipe.model_copy(update={"features": recipe.features.model_copy(update={"gpus_per_worker": 3})})
+    wide = recipe.with_features(gpus_per_worker=3)
     one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
     three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), told.append)
     forward, meeting = three._forward, threading.Barrier(3)

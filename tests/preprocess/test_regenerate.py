@@ -1,11 +1,7 @@
 """The target's own answers: what they are, that batches and kills leave no trace, that every dialogue is accounted for."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,15 +10,15 @@ import torch
 
 from pipeline.chat import prompt_ids
 from pipeline.errors import PipelineError
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import Recipe, load_recipe, override_arguments
 from pipeline.target import load_tokenizer
 from preprocess.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
 from preprocess.dialogues import Dialogue
 from preprocess.intake import Intake
 from preprocess.plan import Plan
-from preprocess.regenerate import _is_done, _tasks, regenerate, write_part
+from preprocess.regenerate import _tasks, regenerate, write_part
 from preprocess.task import ShardTask
-from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import kill_when_exists, recipe_tree, run_command, write_recipe, write_sharegpt
 
 
 def with_answers(recipe: Recipe, **settings) -> Recipe:
@@ -153,8 +149,7 @@ def test_greedy_with_a_choice_is_refused(tiny_recipe):
 
 
 def command(recipe: Path, *overrides: str) -> list[str]:
-    sets = [part for override in overrides for part in ("--set", override)]
-    return [sys.executable, "preprocess/regenerate.py", str(recipe), *sets]
+    return [sys.executable, "preprocess/regenerate.py", str(recipe), *override_arguments(overrides)]
 
 
 @pytest.fixture(scope="module")
@@ -177,16 +172,8 @@ def job(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
 def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path):
     recipe, expected = job
     again = command(recipe, f"output={tmp_path}", "features.workers=2")
-    process = subprocess.Popen(
-        again, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
     manifest = tmp_path / "regenerated/manifest.json"
-    deadline = time.monotonic() + 120
-    while not manifest.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when_exists(again, manifest)
     left = json.loads(manifest.read_text())
     assert not left["complete"] and 0 < len(left["parts"]) < 10
     done = run_command(again)
@@ -224,7 +211,7 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
 def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):
     task = next(_tasks(tiny_recipe, Intake(tiny_recipe.data), Counter()))
     record = write_part(tmp_path, AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4)).work(task))
-    assert _is_done(task, {0: record}, tiny_recipe)
+    assert task.is_done(record, tiny_recipe)
     changed = ShardTask("part", 0, task.documents[1:])
-    with pytest.raises(PipelineError, match="made of other dialogues"):
-        _is_done(changed, {0: record}, tiny_recipe)
+    with pytest.raises(PipelineError, match="made from other dialogues"):
+        changed.is_done(record, tiny_recipe)

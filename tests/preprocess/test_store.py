@@ -193,8 +193,7 @@ def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
     spec = feature_spec(tiny_recipe)
     (tmp_path / "store").mkdir()
     Manifest(spec, []).save(tmp_path / "store")
-    features = tiny_recipe.features.model_copy(update={"store": f"file://{tmp_path}/store"})
-    recipe = tiny_recipe.model_copy(update={"features": features})
+    recipe = tiny_recipe.with_features(store=f"file://{tmp_path}/store")
     recipe.features_dir.mkdir(parents=True)
     Manifest(spec, [], {"mine": 1}, complete=True).save(recipe.features_dir)
     with pytest.raises(PipelineError, match="the dump is not finished"):

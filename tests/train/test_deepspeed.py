@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import TrainConfig, load_recipe
 from tests.kit import (
-    ROOT,
-    command_environment,
     dump_here,
+    kill_when_exists,
     recipe_tree,
     run_command,
     save_tiny_target,
@@ -151,21 +149,8 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     output.mkdir()
     (output / "features").symlink_to(features)
     command = train_command(recipe, f"output={output}", draft="jakiro")
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
     resume = output / "drafts/jakiro/resume/resume.json"
-    deadline = time.monotonic() + 120
-    while not resume.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when_exists(command, resume)
     wait_until_dead(str(output))
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
