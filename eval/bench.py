@@ -19,7 +19,8 @@ from pipeline.decoding.tree import Tree
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.progress import Progress
-from pipeline.recipe import EvalConfig, Recipe
+from pipeline.recipe import Recipe
+from pipeline.sections import EvalConfig
 from pipeline.target import Target
 
 PLAIN = "plain"

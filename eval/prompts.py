@@ -9,7 +9,8 @@ from pipeline import embedded
 from pipeline.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
 from pipeline.features.store import fetch_prompts
-from pipeline.recipe import BenchmarkConfig, Recipe
+from pipeline.recipe import Recipe
+from pipeline.sections import BenchmarkConfig
 
 HELDOUT = "heldout"  # the dialogues that the dump kept out of training
 

@@ -17,7 +17,8 @@ from pipeline.drafts import Draft, build
 from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, read_json, sha256, write_json
 from pipeline.provenance import public_name, write_provenance
-from pipeline.recipe import DraftConfig, Recipe, TreeConfig
+from pipeline.recipe import Recipe
+from pipeline.sections import DraftConfig, TreeConfig
 
 VERSION = 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

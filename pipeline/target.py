@@ -24,7 +24,8 @@ from pipeline import embedded
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.recipe import Recipe, TargetConfig
+from pipeline.recipe import Recipe
+from pipeline.sections import TargetConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

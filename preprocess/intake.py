@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import chat
-from pipeline.recipe import DataConfig
+from pipeline.sections import DataConfig
 from preprocess.dialogues import Dialogue, clean, record_id
 from preprocess.duplicates import Duplicates
 from preprocess.pieces import language

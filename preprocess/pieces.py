@@ -10,7 +10,7 @@ import py3langid
 
 from pipeline import chat
 from pipeline.chat import Encoded, Messages, Unusable
-from pipeline.recipe import DataConfig
+from pipeline.sections import DataConfig
 from preprocess.dialogues import Dialogue
 
 LOOKED_AT = 4000  # characters of a dialogue whose language is judged

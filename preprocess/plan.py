@@ -19,7 +19,8 @@ from typing import Any
 from pipeline import chat
 from pipeline.errors import PipelineError
 from pipeline.features.shards import ShardRecord
-from pipeline.recipe import DataConfig, Recipe, TargetConfig
+from pipeline.recipe import Recipe
+from pipeline.sections import DataConfig, TargetConfig
 from pipeline.target import load_tokenizer
 from preprocess.dialogues import Dialogue, held_out
 from preprocess.intake import Intake

@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import PipelineError
 from pipeline.provenance import ROOT
-from pipeline.recipe import FeaturesConfig, Recipe
+from pipeline.recipe import Recipe
+from pipeline.sections import FeaturesConfig
 from preprocess.task import KILLS_WORKERS, ShardTask, Tell, Worker
 
 LOOK_SECONDS = 1.0  # between two looks at the beats of the running tasks

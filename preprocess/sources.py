@@ -26,7 +26,7 @@ from datasets.exceptions import DatasetsError
 
 from pipeline import embedded
 from pipeline.errors import PipelineError
-from pipeline.recipe import DataConfig
+from pipeline.sections import DataConfig
 
 DATASETS = "datasets:"
 _OPENERS = {  # by the end of the name; each reads on through several members or frames

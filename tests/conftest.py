@@ -8,7 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-from pipeline.recipe import Recipe, TargetConfig
+from pipeline.recipe import Recipe
+from pipeline.sections import TargetConfig
 from pipeline.target import Ends, Target, fingerprint
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 

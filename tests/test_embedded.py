@@ -8,7 +8,8 @@ import torch
 
 from pipeline import embedded
 from pipeline.chat import Unusable, encode
-from pipeline.recipe import DataConfig, TargetConfig, load_recipe
+from pipeline.recipe import load_recipe
+from pipeline.sections import DataConfig, TargetConfig
 from pipeline.target import load_ends, load_tokenizer
 from preprocess.dialogues import clean
 from preprocess.sources import Tail, read_records

@@ -12,7 +12,7 @@ import torch
 from pipeline.batch import Batch, collate, trained, uniform_noise
 from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore
-from pipeline.recipe import TrainConfig
+from pipeline.sections import TrainConfig
 
 
 class Batches:

@@ -15,7 +15,7 @@ from pipeline.batch import Batch
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, write_json
-from pipeline.recipe import TrainConfig
+from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES
 
 RESUME = "resume.json"  # the only truth about which resume state is whole

@@ -26,7 +26,8 @@ from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import Row
 from pipeline.losses import CHUNK_LOGITS
-from pipeline.recipe import Recipe, TrainConfig, add_recipe_arguments, load_recipe
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES, load_config, load_ends, resolve_device
 
 ACTIVATIONS = 40  # numbers of the hidden size that a token's forward keeps for its backward

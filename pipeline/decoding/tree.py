@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.drafts.base import Answer, Draft, DraftState, Frontier
-from pipeline.recipe import TreeConfig
+from pipeline.sections import TreeConfig
 
 
 @dataclass

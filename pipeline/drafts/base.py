@@ -19,7 +19,7 @@ from pipeline.batch import Batch
 from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rotary
 from pipeline.errors import PipelineError
 from pipeline.losses import branch_sums
-from pipeline.recipe import BranchLoss, DraftBase
+from pipeline.sections import BranchLoss, DraftBase
 from pipeline.target import Ends, additive
 
 

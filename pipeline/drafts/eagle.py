@@ -4,7 +4,7 @@ from torch import Tensor
 
 from pipeline.drafts.base import Draft
 from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.recipe import BranchLoss, EagleConfig
+from pipeline.sections import BranchLoss, EagleConfig
 
 
 class EagleLayer(AttentionBlock):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.drafts.base import Draft
 from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.recipe import BranchLoss, JakiroConfig
+from pipeline.sections import BranchLoss, JakiroConfig
 
 
 class MixtureOfExperts(nn.Module):

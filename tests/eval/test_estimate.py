@@ -3,7 +3,8 @@
 import json
 
 from eval.estimate import answers, memory_bytes
-from pipeline.recipe import BenchmarkConfig, Recipe
+from pipeline.recipe import Recipe
+from pipeline.sections import BenchmarkConfig
 from pipeline.target import parameter_count_of
 
 

@@ -14,7 +14,8 @@ from eval.prompts import Prompt, load_prompts
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
 from pipeline.errors import PipelineError
-from pipeline.recipe import BenchmarkConfig, Recipe
+from pipeline.recipe import Recipe
+from pipeline.sections import BenchmarkConfig
 from tests.kit import recipe_tree
 
 

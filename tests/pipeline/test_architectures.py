@@ -8,7 +8,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
-from pipeline.recipe import JakiroConfig, TargetConfig, TreeConfig
+from pipeline.sections import JakiroConfig, TargetConfig, TreeConfig
 from pipeline.target import Ends, Target, fingerprint, load_ends
 from tests.kit import byte_tokenizer
 

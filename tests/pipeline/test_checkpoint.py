@@ -9,7 +9,8 @@ from pipeline.checkpoint import CONFIG, WEIGHTS, load, read_config, save
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
-from pipeline.recipe import Recipe, TreeConfig
+from pipeline.recipe import Recipe
+from pipeline.sections import TreeConfig
 
 
 @pytest.fixture

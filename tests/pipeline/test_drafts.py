@@ -9,7 +9,7 @@ from pipeline.drafts import build, parameter_count
 from pipeline.drafts.jakiro import MixtureOfExperts
 from pipeline.drafts.layers import layer_config, shapes_of
 from pipeline.errors import PipelineError
-from pipeline.recipe import EagleConfig, JakiroConfig
+from pipeline.sections import EagleConfig, JakiroConfig
 from pipeline.target import Ends, LMHead
 
 

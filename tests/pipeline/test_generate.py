@@ -13,7 +13,7 @@ from pipeline.drafts.base import Answer, DraftState, Frontier
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.features.schema import Row
-from pipeline.recipe import EagleConfig, JakiroConfig, TreeConfig
+from pipeline.sections import EagleConfig, JakiroConfig, TreeConfig
 from pipeline.target import keep_cached
 
 NEVER = frozenset()  # no stop id

@@ -13,7 +13,7 @@ from pipeline.batch import collate
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import Row
-from pipeline.recipe import EagleConfig, JakiroConfig
+from pipeline.sections import EagleConfig, JakiroConfig
 from pipeline.target import Ends, LMHead
 
 WIDTH, VOCABULARY = 32, 64

@@ -11,7 +11,7 @@ from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import Row
 from pipeline.losses import branch_sums
-from pipeline.recipe import EagleConfig, JakiroConfig
+from pipeline.sections import EagleConfig, JakiroConfig
 from pipeline.target import LMHead
 
 D, V = 6, 11

@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.errors import PipelineError
 from pipeline.provenance import write_provenance
-from pipeline.recipe import Recipe, Section, load_recipe
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.sections import Section
 from tests.kit import recipe_tree
 
 MINIMAL = """

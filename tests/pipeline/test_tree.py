@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.decoding.tree import build_tree, grow
 from pipeline.drafts.base import Answer, DraftState
-from pipeline.recipe import TreeConfig
+from pipeline.sections import TreeConfig
 
 
 class ScriptedDraft:

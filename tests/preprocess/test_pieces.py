@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pipeline.chat import Unusable
-from pipeline.recipe import DataConfig
+from pipeline.sections import DataConfig
 from preprocess.dialogues import Dialogue
 from preprocess.duplicates import Duplicates, shingles
 from preprocess.pieces import encode_pieces, language

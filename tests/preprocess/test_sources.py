@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from pipeline.errors import PipelineError
-from pipeline.recipe import DataConfig
+from pipeline.sections import DataConfig
 from preprocess import sources
 from preprocess.sources import Tail, read_records
 from tests.preprocess.test_dialogues import A, record

@@ -8,7 +8,7 @@ from pipeline.batch import trained
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
-from pipeline.recipe import TrainConfig
+from pipeline.sections import TrainConfig
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 
 WIDTH = 4

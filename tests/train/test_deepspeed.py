@@ -13,7 +13,8 @@ from filelock import FileLock
 
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
-from pipeline.recipe import TrainConfig, load_recipe
+from pipeline.recipe import load_recipe
+from pipeline.sections import TrainConfig
 from tests.kit import (
     dump_here,
     kill_when_exists,

@@ -1,0 +1,219 @@
+"""The sections of a recipe: every key, its type and its default have their home here."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # becomes the name of a folder
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TargetConfig(Section):
+    """The frozen model that the draft drafts for."""
+
+    model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
+    revision: str | None = None
+    dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
+    device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
+    trust_remote_code: bool = False
+    chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
+
+
+class DataConfig(Section):
+    """Which dialogues, and how they are cut and split."""
+
+    source: str  # a path, an fsspec or hf:// address, "datasets:NAME", or "embedded:sharegpt" (forms: preprocess/sources.py)
+    subset: str | None = None  # of a "datasets:" source
+    split: str = "train"
+    revision: str | None = None
+    max_length: Positive = 2048  # tokens of a dialogue
+    min_length: Positive = 1
+    long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer dialogues (preprocess/pieces.py)
+    languages: list[str] = []  # ISO 639-1; empty: all
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
+    max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
+    max_dialogues: Positive | None = None
+    heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
+    validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
+    heldout_prompts: Positive = 80  # held-out dialogues whose first turn may serve as an evaluation prompt
+
+
+class FeaturesConfig(Section):
+    """How the dump runs and what a shard holds."""
+
+    stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
+    auxiliary_layers: list[Positive] = []  # decoder layers (from 1) whose outputs are stored, too
+    rows_per_shard: Positive = 256
+    batch_tokens: Positive = 8192  # padded tokens of one forward
+    workers: Positive = 1
+    planners: Positive = 1  # from 2 on, processes beside the driver that encode dialogues for it
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
+    store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
+    hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
+
+    @model_validator(mode="after")
+    def _sound(self):
+        if self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
+            raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
+        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
+            raise ValueError(f"gpus_per_worker={self.gpus_per_worker:g}: a part of one GPU, or whole ones")
+        return self
+
+
+class RegenerateConfig(Section):
+    """How the target rewrites the assistant turns (preprocess/regenerate.py), with the workers of the dump."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: greedy
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive = 512  # of one answer
+    batch: Positive = 32  # dialogues that are answered together
+    dialogues_per_part: Positive = 64  # of one file of the result
+    max_dialogues: Positive | None = None
+
+    @model_validator(mode="after")
+    def _greedy_is_greedy(self):
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise ValueError("top_k and top_p choose nothing at temperature 0: drop them, or set temperature")
+        return self
+
+
+class TreeConfig(Section):
+    """A dynamic token tree (EAGLE-2). ``nodes`` counts every token that the target verifies, the root included."""
+
+    depth: Positive = 5
+    top_k: Positive = 10
+    nodes: Annotated[int, Field(ge=2)] = 60
+    hybrid: bool = False  # the last two levels from one draft forward (Jakiro)
+
+    @model_validator(mode="after")
+    def _reachable(self):
+        most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
+        if self.nodes > most:
+            raise ValueError(
+                f"nodes={self.nodes}, but depth {self.depth} with top_k {self.top_k} scores at most {most}"
+            )
+        if self.nodes < self.depth + 1:
+            raise ValueError(
+                f"nodes={self.nodes} cannot hold a path of depth {self.depth}: use at least {self.depth + 1}"
+            )
+        if self.hybrid and self.depth < 2:
+            raise ValueError("hybrid=true needs depth >= 2: it takes the last TWO levels from one forward")
+        return self
+
+
+class BranchLoss(Section):
+    """Weights of one branch's two losses."""
+
+    regression: float
+    classification: float
+
+
+class DraftBase(Section):
+    fc_bias: bool = False
+    vocabulary: Positive | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
+    embedding_scale: Annotated[float, Field(gt=0)] = 1.0  # multiplies e(t) on its way into fc
+    next: BranchLoss = BranchLoss(regression=1.0, classification=0.1)
+
+
+class EagleConfig(DraftBase):
+    """EAGLE-1/2: one dense Llama layer."""
+
+    kind: Literal["eagle"]
+    mlp_width: Positive | None = None  # default: the target's
+    tree: TreeConfig = TreeConfig()
+
+    @model_validator(mode="after")
+    def _no_hybrid(self):
+        if self.tree.hybrid:
+            raise ValueError("tree.hybrid=true needs a branch two tokens ahead; eagle has none: use kind='jakiro'")
+        return self
+
+
+class JakiroConfig(DraftBase):
+    """Jakiro (arXiv 2502.06282): a mixture of experts in EAGLE's layer, and a contrast branch two tokens ahead."""
+
+    kind: Literal["jakiro"]
+    experts: Annotated[int, Field(ge=2)] = 2
+    experts_per_token: Annotated[int, Field(ge=2)] = 2
+    expert_width: Positive | None = None  # default: the hidden size, as in the released code
+    contrast: Literal["router", "scalar"] = "router"
+    ahead: BranchLoss = BranchLoss(regression=1.0, classification=0.05)
+    tree: TreeConfig = TreeConfig(hybrid=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hybrid_by_default(cls, values: Any):
+        """Also where a tree is given without saying so."""
+        if isinstance(values, dict) and isinstance(values.get("tree"), dict):
+            return {**values, "tree": {"hybrid": True, **values["tree"]}}
+        return values
+
+    @model_validator(mode="after")
+    def _enough_experts(self):
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        return self
+
+
+DraftConfig = Annotated[EagleConfig | JakiroConfig, Field(discriminator="kind")]
+
+
+class TrainConfig(Section):
+    """Optimisation. Defaults are the paper's, and from its code where the paper is silent."""
+
+    epochs: Positive = 20
+    global_batch: Positive = 16  # dialogues per optimiser step, over all ranks
+    micro_batch: Positive = 4  # dialogues per forward of one rank
+    ranks: Positive | None = None  # for `pipeline run` on one machine; default: every accelerator
+    learning_rate: Annotated[float, Field(gt=0)] = 9e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 1e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 2000
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip_norm: Annotated[float, Field(gt=0)] = 0.5
+    noise: Annotated[float, Field(ge=0)] = 0.1  # half-width of the uniform noise on input features
+    noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
+    mask: Literal["predicted", "legacy"] = "predicted"  # legacy: train where t_i, not t_{i+1+h}, is the assistant's
+    dtype: Dtype = "bfloat16"
+    zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
+    checkpoint_every: Positive = 500  # steps
+    validate_every: Positive = 500
+    verify_checksums: bool = True
+    deepspeed: dict[
+        str, Any
+    ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
+
+
+class BenchmarkConfig(Section):
+    source: str  # JSONL of {question_id, category, turns}; "embedded:humaneval"; or "heldout"
+    prompts: Positive | None = None  # the first so many
+
+
+class EvalConfig(Section):
+    """What is measured. Every method decodes the same prompts in one process, interleaved."""
+
+    benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive = 512
+    repeats: Positive = 3  # at temperature 0
+    sampled_repeats: Positive = 3  # above it, each with its own seed
+    warmups: Positive = 3
+    dtype: Dtype = "bfloat16"
+    pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
+    gate_rounds: Positive = 32  # rounds a benchmark and draft, whose output distribution is enumerated at T > 0
+
+
+class PublishConfig(Section):
+    draft: str  # which of the run's drafts
+    license: str  # of the draft, as the Hub spells it; mind the target's and the data's
+    language: list[str] = ["en"]
