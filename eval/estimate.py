@@ -29,7 +29,7 @@ def measured_token(recipe: Recipe, tokens: int = 48) -> float:
     target = Target(recipe.target, recipe.eval.dtype)
     if recipe.eval.pack_linears:
         pack(target, {})
-    cache = target.new_cache()
+    cache = target.new_cache(CONTEXT + tokens + 4)
     target.forward(torch.zeros(CONTEXT, dtype=torch.long, device=target.device), cache)
     begin = 0.0
     for step in range(tokens + 4):

@@ -1,10 +1,24 @@
-"""Benchmarks are lists of prompts in the papers' form: one JSON object a line, {question_id, category, turns}."""
+"""Benchmarks are lists of prompts in the papers' form, {question_id, category, turns}. Where they come from:
+
+    PATH                  one JSON object a line
+    heldout               the dialogues that the dump kept out of training
+    embedded:humaneval    the embedded default
+    benchmark:NAME        one of the paper's six, from the Hub or from a copy of its data set (benchmarks.py)
+
+What does not fit is refused, never left out.
+"""
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx2
+from datasets import load_dataset
+from datasets.exceptions import DatasetsError
+
+from eval import benchmarks
 from pipeline import embedded
 from pipeline.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
@@ -12,7 +26,8 @@ from pipeline.features.store import fetch_prompts
 from pipeline.recipe import Recipe
 from pipeline.sections import BenchmarkConfig
 
-HELDOUT = "heldout"  # the dialogues that the dump kept out of training
+HELDOUT = "heldout"
+_UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, httpx2.HTTPError)  # what `datasets` raises
 
 
 @dataclass(frozen=True)
@@ -24,13 +39,7 @@ class Prompt:
 
 def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
     """The benchmark's first `prompts` prompts. Raises PipelineError when it is missing, malformed or too small."""
-    if config.source == "embedded:humaneval":
-        raw, where = list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
-    else:
-        if config.source == HELDOUT:
-            fetch_prompts(recipe)
-        path = recipe.features_dir / HELDOUT_PROMPTS if config.source == HELDOUT else Path(config.source)
-        raw, where = _read(name, path), str(path)
+    raw, where = _items(name, config, recipe)
     prompts = [_prompt(name, where, number, item) for number, item in raw]
     ids = [prompt.question_id for prompt in prompts]
     if len(set(ids)) < len(ids):
@@ -42,6 +51,45 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
             f"benchmark {name}: {where} holds {len(prompts)} prompts, eval.benchmarks.{name}.prompts asks for {wanted}"
         )
     return prompts[:wanted]
+
+
+def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tuple[int, Any]], str]:
+    """Each with its number, by which an error names it; and where they are."""
+    if config.source.startswith(benchmarks.PREFIX):
+        return _rows(name, config)
+    if config.source == "embedded:humaneval":
+        return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
+    if config.source == HELDOUT:
+        fetch_prompts(recipe)
+    path = recipe.features_dir / HELDOUT_PROMPTS if config.source == HELDOUT else Path(config.source)
+    return _read(name, path), str(path)
+
+
+def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], str]:
+    """The first `prompts` rows of a benchmark's split (all without it), in its order; the rest is not looked at."""
+    benchmark = benchmarks.find(name, config.source)
+    subset = f"subset {benchmark.subset}, " if benchmark.subset else ""
+    where = f"{config.source}, {config.path or benchmark.hub} ({subset}split {benchmark.split})"
+    remedy = (
+        f"eval.benchmarks.{name}.path takes a local folder or file ({', '.join(benchmarks.FORMATS)}), or another data "
+        f"set of the Hub, with the columns {', '.join(benchmark.columns)}"
+    )
+    try:
+        stream = load_dataset(**benchmarks.place(benchmark, config), streaming=True)
+        rows = list(islice(stream, config.prompts))
+    except StopIteration:  # what `datasets` makes of an empty JSON file
+        rows = []
+    except _UNREADABLE as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PipelineError(f"benchmark {name}: {where} cannot be read: {why}. {remedy}") from None
+    items = []
+    for index, row in enumerate(rows):
+        try:
+            items.append((index, benchmarks.item(benchmark, row, index)))
+        except ValueError as error:
+            found = f"row {index} (the first is 0): {error}; columns found: {', '.join(sorted(row))}"
+            raise PipelineError(f"benchmark {name}: {where}, {found}. {remedy}") from None
+    return items, where
 
 
 def _read(name: str, path: Path) -> list[tuple[int, Any]]:

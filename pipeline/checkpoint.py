@@ -20,7 +20,7 @@ from pipeline.provenance import public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.sections import DraftConfig, TreeConfig
 
-VERSION = 1
+VERSION = 2
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 

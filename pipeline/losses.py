@@ -5,6 +5,7 @@ section on training). The teacher's probabilities are recomputed from the stored
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,15 @@ Head = Callable[[Tensor], Tensor]
 CHUNK_LOGITS = 1 << 25  # numbers of one (rows, U) tensor: bounds the memory of the vocabulary-wide part
 
 
+@dataclass
+class Prediction:
+    """What a branch says at every position: a feature, or several whose softmaxes are mixed."""
+
+    horizon: int  # it answers at i with f_{i+horizon}
+    features: list[Tensor]  # (B, T, D) each
+    log_weights: Tensor | None = None  # (B, T, K) of a mixture of K features
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
     """Per branch, the sum of -p.log q over its rows. The gradient is formed in the forward: no logits outlive a chunk.
 
@@ -23,89 +33,124 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, teacher_MD: Tensor, head: Head, chunk: int, rows_of: list[Tensor], *hidden_of: Tensor):
-        """``rows_of[b]`` (bool [M]) are the teacher's rows that branch b answers with the rows of ``hidden_of[b]``."""
+    def forward(
+        ctx, teacher_MD: Tensor, head: Head, chunk: int, rows_of: list[Tensor], sizes: list[int], *tensors: Tensor
+    ):
+        """``rows_of[b]`` (bool [M]) are the teacher's rows that branch b answers with the rows of its ``sizes[b]`` tensors:
+        one feature, or the log-weights and the features of a mixture.
+        """
         device = teacher_MD.device
-        totals = [torch.zeros((), device=device) for _ in hidden_of]
-        agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in hidden_of]
-        gradients = [torch.empty_like(hidden) if hidden.requires_grad else None for hidden in hidden_of]
-        used = [0] * len(hidden_of)
+        branches = _grouped(tensors, sizes)
+        totals = [torch.zeros((), device=device) for _ in branches]
+        agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in branches]
+        gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
+        gradients_of = _grouped(gradients, sizes)
+        used = [0] * len(branches)
         for first in range(0, len(teacher_MD), chunk):
             teacher_logits = head(teacher_MD[first : first + chunk]).float()
             best, p = teacher_logits.argmax(-1), teacher_logits.softmax(-1)
-            for branch, hidden in enumerate(hidden_of):
+            for branch, parts in enumerate(branches):
                 rows = rows_of[branch][first : first + chunk]
                 count = int(rows.sum())
                 mine = slice(used[branch], used[branch] + count)
                 used[branch] += count
                 whole = count == len(rows)
-                loss, agree, gradient = _chunk(
-                    hidden[mine],
+                one = _chunk if len(parts) == 1 else _mixture_chunk
+                loss, agree, slopes = one(
+                    [part[mine] for part in parts],
                     p if whole else p[rows],
                     best if whole else best[rows],
                     head,
-                    gradients[branch] is not None,
+                    gradients_of[branch][0] is not None,
                 )
                 totals[branch] += loss
                 agrees[branch] += agree
-                if gradient is not None:
-                    gradients[branch][mine] = gradient
+                for kept, slope in zip(gradients_of[branch], slopes, strict=False):
+                    kept[mine] = slope
+        ctx.sizes = sizes
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(*agrees)
         return (*totals, *agrees)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor):
-        gradients = [
-            None if g is None else g * up.to(g.dtype) for g, up in zip(ctx.saved_tensors, upstream, strict=False)
-        ]
-        return None, None, None, None, *gradients
+        out = []
+        for up, gradients in zip(upstream, _grouped(ctx.saved_tensors, ctx.sizes), strict=False):
+            out += [None if g is None else g * up.to(g.dtype) for g in gradients]
+        return None, None, None, None, None, *out
 
 
-def _chunk(hidden: Tensor, p: Tensor, best: Tensor, head: Head, differentiate: bool):
-    """(sum of -p.log q, rows whose argmax is the teacher's, gradient to `hidden`): with logits z, d/dz = q - p."""
+def _grouped(values, sizes: list[int]) -> list[list]:
+    rest = iter(values)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def _chunk(parts: list[Tensor], p: Tensor, best: Tensor, head: Head, differentiate: bool):
+    """(sum of -p.log q, rows whose argmax is the teacher's, gradients to `parts`): with logits z, d/dz = q - p."""
     with torch.enable_grad():
-        hidden = hidden.detach().requires_grad_(differentiate)
+        hidden = parts[0].detach().requires_grad_(differentiate)
         logits = head(hidden)
     z = logits.detach().float()
     log_partition = z.logsumexp(-1)
     loss = (log_partition - torch.einsum("mv,mv->m", p, z)).sum()
     agree = (z.argmax(-1) == best).sum()
     if not differentiate:
-        return loss, agree, None
+        return loss, agree, []
     slope = torch.exp(z - log_partition[:, None]).sub_(p)
-    return loss, agree, torch.autograd.grad(logits, hidden, slope.to(logits.dtype))[0]
+    return loss, agree, torch.autograd.grad(logits, hidden, slope.to(logits.dtype))
+
+
+def _mixture_chunk(parts: list[Tensor], p: Tensor, best: Tensor, head: Head, differentiate: bool):
+    """The same for q = sum_j w_j softmax(head(f_j)); `parts` are log w (m, K) and the K features (m, D)."""
+    with torch.enable_grad():
+        log_weights, *features = (part.detach().requires_grad_(differentiate) for part in parts)
+        log_q = torch.stack([head(feature).float().log_softmax(-1) for feature in features], dim=1)
+        mixed = (log_q + log_weights.float()[:, :, None]).logsumexp(1)
+        loss = -(p * mixed).sum()
+    agree = (mixed.detach().argmax(-1) == best).sum()
+    slopes = torch.autograd.grad(loss, [log_weights, *features]) if differentiate else []
+    return loss.detach(), agree, slopes
 
 
 def branch_sums(
-    predictions: dict[int, Tensor], batch: Batch, head: Head, vocabulary: int
-) -> dict[int, dict[str, Tensor]]:
-    """By horizon, sums over its trained positions: "regression", "classification", "agree" (top-1), "positions".
+    predictions: dict[str, Prediction], batch: Batch, head: Head, vocabulary: int
+) -> dict[str, dict[str, Tensor]]:
+    """By branch, sums over its trained positions: "regression", "classification", "agree" (top-1), "positions".
 
-    Parameters: ``predictions[h]`` (B, T, D) answers at i with f_{i+h}; `head` gives logits over `vocabulary` ids.
+    `head` gives logits over `vocabulary` ids. A mixture has no feature of its own: its regression is that of its features' mean.
     """
     inputs = batch.labels_BTD.shape[1]
-    answered = {}  # horizon -> bool (B, T) over LABELS: the label of input i stands at i + h - 1
-    for horizon in predictions:
+    answered = {}  # branch -> bool (B, T) over LABELS: the label of input i stands at i + h - 1
+    for name, prediction in predictions.items():
+        horizon = prediction.horizon
         mask_BT = torch.zeros_like(batch.trained[horizon])
         mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : inputs + 1 - horizon]
-        answered[horizon] = mask_BT
+        answered[name] = mask_BT
     any_BT = torch.stack(list(answered.values())).any(0)
     teacher_MD = batch.labels_BTD[any_BT]
     rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
-    hidden_of = [
-        prediction_BTD[:, : inputs + 1 - horizon][batch.trained[horizon][:, : inputs + 1 - horizon]]
-        for horizon, prediction_BTD in predictions.items()
-    ]
+    tensors_of = [_trained_rows(prediction, batch, inputs) for prediction in predictions.values()]
     chunk = max(1, CHUNK_LOGITS // vocabulary)
-    found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, *hidden_of)
+    sizes = [len(tensors) for tensors in tensors_of]
+    flat = [tensor for tensors in tensors_of for tensor in tensors]
+    found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, sizes, *flat)
     sums = {}
-    for place, horizon in enumerate(predictions):
-        hidden, label = hidden_of[place], teacher_MD[rows_of[place]]
-        sums[horizon] = {
+    for place, (name, prediction) in enumerate(predictions.items()):
+        features = tensors_of[place][-len(prediction.features) :]
+        hidden = features[0] if len(features) == 1 else sum(features) / len(features)
+        label = teacher_MD[rows_of[place]]
+        sums[name] = {
             "regression": F.smooth_l1_loss(hidden.float(), label.float(), reduction="none").mean(-1).sum(),
             "classification": found[place],
             "agree": found[len(predictions) + place],
-            "positions": torch.tensor(len(hidden), device=hidden.device),
+            "positions": torch.tensor(len(label), device=label.device),
         }
     return sums
+
+
+def _trained_rows(prediction: Prediction, batch: Batch, inputs: int) -> list[Tensor]:
+    """The prediction's tensors at its trained positions."""
+    last = inputs + 1 - prediction.horizon
+    mask_BT = batch.trained[prediction.horizon][:, :last]
+    whole = prediction.features if prediction.log_weights is None else [prediction.log_weights, *prediction.features]
+    return [tensor[:, :last][mask_BT] for tensor in whole]

@@ -85,18 +85,55 @@ class RegenerateConfig(Section):
         return self
 
 
+# EAGLE-1's tree: 25 nodes below the root, each written as the ranks on its path.
+EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+
+
 class TreeConfig(Section):
-    """A dynamic token tree (EAGLE-2). ``nodes`` counts every token that the target verifies, the root included."""
+    """A token tree. ``nodes`` counts every token that the target verifies, the root included.
+
+    Dynamic (EAGLE-2): the `top_k` best nodes of a level propose `top_k` children each; of all, the best ``nodes - 1`` stay.
+    Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
+    """
 
     depth: Positive = 5
     top_k: Positive = 10
     nodes: Annotated[int, Field(ge=2)] = 60
-    hybrid: bool = False  # the last two levels from one draft forward (Jakiro)
+    paths: list[list[Annotated[int, Field(ge=0)]]] | Literal["eagle-1"] | None = None
+    candidates: Literal["plain", "decoupled", "mixture"] = (
+        "plain"  # the averaged head's; the experts' lists merged; their mixture's
+    )
+    siblings: Literal["best", "drawn", "drawn-by-expert"] = "best"  # how a static tree takes them above temperature 0
+    parallel: Positive = 1  # so many last levels come from one draft forward (Jakiro: 2)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _static_shape(cls, values: Any):
+        """Fills in what follows from `paths`. Raises ValueError for paths that make no tree."""
+        if not isinstance(values, dict) or values.get("paths") is None:
+            return values
+        paths = values["paths"]
+        if paths != "eagle-1" and (
+            not isinstance(paths, list) or not paths or not all(isinstance(p, list) and p for p in paths)
+        ):
+            raise ValueError(f"paths={paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
+        known = {tuple(path) for path in static_paths(paths)}
+        for path in known:
+            missing = [p for p in (path[:-1], (*path[:-1], path[-1] - 1)) if p and p[-1] >= 0 and p not in known]
+            if missing:
+                raise ValueError(
+                    f"paths holds {list(path)} without {list(missing[0])}: a node needs its parent and the better siblings"
+                )
+        follows = {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
+        for key, value in follows.items():
+            if values.get(key, value) != value:
+                raise ValueError(f"{key}={values[key]}, but paths make it {value}: leave it out")
+        return {**values, **follows}
 
     @model_validator(mode="after")
-    def _reachable(self):
+    def _sound(self):
         most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
-        if self.nodes > most:
+        if self.paths is None and self.nodes > most:
             raise ValueError(
                 f"nodes={self.nodes}, but depth {self.depth} with top_k {self.top_k} scores at most {most}"
             )
@@ -104,9 +141,26 @@ class TreeConfig(Section):
             raise ValueError(
                 f"nodes={self.nodes} cannot hold a path of depth {self.depth}: use at least {self.depth + 1}"
             )
-        if self.hybrid and self.depth < 2:
-            raise ValueError("hybrid=true needs depth >= 2: it takes the last TWO levels from one forward")
+        if self.parallel > self.depth:
+            raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
+        if self.siblings != "best" and self.paths is None:
+            raise ValueError(
+                f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of what was drawn would change the output's "
+                "distribution"
+            )
+        drawn_from = {"drawn": ("plain", "mixture"), "drawn-by-expert": ("decoupled",)}
+        if self.candidates not in drawn_from.get(self.siblings, (self.candidates,)):
+            raise ValueError(
+                f"siblings={self.siblings!r} cannot be had with candidates={self.candidates!r}: 'drawn' takes one distribution "
+                "('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
+            )
         return self
+
+
+def static_paths(paths: list[list[int]] | str) -> list[list[int]]:
+    """The nodes below the root of a static tree, parents before children and siblings in the order of their ranks."""
+    found = [[int(rank) for rank in word] for word in EAGLE_1.split()] if paths == "eagle-1" else paths
+    return sorted(found, key=lambda path: (len(path), path))
 
 
 class BranchLoss(Section):
@@ -121,45 +175,85 @@ class DraftBase(Section):
     vocabulary: Positive | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     embedding_scale: Annotated[float, Field(gt=0)] = 1.0  # multiplies e(t) on its way into fc
     next: BranchLoss = BranchLoss(regression=1.0, classification=0.1)
+    ahead: BranchLoss = BranchLoss(
+        regression=1.0, classification=0.05
+    )  # of each branch further ahead, where there is one
+    rollout: Positive = (
+        1  # training passes; from the second on, features are the draft's own (EAGLE-3's training-time test)
+    )
+    own: BranchLoss = BranchLoss(regression=1.0, classification=0.1)  # of each pass from the second on
+
+    def _require_tree(self, horizons: int, experts: bool) -> None:
+        """Raises ValueError when the decoding tree asks for what this draft cannot give."""
+        tree: TreeConfig = self.tree
+        if tree.parallel > horizons:
+            raise ValueError(
+                f"tree.parallel={tree.parallel} takes that many levels from one forward, but this draft looks {horizons} ahead: lower it, "
+                "or give the draft more branches (eagle: horizons; jakiro: contrast)"
+            )
+        if tree.candidates != "plain" and not experts:
+            raise ValueError(
+                f"tree.candidates={tree.candidates!r} needs several experts a token; this draft has one: use 'plain'"
+            )
 
 
 class EagleConfig(DraftBase):
-    """EAGLE-1/2: one dense Llama layer."""
+    """EAGLE-1/2: one dense Llama layer. With more horizons, each has a down projection of its own: the control for Jakiro's branch."""
 
     kind: Literal["eagle"]
     mlp_width: Positive | None = None  # default: the target's
+    horizons: Positive = 1
     tree: TreeConfig = TreeConfig()
 
     @model_validator(mode="after")
-    def _no_hybrid(self):
-        if self.tree.hybrid:
-            raise ValueError("tree.hybrid=true needs a branch two tokens ahead; eagle has none: use kind='jakiro'")
+    def _tree_fits(self):
+        self._require_tree(self.horizons, experts=False)
         return self
 
 
 class JakiroConfig(DraftBase):
-    """Jakiro (arXiv 2502.06282): a mixture of experts in EAGLE's layer, and a contrast branch two tokens ahead."""
+    """Jakiro (arXiv 2502.06282): a mixture of experts in EAGLE's layer, and branches further ahead from the same experts."""
 
     kind: Literal["jakiro"]
     experts: Annotated[int, Field(ge=2)] = 2
-    experts_per_token: Annotated[int, Field(ge=2)] = 2
+    experts_per_token: Positive = 2
     expert_width: Positive | None = None  # default: the hidden size, as in the released code
-    contrast: Literal["router", "scalar"] = "router"
-    ahead: BranchLoss = BranchLoss(regression=1.0, classification=0.05)
-    tree: TreeConfig = TreeConfig(hybrid=True)
+    routing: Literal["learned", "depth"] = "learned"  # depth: expert j for the j-th level of a roll-out, one a token
+    contrast: Literal["router", "scalar", "experts", "none"] = (
+        "router"  # the branches ahead: eq. 7 twice, one expert each, none
+    )
+    expert_loss: BranchLoss | None = None  # of each kept expert's own head (decoupled trees); averaged over them
+    mixture_loss: Annotated[float, Field(ge=0)] = (
+        0.0  # weight of the cross-entropy of the experts' mixture of softmaxes
+    )
+    tree: TreeConfig = TreeConfig(parallel=2)
 
     @model_validator(mode="before")
     @classmethod
-    def _hybrid_by_default(cls, values: Any):
+    def _parallel_by_default(cls, values: Any):
         """Also where a tree is given without saying so."""
-        if isinstance(values, dict) and isinstance(values.get("tree"), dict):
-            return {**values, "tree": {"hybrid": True, **values["tree"]}}
+        if isinstance(values, dict) and isinstance(values.get("tree", {}), dict):
+            levels = 1 if values.get("contrast") == "none" else 2
+            return {**values, "tree": {"parallel": levels, **values.get("tree", {})}}
         return values
 
+    @property
+    def horizons(self) -> int:
+        return {"router": 2, "scalar": 2, "experts": self.experts_per_token, "none": 1}[self.contrast]
+
     @model_validator(mode="after")
-    def _enough_experts(self):
+    def _sound(self):
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        if self.routing == "depth" and (self.experts_per_token > 1 or self.contrast != "none" or self.rollout == 1):
+            raise ValueError(
+                "routing='depth' runs one expert a token: it needs experts_per_token=1, contrast='none' and rollout >= 2"
+            )
+        if self.routing == "depth" and (self.expert_loss or self.mixture_loss):
+            raise ValueError("routing='depth' runs one expert a token: expert_loss and mixture_loss are of several")
+        if self.routing == "learned" and self.experts_per_token < 2:
+            raise ValueError("experts_per_token=1 with routing='learned': nothing would train the gate; use 2 or more")
+        self._require_tree(self.horizons, experts=self.experts_per_token > 1)
         return self
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from pipeline import embedded
+from pipeline.cache import TreeCache
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
@@ -28,6 +30,7 @@ from pipeline.recipe import Recipe
 from pipeline.sections import TargetConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CAPACITY_STEP = 512  # caches of a compiled target come in multiples of it: few shapes, few compilations
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -260,6 +263,7 @@ class Target:
         self.tokenizer = load_tokenizer(config)
         device = resolve_device(config.device)
         spread = {"device_map": "auto"} if config.device == "spread" else {}
+        self.compiled = False
         self._captured, self._hooked = threading.local(), set()  # by thread: layer -> output; layers that have a hook
         with _loading(config):
             self.model = AutoModelForCausalLM.from_pretrained(
@@ -332,49 +336,67 @@ class Target:
         if found is not None:
             found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
-    def new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.config)
+    def new_cache(self, capacity: int) -> TreeCache:
+        """For up to `capacity` tokens, which only a compiled target needs to know."""
+        if self.compiled:
+            return TreeCache(self.config.num_hidden_layers, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        return TreeCache()
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on forwards over a cache have fixed shapes and are compiled, on a GPU into CUDA graphs. Prompts are not."""
+        graphs = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
+        self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
+        self.compiled = True
 
     @torch.inference_mode()
     def forward(
-        self, tokens_N: Tensor, cache: DynamicCache, positions_N: Tensor | None = None, mask_NC: Tensor | None = None
-    ):
+        self,
+        tokens_N: Tensor,
+        cache: TreeCache,
+        positions_N: Tensor | None = None,
+        mask_NC: Tensor | None = None,
+        width: int = 1,
+    ) -> Tensor:
         """Appends N tokens to the cache and returns ``hidden_ND``.
 
         ``mask_NC`` (bool, C = cached + N) says what each token sees; without it tokens follow each other causally,
-        which is right for a first prompt or a single token only.
+        which is right for a first prompt or a single token only. A compiled target fills up to `width` tokens.
         """
-        past = cache.get_seq_length()
-        assert mask_NC is not None or past == 0 or len(tokens_N) == 1
+        past, count = cache.length, len(tokens_N)
+        assert mask_NC is not None or past == 0 or count == 1
         if positions_N is None:
-            positions_N = torch.arange(past, past + len(tokens_N), device=self.device)
+            positions_N = torch.arange(past, past + count, device=self.device)
+        decoder = self.decoder
+        if self.compiled:
+            if past:
+                decoder = self._compiled
+                tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
+            mask_NC = _fixed(mask_NC, past, count, len(tokens_N), cache.capacity, self.device)
         mask = None if mask_NC is None else additive(mask_NC, self.dtype)[None, None]
-        out = self.decoder(
+        out = decoder(
             input_ids=tokens_N[None],
             position_ids=positions_N[None],
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         )
-        return out.last_hidden_state[0].to(self.device)
+        cache.length = past + count
+        return out.last_hidden_state[0, :count].to(self.device)
+
+
+def _fixed(seen_NC: Tensor | None, past: int, count: int, width: int, capacity: int, device: torch.device) -> Tensor:
+    """`seen` over the whole capacity for `width` tokens; those that only fill up see the first token, and nobody sees them."""
+    if seen_NC is None:
+        seen_NC = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+    whole = torch.zeros(width, capacity, dtype=torch.bool, device=device)
+    whole[:, 0] = True
+    whole[:count, : past + count] = seen_NC
+    return whole
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, the most negative number where not: what every attention implementation accepts."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
-
-
-def keep_cached(cache: DynamicCache, prefix: int, kept: list[int]) -> None:
-    """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `kept`, in that order."""
-    contiguous = kept == list(range(prefix, prefix + len(kept)))
-    for layer in cache.layers:
-        if contiguous:
-            layer.keys, layer.values = (x[:, :, : prefix + len(kept)] for x in (layer.keys, layer.values))
-            continue
-        index = torch.tensor(kept, device=layer.keys.device)
-        layer.keys, layer.values = (
-            torch.cat([x[:, :, :prefix], x[:, :, index]], dim=2) for x in (layer.keys, layer.values)
-        )
 
 
 class PackedLinear(nn.Module):

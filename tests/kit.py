@@ -94,7 +94,7 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "jakiro": {
                 "kind": "jakiro",
                 "vocabulary": 128,
-                "tree": {"depth": 3, "top_k": 3, "nodes": 7, "hybrid": True},
+                "tree": {"depth": 3, "top_k": 3, "nodes": 7, "parallel": 2},
             },
             "eagle": {"kind": "eagle", "tree": {"depth": 3, "top_k": 3, "nodes": 7}},
         },

@@ -101,13 +101,13 @@ class Engine:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
 
-    def step(self, batches: list[Batch]) -> dict[int, dict[str, torch.Tensor]]:
-        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by horizon.
+    def step(self, batches: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
+        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by branch.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
         which is multiplied back here, so that the gradient is that of one large batch.
         """
-        pooled: dict[int, dict[str, torch.Tensor]] = {}
+        pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
         for batch in batches:
             loss, sums = self._engine(batch.to(self.device, self.dtype))
@@ -117,18 +117,18 @@ class Engine:
         return pooled
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> dict[int, dict[str, torch.Tensor]]:
+    def measure(self, batch: Batch) -> dict[str, dict[str, torch.Tensor]]:
         self._engine.eval()
         return self._engine(batch.to(self.device, self.dtype))[1]
 
-    def total(self, pooled: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, float]]:
+    def total(self, pooled: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
         """Sums over all ranks."""
-        names = [(h, name) for h, parts in sorted(pooled.items()) for name in sorted(parts)]
-        flat = torch.stack([pooled[h][name].double() for h, name in names])
+        names = [(b, name) for b, parts in sorted(pooled.items()) for name in sorted(parts)]
+        flat = torch.stack([pooled[b][name].double() for b, name in names])
         dist.all_reduce(flat)
-        out: dict[int, dict[str, float]] = {}
-        for (h, name), value in zip(names, flat.tolist(), strict=True):
-            out.setdefault(h, {})[name] = value
+        out: dict[str, dict[str, float]] = {}
+        for (b, name), value in zip(names, flat.tolist(), strict=True):
+            out.setdefault(b, {})[name] = value
         return out
 
     def barrier(self) -> None:
@@ -192,8 +192,8 @@ class Engine:
 
 
 def add_sums(pooled: dict, sums: dict) -> None:
-    """Adds one forward's sums (by horizon, then by name) to `pooled`."""
-    for horizon, parts in sums.items():
-        mine = pooled.setdefault(horizon, {})
+    """Adds one forward's sums (by branch, then by name) to `pooled`."""
+    for branch, parts in sums.items():
+        mine = pooled.setdefault(branch, {})
         for name, value in parts.items():
             mine[name] = mine[name] + value if name in mine else value

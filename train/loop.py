@@ -23,7 +23,6 @@ from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import Engine, add_sums
 
 METRICS, RESUME_STATE = "metrics.jsonl", "resume"
-BRANCHES = {1: "next", 2: "ahead"}  # horizon -> name, as in the recipe
 
 
 class Metrics:
@@ -146,7 +145,7 @@ class _Run:
                 "train.learning_rate, or train in bfloat16 or float32 if this was float16. Run again to resume"
             )
         self._step = step + 1
-        self._trained_tokens += int(sums[1]["positions"])
+        self._trained_tokens += int(sums["next"]["positions"])
         if self._metrics:
             self._metrics.write(
                 "train", self._step, {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens}
@@ -159,11 +158,11 @@ class _Run:
             self._engine.save_resume(self._folder / RESUME_STATE, self._step, progress)
         return {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
 
-    def _averages(self, sums: dict[int, dict[str, float]]) -> dict[str, float]:
+    def _averages(self, sums: dict[str, dict[str, float]]) -> dict[str, float]:
         """Global loss and, per branch, its averages over trained positions; "agreement" is top-1 against the target."""
         out, loss = {}, 0.0
-        for horizon, weights in self._draft.branch_losses().items():
-            part, branch = sums[horizon], BRANCHES[horizon]
+        for branch, weights in self._draft.branch_losses().items():
+            part = sums[branch]
             count = max(part["positions"], 1)
             regression, classification = part["regression"] / count, part["classification"] / count
             loss += weights.regression * regression + weights.classification * classification

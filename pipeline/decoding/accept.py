@@ -1,20 +1,23 @@
 """Which path of a tree is accepted, and what is emitted after it: the lossless rules, and tau, each defined once.
 
-At temperature 0 the longest path of the target's argmax. Above it, rejection with deterministic candidates: a tree that
-is a function of the context proposes a point mass at each candidate, so candidate x is accepted with probability p(x),
-and on rejection p is conditioned on "not x". Summed over its siblings a token is emitted with exactly its p.
+Every rule emits each token with exactly the probability that plain decoding would give it (proofs: docs/lossless.md).
+
+Best candidates   the tree is a function of the context. The target's own next token is chosen after every node as plain
+                  decoding would choose it, with the same random number; the longest path of such tokens is accepted. So
+                  the answer IS plain decoding's, token for token, at every temperature.
+Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_j, is accepted with min(1, p / q_j); on
+                  rejection p becomes norm(max(0, p - q_j)).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from pipeline.decoding.tree import Tree
-
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from pipeline.decoding.tree import Tree
 
 
 class Chance(Protocol):
@@ -22,112 +25,78 @@ class Chance(Protocol):
 
     def accept(self, probability: float) -> bool: ...
 
-    def draw(self, p_V: Tensor) -> int: ...
+    def draw_rows(self, q_WV: Tensor) -> Tensor:
+        """One token of each row [W]."""
 
 
 class Sampler:
-    """One seeded generator, on the CPU whatever the device, for coins and draws alike."""
+    """Seeded randomness, on the CPU whatever the device: a number for each place of the answer, and coins and draws beside."""
+
+    BLOCK = 256
 
     def __init__(self, seed: int):
-        self._generator = torch.Generator().manual_seed(seed)
+        self._placed = torch.Generator().manual_seed(seed)
+        second = int(torch.randint(1 << 32, (), generator=self._placed))  # torch's CPU generator sees 32 bits of a seed
+        self._generator = torch.Generator().manual_seed(second)
+        self._numbers = torch.empty(0, dtype=torch.float64)
 
-    def _uniform(self) -> float:
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+    def _uniform(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+
+    def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
+        """Row n's token [N] by the random number of the answer's ``places[n]``-th token."""
+        while len(self._numbers) <= max(places):
+            more = torch.rand(self.BLOCK, generator=self._placed, dtype=torch.float64)
+            self._numbers = torch.cat([self._numbers, more])
+        return _inverse(p_NV, self._numbers[places])
 
     def accept(self, probability: float) -> bool:
-        return self._uniform() < probability
+        return self._uniform(1).item() < probability
 
-    def draw(self, p_V: Tensor) -> int:
-        """Inverse of the cumulative distribution: the first token whose cumulated mass exceeds a uniform number."""
-        cumulated_V = p_V.double().cumsum(0)
-        return int(torch.searchsorted(cumulated_V, self._uniform() * cumulated_V[-1], right=True))
+    def draw_rows(self, q_WV: Tensor) -> Tensor:
+        return _inverse(q_WV, self._uniform(len(q_WV)))
 
 
-def accept_greedy(tree: Tree, best_N: list[int]) -> tuple[list[int], int]:
-    """``(path, bonus)``: nodes below the root whose tokens are the target's argmax, and the argmax after them."""
+def _inverse(p_NV: Tensor, u_N: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: the first token whose cumulated mass exceeds u."""
+    cumulated_NV = p_NV.double().cumsum(-1)
+    u_N = u_N.to(p_NV.device, non_blocking=True)
+    found = torch.searchsorted(cumulated_NV, (u_N * cumulated_NV[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp_max(p_NV.shape[1] - 1)
+
+
+def accept_best(tree: "Tree", following: Callable[[int], int]) -> tuple[list[int], int]:
+    """``(path, bonus)``: the nodes below the root that the target's own choices lead through, and its choice after them.
+
+    ``following(node)`` is the target's token after a node: the argmax of its processed logits, or drawn from them.
+    """
     children, node, path = tree.children(), 0, []
     while True:
-        match = next((child for child in children[node] if tree.tokens[child] == best_N[node]), None)
+        token = following(node)
+        match = next((child for child in children[node] if tree.tokens[child] == token), None)
         if match is None:
-            return path, best_N[node]
+            return path, token
         path.append(match)
         node = match
 
 
-def accept_sampled(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
-    """``(path, bonus)`` by rejection; ``p_NV`` are the target's PROCESSED probabilities after each node."""
+def accept_drawn(tree: "Tree", p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
+    """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
     children, node, path = tree.children(), 0, []
     while True:
-        p_V, accepted = p_NV[node].clone(), None
+        p_V, accepted = p_NV[node].double(), None
         for child in children[node]:
-            token = tree.tokens[child]
-            probability = p_V[token].item()
-            if not probability > 0:  # outside top-k or top-p, or (0/0) no mass is left: nothing to reject
-                continue
-            if chance.accept(probability):
+            token, q_V = tree.tokens[child], tree.proposals[child]
+            if chance.accept(min(1.0, (p_V[token] / q_V[token]).item())):
                 accepted = child
                 break
-            p_V[token] = 0
-            p_V /= p_V.sum()
+            rest_V = (p_V - q_V).clamp_min(0)
+            if (mass := rest_V.sum()) > 0:  # otherwise p is q but for rounding, and this rejection has no probability
+                p_V = rest_V / mass
         if accepted is None:
-            return path, chance.draw(p_V)
+            return path, int(chance.draw_rows(p_V[None])[0])
         path.append(accepted)
         node = accepted
-
-
-class _Script:
-    """Replays a prefix of accept/reject decisions, then rejects; `draw` keeps its distribution instead of drawing."""
-
-    def __init__(self, decisions: list[bool]):
-        self.decisions, self.used, self.weight = decisions, 0, 1.0
-        self.drawn_V: Tensor | None = None
-
-    def accept(self, probability: float) -> bool:
-        if self.used == len(self.decisions):
-            self.decisions.append(False)
-        decision = self.decisions[self.used]
-        self.used += 1
-        self.weight *= probability if decision else 1 - probability
-        return decision
-
-    def draw(self, p_V: Tensor) -> int:
-        self.drawn_V = p_V
-        return -1
-
-
-def every_outcome(decide: Callable[[Chance], T]) -> Iterator[tuple[T, float, Tensor]]:
-    """Runs `decide` once for every sequence of accept/reject decisions: (result, its probability, the final draw's p_V)."""
-    decisions: list[bool] = []
-    while True:
-        script = _Script(decisions)
-        result = decide(script)
-        yield result, script.weight, script.drawn_V
-        while decisions and decisions[-1]:
-            decisions.pop()
-        if not decisions:
-            return
-        decisions[-1] = True
-
-
-def first_token_distribution(tree: Tree, p_NV: Tensor) -> Tensor:
-    """The exact distribution of the first token that a round emits, summed over every outcome of the real rule."""
-    emitted_V = torch.zeros(p_NV.shape[1], dtype=torch.float64)
-    below_root = [node for node, depth in enumerate(tree.depths) if depth == 1]
-    stump = Tree(
-        tree.tokens_N,
-        [tree.tokens[0]] + [tree.tokens[n] for n in below_root],
-        [-1] + [0] * len(below_root),
-        [0] + [1] * len(below_root),
-        tree.ancestors_NN,
-    )
-    p_stump = torch.cat([p_NV[:1], p_NV[below_root]]).double().cpu()
-    p_stump /= p_stump.sum(-1, keepdim=True)
-    for (path, _), weight, drawn_V in every_outcome(lambda chance: accept_sampled(stump, p_stump, chance)):
-        if path:
-            emitted_V[stump.tokens[path[0]]] += weight
-        elif weight > 0:
-            emitted_V += weight * drawn_V
-    return emitted_V
 
 
 @dataclass

@@ -1,48 +1,80 @@
-"""The decoding loop, speculative and plain side by side: same forward, same cache, same stop rule, same clock."""
+"""The decoding loop, speculative and plain side by side: same forward, same cache, same stop rule, same randomness, same clock."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from pipeline.decoding.accept import Acceptance, Chance, Sampler, accept_greedy, accept_sampled
-from pipeline.decoding.tree import Tree, grow
+from pipeline.cache import TreeCache
+from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
+from pipeline.decoding.tree import Tree, draft_forwards, grow
 from pipeline.drafts.base import Draft, DraftState
 from pipeline.errors import PipelineError
-from pipeline.target import Target, keep_cached
+from pipeline.target import Target
 
 Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's distribution is processed, and when to stop."""
+    """How the target's logits are processed (in transformers' order and meaning), and when to stop."""
 
     max_new_tokens: int
     stop_ids: frozenset[int]
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    repetition_penalty: float = 1.0  # of every token of prompt and answer so far
     seed: int = 0
 
-    def probabilities(self, logits_NV: Tensor) -> Tensor:
-        """The processed distribution in fp32 (temperature, top-k, top-p in transformers' order and meaning)."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        return warpers(None, logits_NV.float()).softmax(-1)
+    def _processed(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
+        """fp32; ``before_NL`` are the tokens before each row's next one (wanted by the penalty only)."""
+        processors = LogitsProcessorList()
+        if self.repetition_penalty != 1.0 and before_NL is not None:
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            processors.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                processors.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                processors.append(TopPLogitsWarper(self.top_p))
+        return processors(before_NL, logits_NV.float())
 
-    def choose(self, logits_V: Tensor, chance: Chance) -> int:
-        """One token of plain decoding."""
+    def probabilities(self, logits_NV: Tensor, before_NL: Tensor | None = None) -> Tensor:
+        """What tokens are drawn from above temperature 0."""
+        return self._processed(logits_NV, before_NL).softmax(-1)
+
+    def choose(self, logits_NV: Tensor, before_NL: Tensor | None, sampler: Sampler, places: list[int]) -> Tensor:
+        """Plain decoding's token [N] after each row: the argmax, or drawn with the number of its place in the answer."""
         if self.temperature == 0:
-            return int(logits_V.argmax())
-        return chance.draw(self.probabilities(logits_V[None])[0])
+            return self._processed(logits_NV, before_NL).argmax(-1)
+        return sampler.choose(self.probabilities(logits_NV, before_NL), places)
+
+    def before(self, tokens: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
+        """``before_NL``: `tokens`, and behind them each node's path; rows are filled up with a token they hold anyway."""
+        if self.repetition_penalty == 1.0:
+            return None
+        if tree is None:
+            return torch.tensor([tokens], device=device)
+        paths = [[tree.tokens[n] for n in tree.path_to(node)] for node in range(len(tree.tokens))]
+        longest = max(tree.depths)
+        rows = [path + [tokens[-1]] * (longest - len(path)) for path in paths]
+        prefix_NP = torch.tensor(tokens, device=device).expand(len(rows), -1)
+        return torch.cat(
+            [prefix_NP, torch.tensor(rows, dtype=torch.long, device=device).view(len(rows), longest)], dim=1
+        )
 
     def trimmed(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
         """Cuts new tokens behind the first stop id or at the limit; says whether decoding ends."""
@@ -59,32 +91,55 @@ class Generation:
 
     tokens: list[int]
     seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    split: dict[str, float] = field(default_factory=dict)  # seconds of "draft" and "verify"; the rest is bookkeeping
+    draft_forwards: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     untrimmed_tokens: int = 0  # with what was verified beyond the stop id or the limit
 
 
-class _Clock:
-    """Wall-clock laps; waits for the accelerator, if there is one, so that a lap holds its own work."""
+class Stopwatch:
+    """Wall-clock time by name. Waits for the accelerator around every lap if asked to (`exact`), else only at the ends."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, exact: bool):
         self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
-        self.now()
+        self._exact = exact or device.type == "cpu"
+        self.laps: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._begin = self.now()
 
     def now(self) -> float:
         self._wait()
         return time.perf_counter()
 
+    def total(self) -> float:
+        return self.now() - self._begin
 
-def _prefill(target: Target, prompt: list[int], spare: int):
+    def __call__(self, name: str, what: Callable, *arguments: Any) -> Any:
+        self.calls[name] += 1
+        if not self._exact:
+            return what(*arguments)
+        begin = self.now()
+        out = what(*arguments)
+        self.laps[name] += self.now() - begin
+        return out
+
+
+class _Timed:
+    """A draft whose forwards are timed."""
+
+    def __init__(self, draft: Draft, watch: Stopwatch):
+        self.config, self.draft_token_ids, self.shapes = draft.config, draft.draft_token_ids, draft.shapes
+        self.start, self.step = partial(watch, "draft", draft.start), partial(watch, "draft", draft.step)
+
+
+def _prefill(target: Target, prompt: list[int], spare: int) -> tuple[TreeCache, Tensor, Tensor]:
     limit = target.config.max_position_embeddings
     if len(prompt) + spare > limit:
         raise PipelineError(
             f"a prompt of {len(prompt)} tokens and up to {spare} more exceed the target's {limit} positions: "
             "shorten the prompt or lower eval.max_new_tokens"
         )
-    cache = target.new_cache()
+    cache = target.new_cache(len(prompt) + spare)
     hidden_TD = target.forward(torch.tensor(prompt, device=target.device), cache)
     logits_V = target.head(hidden_TD[-1])
     if not logits_V.isfinite().all():
@@ -97,68 +152,81 @@ def _prefill(target: Target, prompt: list[int], spare: int):
 @torch.inference_mode()
 def plain(target: Target, prompt: list[int], sampling: Sampling) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
-    chance = Sampler(sampling.seed)
+    sampler = Sampler(sampling.seed)
     cache, _, logits_V = _prefill(target, prompt, sampling.max_new_tokens)
-    clock = _Clock(target.device)
-    begin = clock.now()
-    tokens, done = sampling.trimmed([sampling.choose(logits_V, chance)], 0)
-    while not done:
-        hidden = target.forward(torch.tensor(tokens[-1:], device=target.device), cache)
-        new, done = sampling.trimmed([sampling.choose(target.head(hidden[0]), chance)], len(tokens))
+    watch = Stopwatch(target.device, exact=False)
+    tokens: list[int] = []
+    while True:
+        before = sampling.before([*prompt, *tokens], None, target.device)
+        new, done = sampling.trimmed(
+            sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist(), len(tokens)
+        )
         tokens += new
-    return Generation(tokens, clock.now() - begin)
+        if done:
+            return Generation(tokens, watch.total())
+        logits_V = target.head(target.forward(torch.tensor(new, device=target.device), cache)[0])
 
 
 @torch.inference_mode()
 def speculative(
-    target: Target, draft: Draft, prompt: list[int], sampling: Sampling, observe: Observer | None = None
+    target: Target,
+    draft: Draft,
+    prompt: list[int],
+    sampling: Sampling,
+    observe: Observer | None = None,
+    exact_split: bool = False,
 ) -> Generation:
-    """Draft, verify, accept, until the stop rule holds. The output is distributed exactly as `plain`'s."""
-    spec = draft.config.tree
-    chance = Sampler(sampling.seed)
-    cache, hidden_TD, logits_V = _prefill(target, prompt, sampling.max_new_tokens + spec.depth)
-    clock = _Clock(target.device)
-    begin = clock.now()
+    """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with drawn
+    ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs time.
+    """
+    spec, sampler = draft.config.tree, Sampler(sampling.seed)
+    spare = sampling.max_new_tokens + max(spec.nodes, spec.depth + 1)
+    cache, hidden_TD, logits_V = _prefill(
+        target, prompt, spare if target.compiled else sampling.max_new_tokens + spec.depth
+    )
+    watch = Stopwatch(target.device, exact_split)
+    timed = _Timed(draft, watch)
+    before = sampling.before(prompt, None, target.device)
+    first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
-    first = sampling.choose(logits_V, chance)
     out.tokens, done = sampling.trimmed([first], 0)
     out.untrimmed_tokens = 1
     state = DraftState()
     inputs = [*prompt[1:], first]  # t_{i+1} beside f_i
     while not done:
-        lap = clock.now()
-        fed = torch.tensor(inputs, device=target.device)
-        answer = draft.start(state, hidden_TD, fed)
-        tree = grow(draft, state, inputs[-1], answer, spec)
-        drafted = clock.now()
-        past = cache.get_seq_length()
-        hidden_ND, logits_NV = _verify(target, tree, cache, past)
-        verified = clock.now()
+        answer = timed.start(state, hidden_TD, torch.tensor(inputs, device=target.device), draft_forwards(spec) == 1)
+        tree = grow(timed, state, inputs[-1], answer, sampling, sampler)
+        past = cache.length
+        hidden_ND, logits_NV = watch("verify", _verify, target, tree, cache, past, spec.nodes)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
-        path, bonus = _accept(tree, logits_NV, sampling, chance)
-        keep_cached(cache, past, [past, *(past + node for node in path)])
+        path, bonus = _accept(tree, logits_NV, sampling, sampler, [*prompt, *out.tokens], len(out.tokens))
+        cache.keep(past, [past, *(past + node for node in path)])
         hidden_TD = hidden_ND[[0, *path]]
         inputs = [*(tree.tokens[node] for node in path), bonus]
         new, done = sampling.trimmed(inputs, len(out.tokens))
         out.tokens += new
         out.untrimmed_tokens += len(inputs)
         out.acceptance.add_pass(min(len(path), len(new)), len(new))
-        out.draft_seconds += drafted - lap
-        out.verify_seconds += verified - drafted
-    out.seconds = clock.now() - begin
+    out.seconds, out.split, out.draft_forwards = watch.total(), dict(watch.laps), watch.calls["draft"]
     return out
 
 
-def _verify(target: Target, tree: Tree, cache, past: int) -> tuple[Tensor, Tensor]:
+def _verify(target: Target, tree: Tree, cache: TreeCache, past: int, nodes: int) -> tuple[Tensor, Tensor]:
     """One target forward over the tree: ``hidden_ND`` and ``logits_NV``. A node stands at its depth behind the prefix."""
     prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=target.device)
     positions = torch.tensor(tree.depths, device=target.device) + past
-    hidden_ND = target.forward(tree.tokens_N, cache, positions, torch.cat([prefix, tree.ancestors_NN], dim=1))
+    seen = torch.cat([prefix, tree.ancestors_NN], dim=1)
+    hidden_ND = target.forward(tree.tokens_N, cache, positions, seen, nodes)
     return hidden_ND, target.head(hidden_ND)
 
 
-def _accept(tree: Tree, logits_NV: Tensor, sampling: Sampling, chance: Chance) -> tuple[list[int], int]:
-    if sampling.temperature == 0:
-        return accept_greedy(tree, logits_NV.argmax(-1).tolist())
-    return accept_sampled(tree, sampling.probabilities(logits_NV), chance)
+def _accept(
+    tree: Tree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler, tokens: list[int], answered: int
+) -> tuple[list[int], int]:
+    before = sampling.before(tokens, tree, logits_NV.device)
+    if tree.proposals is not None:
+        return accept_drawn(tree, sampling.probabilities(logits_NV, before), sampler)
+    places = [answered + depth for depth in tree.depths]
+    following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
+    return accept_best(tree, following.__getitem__)

@@ -1,27 +1,39 @@
-"""One dynamic token tree for every draft (EAGLE-2), with Jakiro's hybrid last level.
+"""Token trees for every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain, merged or mixed, and
+their last levels from one forward (Jakiro).
 
-The tree is a deterministic function of the context: candidates are the draft's best, never sampled. That is what
-makes the acceptance rule of `accept.py` exact without knowing the draft's probabilities.
+A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py` says
+why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pipeline.decoding.accept import Chance
 from pipeline.drafts.base import Answer, Draft, DraftState, Frontier
-from pipeline.sections import TreeConfig
+from pipeline.sections import TreeConfig, static_paths
+
+
+class Processing(Protocol):
+    """How logits become the probabilities that siblings are drawn from (`generate.Sampling`)."""
+
+    temperature: float
+
+    def probabilities(self, logits: Tensor) -> Tensor: ...
 
 
 @dataclass
 class Tree:
-    """N nodes in an order in which parents precede children and siblings stand best first; node 0 is the root."""
+    """N nodes in an order in which parents precede children and siblings stand best (or first drawn) first; node 0 is the root."""
 
     tokens_N: Tensor  # target ids, on the target's device
     tokens: list[int]
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
+    proposals: list[Tensor | None] | None = None  # drawn trees: what node n was drawn from, over target ids [V]
 
     def children(self) -> list[list[int]]:
         out: list[list[int]] = [[] for _ in self.parents]
@@ -29,12 +41,79 @@ class Tree:
             out[parent].append(node)
         return out
 
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root's child to `node`; empty for the root."""
+        path = []
+        while node > 0:
+            path.insert(0, node)
+            node = self.parents[node]
+        return path
+
     def longest_path(self) -> list[int]:
         """From the root to the first of the deepest nodes."""
-        path = [self.depths.index(max(self.depths))]
-        while self.parents[path[0]] >= 0:
-            path.insert(0, self.parents[path[0]])
-        return path
+        return [0, *self.path_to(self.depths.index(max(self.depths)))]
+
+
+def build_tree(root: int, tokens: list[int], parents: list[int], device: torch.device) -> Tree:
+    """A tree from its nodes below the root (parents count the root as 0)."""
+    tokens, parents = [root, *tokens], [-1, *parents]
+    depths, rows = [0], [[True] + [False] * (len(tokens) - 1)]
+    for node in range(1, len(tokens)):
+        depths.append(depths[parents[node]] + 1)
+        row = rows[parents[node]].copy()
+        row[node] = True
+        rows.append(row)
+    both = torch.tensor([*rows, tokens], dtype=torch.long).to(device, non_blocking=True)  # one copy to the device
+    return Tree(both[-1], tokens, parents, depths, both[:-1].bool())
+
+
+def draft_forwards(spec: TreeConfig) -> int:
+    """Draft forwards of one round, the one that takes in the accepted tokens included."""
+    return spec.depth - spec.parallel + 1
+
+
+def grow(
+    draft: Draft,
+    state: DraftState,
+    root: int,
+    answer: Answer,
+    processing: Processing | None = None,
+    chance: Chance | None = None,
+) -> Tree:
+    """Grows the draft's tree below `root`, the last emitted token, from the draft's answer to it.
+
+    `processing` and `chance` are wanted by trees whose siblings are drawn; at temperature 0 those take the best.
+    """
+    spec = draft.config.tree
+    if spec.paths is None:
+        return _grow_dynamic(draft, state, root, answer, spec)
+    drawn = spec.siblings != "best" and processing is not None and processing.temperature > 0
+    return _grow_static(draft, state, root, answer, spec, _Draws(spec, processing, chance) if drawn else None)
+
+
+def _ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by."""
+    if spec.candidates == "plain":
+        scores = answer.next_WU.float().log_softmax(-1)
+        return scores, scores
+    each_WKU = answer.experts_WKU.float().log_softmax(-1) + answer.log_weights_WK.float()[:, :, None]
+    mixed = each_WKU.logsumexp(1)
+    return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
+
+
+def _candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of each row, best first (W, k), as target ids, and their scores. No token twice."""
+    chosen = ranked_WU.topk(min(count, ranked_WU.shape[1]), dim=-1).indices
+    tokens = chosen if draft.draft_token_ids is None else draft.draft_token_ids[chosen]
+    return tokens, scored_WU.gather(1, chosen)
+
+
+def _ahead(answer: Answer, level: int) -> Tensor:
+    """Log-probabilities of the token `level` levels below the last forward's own candidates."""
+    return answer.ahead_WU[level - 1].float().log_softmax(-1)
+
+
+# -- dynamic ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -48,77 +127,188 @@ class _Level:
     first: int  # number of the first one in the pool
 
 
-def build_tree(root: int, tokens: list[int], parents: list[int], device: torch.device) -> Tree:
-    """A tree from its nodes below the root (parents count the root as 0)."""
-    tokens, parents = [root, *tokens], [-1, *parents]
-    depths, rows = [0], [[0]]
-    for node in range(1, len(tokens)):
-        depths.append(depths[parents[node]] + 1)
-        rows.append([*rows[parents[node]], node])
-    ancestors = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    for node, seen in enumerate(rows):
-        ancestors[node, seen] = True
-    return Tree(torch.tensor(tokens, device=device), tokens, parents, depths, ancestors.to(device))
-
-
-def grow(draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig) -> Tree:
-    """Grows a tree below `root`, the last emitted token, from the draft's answer to it.
-
-    Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children; of
+def _grow_dynamic(draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig) -> Tree:
+    """Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children; of
     all candidates the best ``nodes - 1`` stay. A child never outranks its parent, so what stays is connected.
-    Draft forwards, the one that gave `answer` included: ``depth``, or ``depth - 1`` with a hybrid last level.
     """
+    levels = candidate_pool(draft, state, answer, spec)
+    scores = torch.cat([level.scores for level in levels])
+    kept = (
+        scores.sort(descending=True, stable=True).indices[: spec.nodes - 1].sort().values
+    )  # parents come first in the pool
+    tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
+    numbers, tokens, parents = torch.stack([kept, tokens, parents]).tolist()  # the only wait for the device
+    places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
+    return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
+
+
+def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeConfig) -> list[_Level]:
+    """All scored candidates of a dynamic tree, level by level."""
     device = answer.next_WU.device
-    level = _propose(
-        draft,
-        answer.next_WU,
-        spec.top_k,
-        parents=torch.tensor([-1], device=device),
-        scores=torch.zeros(1, device=device),
-        rows=torch.zeros(1, dtype=torch.long, device=device),
-        first=0,
+    root = (
+        torch.tensor([-1], device=device),
+        torch.zeros(1, device=device),
+        torch.zeros(1, dtype=torch.long, device=device),
     )
+    level = _propose(draft, *_ranking(answer, spec), spec.top_k, *root, first=0)
     levels = [level]
     seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    last = draft_forwards(spec) - 1  # depth of the last level that is forwarded
     for depth in range(1, spec.depth):
         order = level.scores.sort(descending=True, stable=True).indices[: spec.top_k]
         numbers, scores, rows = level.first + order, level.scores[order], level.rows[order]
         first = level.first + len(level.tokens)
-        if spec.hybrid and depth == spec.depth - 1:
-            # Nodes of the last-but-one level were not forwarded: their children are what the forward that proposed
-            # them, their PARENT's, expects two tokens ahead.
-            level = _propose(draft, answer.ahead_WU[rows], spec.top_k, numbers, scores, rows, first)
-        else:
+        if depth <= last:
             itself = torch.eye(len(order), dtype=torch.bool, device=device)
             seen = torch.cat([seen[rows], itself], dim=1)
-            answer = draft.step(state, Frontier(level.tokens[order], answer.hidden_WD[rows], seen, depth))
-            forwarded = torch.arange(len(order), device=device)
-            level = _propose(draft, answer.next_WU, spec.top_k, numbers, scores, forwarded, first)
+            answer = draft.step(
+                state, Frontier(level.tokens[order], answer.hidden_WD[rows], seen, depth), depth == last
+            )
+            ranked, scored = _ranking(answer, spec)
+            rows = torch.arange(len(order), device=device)
+        else:
+            # These nodes are not forwarded: their children are what the forward above them expects that many tokens
+            # ahead, gathered by the row of that forward and NOT by the nodes' own ranks.
+            ranked = scored = _ahead(answer, depth - last)[rows]
+        level = _propose(draft, ranked, scored, spec.top_k, numbers, scores, rows, first)
         levels.append(level)
-    return _prune(root, levels, spec.nodes, device)
+    return levels
 
 
 def _propose(
-    draft: Draft, logits_WU: Tensor, top_k: int, parents: Tensor, scores: Tensor, rows: Tensor, first: int
+    draft: Draft,
+    ranked_WU: Tensor,
+    scored_WU: Tensor,
+    top_k: int,
+    parents: Tensor,
+    scores: Tensor,
+    rows: Tensor,
+    first: int,
 ) -> _Level:
     """The `top_k` best tokens of each row become children of `parents`; `rows` are the forwards' rows."""
-    best = logits_WU.float().log_softmax(-1).topk(min(top_k, logits_WU.shape[1]), dim=-1)
-    children = best.indices.shape[1]
-    tokens = best.indices if draft.draft_token_ids is None else draft.draft_token_ids[best.indices]
+    tokens, gained = _candidates(draft, ranked_WU, scored_WU, top_k)
+    children = tokens.shape[1]
     return _Level(
         tokens=tokens.reshape(-1),
         parents=parents.repeat_interleave(children),
-        scores=(scores[:, None] + best.values).reshape(-1),
+        scores=(scores[:, None] + gained).reshape(-1),
         rows=rows.repeat_interleave(children),
         first=first,
     )
 
 
-def _prune(root: int, levels: list[_Level], nodes: int, device: torch.device) -> Tree:
-    """Keeps the best ``nodes - 1`` candidates. Parents come first in the pool, and the sort is stable: ties stay connected."""
-    scores = torch.cat([level.scores for level in levels])
-    kept = scores.sort(descending=True, stable=True).indices[: nodes - 1].sort().values
-    tokens = torch.cat([level.tokens for level in levels])[kept].tolist()
-    parents = torch.cat([level.parents for level in levels])[kept].tolist()
-    numbers = {number: place for place, number in enumerate(kept.tolist(), start=1)}
-    return build_tree(root, tokens, [0 if parent < 0 else numbers[parent] for parent in parents], device)
+# -- static ----------------------------------------------------------------------------------------------------------
+
+
+class _Draws:
+    """Siblings drawn one after the other without replacement: from one distribution, or from each expert's in turn."""
+
+    def __init__(self, spec: TreeConfig, processing: Processing, chance: Chance):
+        self._by_expert, self._processing, self._chance = spec.siblings == "drawn-by-expert", processing, chance
+        self._mixed = spec.candidates == "mixture"
+
+    def of(self, draft: Draft, answer: Answer, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``."""
+        if self._by_expert or self._mixed:
+            q_WKU = self._processing.probabilities(answer.experts_WKU.flatten(0, 1)).view_as(answer.experts_WKU).float()
+            if self._mixed:
+                q_WKU = (answer.log_weights_WK.float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
+        else:
+            q_WKU = self._processing.probabilities(answer.next_WU)[:, None]
+        return self._draw(draft, q_WKU, count, vocabulary)
+
+    def ahead(self, draft: Draft, logits_WU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        return self._draw(draft, self._processing.probabilities(logits_WU)[:, None], count, vocabulary)
+
+    def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        q_WKV = _over_target_ids(draft, q_WKU.double(), vocabulary)
+        free = torch.ones_like(q_WKV[:, 0])
+        tokens, proposals = [], []
+        for rank in range(count):
+            q_WV = q_WKV[:, rank % q_WKV.shape[1]] * free
+            mass = q_WV.sum(-1, keepdim=True)
+            q_WV = q_WV / mass.clamp_min(torch.finfo(q_WV.dtype).tiny)
+            drawn = self._chance.draw_rows(q_WV)
+            free = free.scatter(1, drawn[:, None], 0.0)
+            tokens.append(torch.where(mass[:, 0] > 0, drawn, -1))
+            proposals.append(q_WV)
+        return torch.stack(tokens, 1), torch.stack(proposals, 1)
+
+
+def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
+    if draft.draft_token_ids is None:
+        return q
+    whole = q.new_zeros(*q.shape[:-1], vocabulary)
+    whole[..., draft.draft_token_ids] = q
+    return whole
+
+
+def _grow_static(
+    draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig, draws: _Draws | None
+) -> Tree:
+    """Level by level along `static_paths`; only nodes that have children are forwarded."""
+    device, paths = answer.next_WU.device, [tuple(path) for path in static_paths(spec.paths)]
+    levels = [[path for path in paths if len(path) == depth] for depth in range(1, spec.depth + 1)]
+    last, vocabulary = draft_forwards(spec) - 1, draft.shapes["vocab_size"]
+    rows = {(): 0}  # path -> row of the forward whose answer its children come from
+    tokens_of, proposals_of = [], []
+    seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    for depth, level in enumerate(levels):  # the children of the nodes at `depth`
+        count = 1 + max(path[-1] for path in level)
+        beyond = depth - last
+        if draws:
+            if beyond <= 0:
+                found, proposals = draws.of(draft, answer, count, vocabulary)
+            else:  # each parent draws for itself, from what its forwarded ancestor expects there
+                parents = list(dict.fromkeys(path[:-1] for path in level))
+                found, proposals = draws.ahead(
+                    draft, answer.ahead_WU[beyond - 1][_index([rows[p] for p in parents], device)], count, vocabulary
+                )
+                drawn_row = {parent: place for place, parent in enumerate(parents)}
+        else:
+            ranked, scored = _ranking(answer, spec) if beyond <= 0 else (_ahead(answer, beyond),) * 2
+            found = _candidates(draft, ranked, scored, count)[0]
+            found = torch.nn.functional.pad(
+                found, (0, count - found.shape[1]), value=-1
+            )  # a vocabulary smaller than that
+        own = drawn_row if draws and beyond > 0 else rows
+        source, rank = _index([own[path[:-1]] for path in level], device), _index([path[-1] for path in level], device)
+        tokens = found[source, rank]
+        tokens_of.append(tokens)
+        if draws:
+            proposals_of.append(proposals[source, rank])
+        inner = (
+            [place for place, path in enumerate(level) if any(p[:-1] == path for p in levels[depth + 1])]
+            if depth + 1 < spec.depth
+            else []
+        )
+        if depth < last:
+            chosen = _index(inner, device)
+            parent_rows = _index([rows[level[place][:-1]] for place in inner], device)
+            seen = torch.cat([seen[parent_rows], torch.eye(len(inner), dtype=torch.bool, device=device)], dim=1)
+            frontier = Frontier(tokens[chosen].clamp_min(0), answer.hidden_WD[parent_rows], seen, depth + 1)
+            answer = draft.step(state, frontier, depth + 1 == last)
+            rows = {level[place]: row for row, place in enumerate(inner)}
+        else:
+            rows = {level[place]: rows[level[place][:-1]] for place in inner}
+    return _collect(root, paths, torch.cat(tokens_of).tolist(), torch.cat(proposals_of) if draws else None, device)
+
+
+def _collect(
+    root: int, paths: list[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
+) -> Tree:
+    """Leaves out the nodes that nothing was left for (-1, or a rank that the vocabulary does not have), and what is below them."""
+    places: dict[tuple[int, ...], int] = {(): 0}
+    kept = []
+    for number, (path, token) in enumerate(zip(paths, tokens, strict=True)):
+        if token >= 0 and path[:-1] in places:
+            places[path] = len(places)
+            kept.append(number)
+    tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
+    if proposals is not None:
+        tree.proposals = [None, *(proposals[n] for n in kept)]
+    return tree
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)

@@ -16,18 +16,21 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from pipeline.batch import Batch
+from pipeline.cache import TreeCache
 from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rotary
 from pipeline.errors import PipelineError
-from pipeline.losses import branch_sums
+from pipeline.losses import Prediction, branch_sums
 from pipeline.sections import BranchLoss, DraftBase
 from pipeline.target import Ends, additive
+
+AHEAD = ("next", "ahead", "ahead_3", "ahead_4", "ahead_5")  # names of the branches, by horizon
 
 
 @dataclass
 class DraftState:
     """One sequence's draft cache: `verified` inputs with true features, then the current tree's forwarded nodes."""
 
-    cache: DynamicCache = field(default_factory=DynamicCache)
+    cache: TreeCache = field(default_factory=TreeCache)
     verified: int = 0
 
 
@@ -43,11 +46,24 @@ class Frontier:
 
 @dataclass
 class Answer:
-    """A forward's answer for W nodes."""
+    """A forward's answer for W nodes; logits are over the draft vocabulary."""
 
     hidden_WD: Tensor  # feature of the next position, fed to the next level
-    next_WU: Tensor  # logits of the next token, over the draft vocabulary
-    ahead_WU: Tensor | None  # logits of the token after that, where the draft has such a branch
+    next_WU: Tensor  # logits of the next token
+    ahead_WU: list[Tensor] = field(default_factory=list)  # of the tokens after that, from a tree's last forward
+    experts_WKU: Tensor | None = None  # the kept experts' own logits of the next token, where the tree wants them
+    log_weights_WK: Tensor | None = None  # their routing weights
+
+
+@dataclass
+class Heads:
+    """What one forward predicts, before the LM head."""
+
+    ahead: list[Tensor]  # features (..., D) by horizon, from 1
+    experts: list[Tensor] = field(
+        default_factory=list
+    )  # the K kept experts' own features for horizon 1, best-routed first
+    log_weights: Tensor | None = None  # (..., K)
 
 
 class Draft(nn.Module):
@@ -82,18 +98,20 @@ class Draft(nn.Module):
     def build_layer(self, llama: Any) -> AttentionBlock: ...
 
     @abstractmethod
-    def branches(self, u: Tensor) -> dict[int, Tensor]:
-        """Horizon -> predicted feature, from the attention block's output."""
-
-    @abstractmethod
-    def branch_losses(self) -> dict[int, BranchLoss]:
-        """Horizon -> the weights of its losses."""
+    def heads(self, u: Tensor, depth: int) -> Heads:
+        """From the attention block's output; `depth` counts the draft's own features among the inputs (0: a true one)."""
 
     # -- shared -------------------------------------------------------------------------------------------------
 
     @property
     def horizons(self) -> list[int]:
-        return sorted(self.branch_losses())
+        return list(range(1, self.config.horizons + 1))
+
+    def branch_losses(self) -> dict[str, BranchLoss]:
+        """Branch -> the weights of its losses, for every branch of `predictions`."""
+        config = self.config
+        losses = dict.fromkeys(AHEAD[: config.horizons], config.ahead) | {"next": config.next}
+        return losses | {f"own_{number}": config.own for number in range(2, config.rollout + 1)}
 
     def initialise(self, seed: int) -> None:
         initialise(self, torch.Generator().manual_seed(seed))
@@ -124,34 +142,68 @@ class Draft(nn.Module):
         rope = self._rope[0].to(x.device)
         return self.layers[0].attend(x, rope(x, positions_BT), mask, cache)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-        """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by horizon."""
-        positions = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
-        u = self._trunk(batch.hidden_BTD, batch.tokens_BT, positions, None, None)
-        all_sums = branch_sums(self.branches(u), batch, self.ends.head, self.vocabulary_size)
-        total = torch.zeros((), device=u.device)
-        for horizon, weights in self.branch_losses().items():
-            sums = all_sums[horizon]
+    def predictions(self, batch: Batch) -> dict[str, Prediction]:
+        """Every trained branch at every position.
+
+        In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention sees what
+        a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
+        """
+        tokens_BT = batch.tokens_BT
+        count = tokens_BT.shape[1]
+        positions = torch.arange(count, device=tokens_BT.device)[None]
+        cache = DynamicCache() if self.config.rollout > 1 else None
+        heads = self.heads(self._trunk(batch.hidden_BTD, tokens_BT, positions, None, cache), 0)
+        found = {name: Prediction(h, [f]) for h, (name, f) in enumerate(zip(AHEAD, heads.ahead, strict=False), start=1)}
+        found |= self.expert_predictions(heads)
+        hidden_BTD = heads.ahead[0]
+        for number in range(2, self.config.rollout + 1):
+            before_BTD = torch.cat([batch.hidden_BTD[:, :1], hidden_BTD[:, :-1]], dim=1)
+            mask = additive(rollout_sees(number, count, tokens_BT.device), before_BTD.dtype)[None, None]
+            u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
+            hidden_BTD = self.heads(u, number - 1).ahead[0]
+            found[f"own_{number}"] = Prediction(1, [hidden_BTD])
+        return found
+
+    def expert_predictions(self, heads: Heads) -> dict[str, Prediction]:
+        """Trained branches of the experts, where the draft has any."""
+        return {}
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+        """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by branch."""
+        predictions = self.predictions(batch)
+        all_sums = branch_sums(predictions, batch, self.ends.head, self.vocabulary_size)
+        total = torch.zeros((), device=batch.tokens_BT.device)
+        for name, weights in self.branch_losses().items():
+            sums = all_sums[name]
             weighted = weights.regression * sums["regression"] + weights.classification * sums["classification"]
-            total = total + weighted / max(batch.totals[horizon], 1)
-        return total, {h: {name: value.detach() for name, value in sums.items()} for h, sums in all_sums.items()}
+            total = total + weighted / max(batch.totals[predictions[name].horizon], 1)
+        return total, {b: {name: value.detach() for name, value in sums.items()} for b, sums in all_sums.items()}
 
     def forward(self, batch: Batch):
         """DeepSpeed calls the module; its forward is the loss."""
         return self.loss(batch)
 
-    def _answer(self, u_WD: Tensor) -> Answer:
-        branches = self.branches(u_WD)
-        head = self.ends.head
-        ahead = head(branches[2]) if 2 in branches and self.config.tree.hybrid else None
-        return Answer(branches[1], head(branches[1]), ahead)
+    def _answer(self, u_WD: Tensor, depth: int, last: bool) -> Answer:
+        """One call of the head for all that the tree needs of this forward."""
+        heads, tree, head = self.heads(u_WD, depth), self.config.tree, self.ends.head
+        features = heads.ahead[: tree.parallel] if last else heads.ahead[:1]
+        experts = [] if tree.candidates == "plain" else heads.experts
+        logits = (
+            head(torch.stack([*features, *experts])) if len(features) + len(experts) > 1 else head(features[0])[None]
+        )
+        own = logits[len(features) :].transpose(0, 1) if experts else None
+        return Answer(
+            heads.ahead[0], logits[0], list(logits[1 : len(features)]), own, heads.log_weights if experts else None
+        )
 
     @torch.inference_mode()
-    def start(self, state: DraftState, hidden_TD: Tensor, tokens_T: Tensor) -> Answer:
-        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last (W=1)."""
+    def start(self, state: DraftState, hidden_TD: Tensor, tokens_T: Tensor, last: bool = False) -> Answer:
+        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last (W=1).
+
+        `last`: no `step` follows, so that the branches ahead are wanted.
+        """
         past, count = state.verified, len(tokens_T)
-        for layer in state.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, :past], layer.values[:, :, :past]
+        state.cache.keep(past)
         device = hidden_TD.device
         mask = None
         if past and count > 1:
@@ -160,14 +212,22 @@ class Draft(nn.Module):
         positions = torch.arange(past, past + count, device=device)[None]
         u = self._trunk(hidden_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
-        return self._answer(u[0, -1:])
+        return self._answer(u[0, -1:], 0, last)
 
     @torch.inference_mode()
-    def step(self, state: DraftState, frontier: Frontier) -> Answer:
+    def step(self, state: DraftState, frontier: Frontier, last: bool = False) -> Answer:
         """One forward for the frontier's W nodes; each sees the verified prefix, its ancestors and itself."""
         device, width = frontier.hidden_WD.device, len(frontier.tokens_W)
         prefix = torch.ones(width, state.verified, dtype=torch.bool, device=device)
         mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.hidden_WD.dtype)[None, None]
         positions = torch.full((1, width), state.verified + frontier.depth - 1, device=device)
         u = self._trunk(frontier.hidden_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
-        return self._answer(u[0])
+        return self._answer(u[0], frontier.depth, last)
+
+
+def rollout_sees(number: int, count: int, device: torch.device) -> Tensor:
+    """Bool (T, number * T): what position i sees in pass `number`, over the keys of all passes so far."""
+    places = torch.arange(count, device=device)
+    behind = places[:, None] - places[None, :]  # i - j
+    blocks = [behind >= number - 1, *(behind == number - earlier for earlier in range(2, number + 1))]
+    return torch.cat(blocks, dim=1)

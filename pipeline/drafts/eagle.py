@@ -1,16 +1,23 @@
-"""EAGLE-1/2 (arXiv 2401.15077, 2406.16858): one dense Llama layer without input norm, no final norm."""
+"""EAGLE-1/2 (arXiv 2401.15077, 2406.16858): one dense Llama layer without input norm, no final norm.
 
-from torch import Tensor
+With more horizons than one, each further one is ``f_h = u + D_h(a)`` from the same MLP activation a: what a second
+prediction from one forward is worth without experts.
+"""
 
-from pipeline.drafts.base import Draft
+from torch import Tensor, nn
+
+from pipeline.drafts.base import Draft, Heads
 from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.sections import BranchLoss, EagleConfig
+from pipeline.sections import EagleConfig
 
 
 class EagleLayer(AttentionBlock):
     def __init__(self, llama, config: EagleConfig):
         super().__init__(llama)
-        self.mlp = swiglu(llama, config.mlp_width or llama.intermediate_size)
+        width = config.mlp_width or llama.intermediate_size
+        self.mlp = swiglu(llama, width)
+        further = (nn.Linear(width, llama.hidden_size, bias=False) for _ in range(1, config.horizons))
+        self.ahead_projs = nn.ModuleList(further)
 
 
 class Eagle(Draft):
@@ -19,9 +26,10 @@ class Eagle(Draft):
     def build_layer(self, llama) -> EagleLayer:
         return EagleLayer(llama, self.config)
 
-    def branches(self, u: Tensor) -> dict[int, Tensor]:
+    def heads(self, u: Tensor, depth: int) -> Heads:
         layer = self.layers[0]
-        return {1: u + layer.mlp(layer.post_attention_layernorm(u))}
-
-    def branch_losses(self) -> dict[int, BranchLoss]:
-        return {1: self.config.next}
+        n = layer.post_attention_layernorm(u)
+        if not layer.ahead_projs:
+            return Heads([u + layer.mlp(n)])
+        activation = layer.mlp.act_fn(layer.mlp.gate_proj(n)) * layer.mlp.up_proj(n)
+        return Heads([u + down(activation) for down in (layer.mlp.down_proj, *layer.ahead_projs)])

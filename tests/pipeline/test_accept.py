@@ -6,16 +6,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from pipeline.decoding.accept import (
-    Acceptance,
-    Sampler,
-    accept_greedy,
-    accept_sampled,
-    every_outcome,
-    first_token_distribution,
-    legacy_tau,
-)
+from pipeline.decoding import accept
+from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn, legacy_tau
 from pipeline.decoding.tree import build_tree
+from pipeline.sections import TreeConfig
+from tests.pipeline.scripted import ScriptedDraft, every_outcome, noise_by_path, paths_of, two_experts
 
 CPU = torch.device("cpu")
 
@@ -67,133 +62,148 @@ def sometimes_certain(logits):
 SHAPES = [full, top_3, top_p, certain, sometimes_certain]
 
 
-def random_tree(seed: int, vocabulary: int):
-    """Root, then up to 3 levels; every node gets 0 to 4 different children (the root at least 2)."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tokens, parents, level = [], [], [0]
-    for depth in range(3):
-        below = []
-        for parent in level:
-            low = 2 if depth == 0 else 0
-            count = int(torch.randint(low, 5, (), generator=generator))
-            for token in torch.randperm(vocabulary, generator=generator)[:count].tolist():
-                tokens.append(token)
-                parents.append(parent)
-                below.append(len(tokens))
-        level = below[:6]
-    return build_tree(0, tokens, parents, CPU)
+# Every kind of tree: (draft's tree, how many experts it needs). Small enough to enumerate every draw and decision.
+BEST = {
+    "dynamic": {"depth": 3, "top_k": 2, "nodes": 7},
+    "dynamic, wide": {"depth": 2, "top_k": 4, "nodes": 9},
+    "dynamic, two levels at once": {"depth": 3, "top_k": 2, "nodes": 8, "parallel": 2},
+    "dynamic, three levels at once": {"depth": 3, "top_k": 2, "nodes": 8, "parallel": 3},
+    "dynamic, decoupled": {"depth": 3, "top_k": 2, "nodes": 7, "candidates": "decoupled"},
+    "dynamic, mixture": {"depth": 3, "top_k": 2, "nodes": 7, "candidates": "mixture", "parallel": 2},
+    "static": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "static, decoupled, two levels at once": {
+        "paths": [[0], [1], [0, 0], [1, 0], [1, 1]],
+        "candidates": "decoupled",
+        "parallel": 2,
+    },
+}
+DRAWN = {
+    "drawn": {"paths": [[0], [1], [0, 0], [1, 0]], "siblings": "drawn"},
+    "drawn, three siblings": {"paths": [[0], [1], [2], [0, 0]], "siblings": "drawn"},
+    "drawn, two levels at once": {"paths": [[0], [1], [0, 0], [1, 0]], "siblings": "drawn", "parallel": 2},
+    "drawn from the mixture": {"paths": [[0], [1], [0, 0]], "siblings": "drawn", "candidates": "mixture"},
+    "drawn from each expert": {
+        "paths": [[0], [1], [2], [1, 0]],
+        "siblings": "drawn-by-expert",
+        "candidates": "decoupled",
+    },
+}
+KINDS = BEST | DRAWN
 
 
-def paths_of(tree):
-    paths = [()]
-    for node in range(1, len(tree.tokens)):
-        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
-    return paths
+class Processing:
+    """Stands for `Sampling`: the draft's own distribution, processed by `shape` as the target's is."""
+
+    temperature = 1.0
+
+    def __init__(self, shape):
+        self._shape = shape
+
+    def probabilities(self, logits):
+        return torch.stack([self._shape(row.double()) for row in logits])
+
+
+def grown(kind, seed, vocabulary, shape, chance):
+    """A tree of the given kind from a scripted draft that knows nothing of the target."""
+    script, *others = (noise_by_path(1000 * seed + number, vocabulary) for number in range(5))
+    draft = ScriptedDraft(script, *others[:2], experts=two_experts(*others[2:]), vocabulary=vocabulary)
+    return draft.grow(processing=Processing(shape), chance=chance, **KINDS[kind])
 
 
 def probabilities(tree, language):
     return torch.stack([language.after(path) for path in paths_of(tree)])
 
 
-def emitted_joint(tree, language, rule) -> torch.Tensor:
-    """What one round emits, continued by plain sampling to depth + 1 tokens: its exact joint distribution."""
-    length = max(tree.depths) + 1
-    paths, p_NV = paths_of(tree), probabilities(tree, language)
-    joint = torch.zeros((language.vocabulary,) * length, dtype=torch.float64)
-    for (path, _), weight, drawn_V in every_outcome(lambda chance: rule(tree, p_NV, chance)):
-        if weight == 0:
-            continue
-        prefix = paths[path[-1]] if path else ()
-        for token in range(language.vocabulary):
-            if drawn_V[token] != 0:
-                emitted = (*prefix, token)
-                joint[emitted] += weight * drawn_V[token] * language.joint(emitted, length - len(emitted))
-    return joint
+def best(tree, p_NV, script):
+    return accept_best(tree, lambda node: script.choose(p_NV[node].tolist()))
 
 
-def error(tree, language, rule=accept_sampled) -> float:
-    """The largest deviation from the product of the target's conditionals."""
-    length = max(tree.depths) + 1
-    return (emitted_joint(tree, language, rule) - language.joint((), length)).abs().max().item()
+def emitted_joint(kind, seed, language, shape, rule=None) -> tuple[torch.Tensor, float]:
+    """What one round emits, continued by plain sampling to depth + 1 tokens: its exact joint distribution, over every draw of
+    the draft and every decision of the rule; and the probability that something was accepted.
+    """
+    rule = rule or (accept_drawn if kind in DRAWN else best)
+
+    def one_round(script):
+        tree = grown(kind, seed, language.vocabulary, shape, script)
+        path, bonus = rule(tree, probabilities(tree, language), script)
+        return [tree.tokens[node] for node in path] + [bonus]
+
+    length = TreeConfig(**KINDS[kind]).depth + 1
+    joint, accepted = torch.zeros((language.vocabulary,) * length, dtype=torch.float64), 0.0
+    for emitted, weight in every_outcome(one_round):
+        joint[tuple(emitted)] += weight * language.joint(tuple(emitted), length - len(emitted))
+        accepted += weight * (len(emitted) > 1)
+    return joint, accepted
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("vocabulary", [5, 6, 8])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_round_emits_exactly_the_targets_joint_distribution(seed, vocabulary, shape):
-    tree, language = random_tree(seed, vocabulary), Language(seed, vocabulary, shape)
-    joint = emitted_joint(tree, language, accept_sampled)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution(seed, kind, shape):
+    vocabulary = 4 if kind in DRAWN else 5
+    language = Language(seed, vocabulary, shape)
+    joint, accepted = emitted_joint(kind, seed, language, shape)
     expected = language.joint((), joint.ndim)
     for length in range(1, joint.ndim + 1):
         beyond = tuple(range(length, joint.ndim))
         got, want = (x.sum(beyond) if beyond else x for x in (joint, expected))
         assert (got - want).abs().max() < 1e-6, f"the first {length} tokens"
-    assert (joint.flatten(1).sum(1) - language.after(())).abs().max() < 1e-6
+    assert (joint[expected == 0] == 0).all(), "a token without mass was emitted"
+    assert accepted > 0 or shape is not full
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_token_without_mass_is_ever_emitted(shape):
-    for seed in range(8):
-        tree, language = random_tree(seed, 6), Language(seed, 6, shape)
-        p_NV, paths = probabilities(tree, language), paths_of(tree)
-        for (path, _), weight, drawn_V in every_outcome(lambda chance, t=tree, p=p_NV: accept_sampled(t, p, chance)):
-            if weight == 0:
-                continue
-            assert all(p_NV[tree.parents[node]][tree.tokens[node]] > 0 for node in path)
-            stopped = path[-1] if path else 0
-            assert (drawn_V[language.after(paths[stopped]) == 0] == 0).all()
+def error(kind, rule, seed=0) -> float:
+    language = Language(seed, 4, full)
+    joint, _ = emitted_joint(kind, seed, language, full, rule)
+    return (joint - language.joint((), joint.ndim)).abs().max().item()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(6))
-def test_weights_of_all_outcomes_sum_to_one(seed, shape):
-    tree, language = random_tree(seed, 7), Language(seed, 7, shape)
-    p_NV = probabilities(tree, language)
-    outcomes = list(every_outcome(lambda chance: accept_sampled(tree, p_NV, chance)))
-    assert sum(weight for _, weight, _ in outcomes) == pytest.approx(1, abs=1e-12)
-    for _, weight, drawn_V in outcomes:
-        assert weight == 0 or drawn_V.sum().item() == pytest.approx(1, abs=1e-12)
+def test_enumerating_visits_every_sequence_of_choices_once():
+    def decide(script):
+        first = script.choose([0.5, 0.0, 0.5])
+        return (
+            first,
+            script.accept(0.25) if first else None,
+            int(script.draw_rows(torch.tensor([[0.0, 0.4, 0.6]]))[0]),
+        )
 
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(6))
-def test_first_token_distribution_is_the_targets(seed, shape):
-    tree, language = random_tree(seed, 7), Language(seed, 7, shape)
-    got = first_token_distribution(tree, probabilities(tree, language))
-    assert (got - language.after(())).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("p", [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 1.0, 0, 0], [0, 0, 0, 1.0]])
-def test_first_token_distribution_when_the_siblings_exhaust_the_support(p):
-    """top_k = 1, or a top-k no larger than the tree's: after them nothing is left to renormalise."""
-    tree = build_tree(9, [0, 1, 2], [0, 0, 0], CPU)
-    p_NV = torch.tensor([p] * 4)
-    assert first_token_distribution(tree, p_NV).tolist() == p
+    found = list(every_outcome(decide))
+    assert [result for result, _ in found] == [
+        (0, None, 1),
+        (0, None, 2),
+        (2, False, 1),
+        (2, False, 2),
+        (2, True, 1),
+        (2, True, 2),
+    ]
+    assert [weight for _, weight in found] == pytest.approx([0.2, 0.3, 0.15, 0.225, 0.05, 0.075])
 
 
 def flawed(flaw):
-    """The rule with one mistake."""
+    """The rule for drawn trees with one mistake."""
 
     def rule(tree, p_NV, chance):
         children, node, path = tree.children(), 0, []
         while True:
-            p_V, accepted = p_NV[node].clone(), None
-            for child in children[node]:
-                token = tree.tokens[child]
-                if p_V[token] <= 0:
-                    continue
-                probability = (
-                    p_NV[node][token].item() if flaw == "accepts with the unconditioned p" else p_V[token].item()
-                )
-                if chance.accept(1.0 if flaw == "always accepts" else probability):
+            p_V, accepted = p_NV[node].double(), None
+            for rank, child in enumerate(children[node]):
+                token, q_V = tree.tokens[child], tree.proposals[child]
+                if flaw == "q of the first sibling for all" and rank:
+                    q_V = tree.proposals[children[node][0]]
+                if chance.accept(1.0 if flaw == "always accepts" else min(1.0, (p_V[token] / q_V[token]).item())):
                     accepted = child
                     break
-                if flaw != "does not zero":
+                if flaw == "conditions on the token only":
+                    p_V = p_V.clone()
                     p_V[token] = 0
-                if flaw != "does not renormalise":
-                    p_V /= p_V.sum()
+                elif flaw != "does not condition":
+                    p_V = (p_V - q_V).clamp_min(0)
+                p_V = p_V if p_V.sum() == 0 else p_V / p_V.sum()
             if accepted is None:
-                return path, chance.draw(p_NV[node] if flaw == "draws from the unconditioned p" else p_V)
+                return path, int(
+                    chance.draw_rows((p_NV[node] if flaw == "draws from the unconditioned p" else p_V)[None])[0]
+                )
             path.append(accepted)
             node = accepted
 
@@ -204,64 +214,83 @@ def flawed(flaw):
     "flaw",
     [
         "always accepts",
-        "does not zero",
-        "does not renormalise",
-        "accepts with the unconditioned p",
+        "does not condition",
+        "conditions on the token only",
+        "q of the first sibling for all",
         "draws from the unconditioned p",
     ],
 )
-def test_the_enumeration_catches_a_wrong_rule(flaw):
-    tree, language = random_tree(0, 6), Language(0, 6, full)
-    assert error(tree, language, flawed(None)) < 1e-12  # without a flaw it is the rule
-    assert error(tree, language, flawed(flaw)) > 1e-3
+def test_the_enumeration_catches_a_wrong_rule_for_drawn_trees(flaw):
+    kind = "drawn, three siblings"
+    assert error(kind, flawed(None)) < 1e-12  # without a flaw it is the rule
+    assert error(kind, flawed(flaw)) > 1e-3
 
 
-def test_the_enumeration_catches_a_repeated_sibling_that_is_not_conditioned():
-    """A token offered twice: the real rule survives it (its p is zero by then), a rule that forgets does not."""
-    tree, language = build_tree(0, [2, 2, 3], [0, 0, 0], CPU), Language(5, 5, full)
-    assert error(tree, language) < 1e-12
-    assert error(tree, language, flawed("does not zero")) > 1e-3
+def test_the_enumeration_catches_best_candidates_under_the_rule_for_drawn_ones():
+    """What the released code does: a deterministic list, accepted as if it had been drawn from q."""
+
+    def as_if_drawn(tree, p_NV, chance):
+        tree.proposals = [None, *(torch.full((4,), 0.25).double() for _ in tree.tokens[1:])]
+        return accept_drawn(tree, p_NV, chance)
+
+    assert error("dynamic", best) < 1e-12
+    assert error("dynamic", as_if_drawn) > 1e-3
 
 
-def test_every_outcome_visits_each_sequence_of_decisions_once():
-    tree, language = random_tree(2, 8), Language(2, 8, full)
-    p_NV = probabilities(tree, language)
-    paths = [tuple(path) for (path, _), _, _ in every_outcome(lambda chance: accept_sampled(tree, p_NV, chance))]
-    assert len(paths) == len(set(paths)) == len(tree.tokens)  # it may stop at any node
+# -- one random number a token --------------------------------------------------------------------------------------
 
 
-def test_sampled_rounds_pass_a_chi_square_test_on_two_tokens():
-    """One seeded Sampler over many rounds: pairs of the first two tokens against the exact joint distribution."""
-    vocabulary, rounds = 5, 12_000
-    tree, language = random_tree(4, vocabulary), Language(4, vocabulary, full)
-    p_NV, paths, chance = probabilities(tree, language), paths_of(tree), Sampler(11)
-    counts = torch.zeros(vocabulary, vocabulary)
-    for _ in range(rounds):
-        path, bonus = accept_sampled(tree, p_NV, chance)
-        emitted = [tree.tokens[node] for node in path] + [bonus]
-        if len(emitted) == 1:
-            emitted.append(chance.draw(language.after((bonus,))))
-        counts[emitted[0], emitted[1]] += 1
-    assert len(paths) > 5
-    assert chisquare(counts.flatten(), language.joint((), 2).flatten() * rounds).pvalue > 1e-3
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draw_is_the_exact_inverse_of_the_cumulative_distribution(shape):
+    """The numbers that give a token make up an interval as long as its probability, whatever its neighbours are."""
+    p_V = shape(2 * torch.randn(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+    ends = p_V.cumsum(0)
+    for token in range(9):
+        begin = ends[token - 1] if token else torch.zeros(()).double()
+        for share in (0.001, 0.5, 0.999):
+            if p_V[token] > 0:
+                u = begin + share * p_V[token]
+                assert accept._inverse(p_V[None].float(), u[None]).tolist() == [token] or p_V[token] < 1e-6
+    assert accept._inverse(p_V[None], torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == p_V.nonzero().max()
+
+
+def test_tokens_of_one_place_are_chosen_with_one_number():
+    """So a node at depth d of a tree is given the token that plain decoding would choose there."""
+    p_NV = torch.rand(6, 12, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    sampler, again = Sampler(5), Sampler(5)
+    whole = [again.choose(p_NV, [place] * 6).tolist() for place in range(300)]
+    places = [0, 1, 1, 2, 299, 2]
+    assert sampler.choose(p_NV, places).tolist() == [whole[place][row] for row, place in enumerate(places)]
+    assert whole[0] == Sampler(5).choose(p_NV, [0] * 6).tolist()
+
+
+def test_choices_pass_a_chi_square_test_and_places_are_independent():
+    p_V, seeds = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.4]), 4000
+    counts = torch.zeros(5, 5)
+    for seed in range(seeds):
+        first, second = Sampler(seed).choose(torch.stack([p_V, p_V]), [0, 1]).tolist()
+        counts[first, second] += 1
+    expected = (p_V[:, None] * p_V).flatten() * seeds
+    assert counts.flatten()[expected == 0].sum() == 0
+    assert chisquare(counts.flatten()[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
 def test_draws_and_coins_of_one_seed_are_independent():
-    """The first draw picks the first token of an answer, the first coin decides about the second one."""
-    seeds, quarter = 6000, torch.full((4,), 0.25)
-    counts = torch.zeros(4, 2)
+    """A place's number, a coin and a draw."""
+    seeds, quarter = 4000, torch.full((1, 4), 0.25)
+    counts = torch.zeros(4, 2, 4)
     for seed in range(seeds):
         chance = Sampler(seed)
-        counts[chance.draw(quarter), int(chance.accept(0.5))] += 1
-    assert chisquare(counts.flatten(), [seeds / 8] * 8).pvalue > 1e-3
+        counts[chance.choose(quarter, [0]), int(chance.accept(0.5)), chance.draw_rows(quarter)] += 1
+    assert chisquare(counts.flatten(), [seeds / 32] * 32).pvalue > 1e-3
 
 
 def test_a_sampler_is_a_function_of_its_seed():
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
 
     def script(seed):
         chance = Sampler(seed)
-        return [(chance.accept(0.5), chance.draw(p)) for _ in range(50)]
+        return [(chance.accept(0.5), chance.draw_rows(p).item(), chance.choose(p, [n]).item()) for n in range(50)]
 
     assert script(3) == script(3)
     assert script(3) != script(4)
@@ -271,6 +300,23 @@ def test_a_sampler_accepts_certainties_only():
     chance = Sampler(0)
     assert all(chance.accept(1.0) for _ in range(200))
     assert not any(chance.accept(0.0) for _ in range(200))
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_sampled_rounds_of_drawn_trees_pass_a_chi_square_test_on_two_tokens(kind):
+    """The real sampler over many rounds: pairs of the first two tokens against the exact joint distribution."""
+    vocabulary, rounds = 4, 2500
+    language = Language(7, vocabulary, full)
+    counts = torch.zeros(vocabulary, vocabulary)
+    for seed in range(rounds):
+        chance = Sampler(seed)
+        tree = grown(kind, 3, vocabulary, full, chance)
+        path, bonus = accept_drawn(tree, probabilities(tree, language), chance)
+        emitted = [tree.tokens[node] for node in path] + [bonus]
+        if len(emitted) == 1:
+            emitted.append(chance.draw_rows(language.after((bonus,))[None]).item())
+        counts[emitted[0], emitted[1]] += 1
+    assert chisquare(counts.flatten(), language.joint((), 2).flatten() * rounds).pvalue > 1e-3
 
 
 #            root(0) -> 1:a=5  2:b=6;  1 -> 3:7 4:8;  2 -> 5:7;  3 -> 6:9
@@ -289,8 +335,8 @@ GREEDY_TREE = ([5, 6, 7, 8, 7, 9], [0, 0, 1, 1, 2, 3])
         ([6, 7, 9, 9, 0, 4, 0], [2], 9),
     ],
 )
-def test_greedy_takes_the_longest_argmax_path_and_the_argmax_after_it(best_N, path, bonus):
-    assert accept_greedy(build_tree(0, *GREEDY_TREE, CPU), best_N) == (path, bonus)
+def test_the_longest_path_of_the_targets_own_tokens_is_taken_and_its_token_after_it(best_N, path, bonus):
+    assert accept_best(build_tree(0, *GREEDY_TREE, CPU), best_N.__getitem__) == (path, bonus)
 
 
 def passes(*pairs) -> Acceptance:

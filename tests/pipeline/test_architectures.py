@@ -51,7 +51,7 @@ def save(folder, family: str, **more):
 def test_greedy_answers_of_other_families_are_plain_decodings(tmp_path, family):
     config = save(tmp_path, family)
     target = Target(config, "float32")
-    settings = JakiroConfig(kind="jakiro", tree=TreeConfig(depth=3, top_k=3, nodes=8, hybrid=True))
+    settings = JakiroConfig(kind="jakiro", tree=TreeConfig(depth=3, top_k=3, nodes=8, parallel=2))
     draft = build(settings, shapes_of(target.config))
     draft.initialise(0)
     draft.eval().requires_grad_(False)

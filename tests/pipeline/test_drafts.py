@@ -249,7 +249,7 @@ def inputs(count=40):
 @torch.no_grad()
 def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
     module = moe(experts, kept)
-    mixture, _ = module(inputs())
+    mixture, *_ = module(inputs())
     used = set()
     for n, got in zip(inputs(), mixture, strict=True):
         scores = (module.gate.weight @ n)[:experts].tolist()
@@ -265,7 +265,7 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
 def test_router_contrast_is_the_released_reading():
     """v = softmax of the gate's two more rows; the larger is beta and names E_a, whichever expert routing prefers."""
     module, seen = moe(2, 2), set()
-    _, contrast = module(inputs(80))
+    *_, contrast = module(inputs(80))
     for n, got in zip(inputs(80), contrast, strict=True):
         scores = module.gate.weight @ n
         v = scores[2:4].softmax(0)
@@ -279,7 +279,7 @@ def test_router_contrast_is_the_released_reading():
 @torch.no_grad()
 def test_router_contrast_of_more_experts_takes_the_two_best_in_the_order_of_their_numbers():
     module = moe(4, 3)
-    _, contrast = module(inputs())
+    *_, contrast = module(inputs())
     for n, got in zip(inputs(), contrast, strict=True):
         scores = module.gate.weight @ n
         pair = sorted(scores[:4].topk(2).indices.tolist())
@@ -294,7 +294,7 @@ def test_router_contrast_of_more_experts_takes_the_two_best_in_the_order_of_thei
 def test_scalar_contrast_subtracts_the_second_best_routed_expert_from_the_best(experts):
     module = moe(experts, 2, "scalar")
     module.contrast_scalars.copy_(torch.tensor([0.9, 0.3]))
-    _, contrast = module(inputs())
+    *_, contrast = module(inputs())
     for n, got in zip(inputs(), contrast, strict=True):
         best, second = (module.gate.weight @ n)[:experts].topk(2).indices.tolist()
         want = 0.9 * swiglu(module.experts[best], n) - 0.3 * swiglu(module.experts[second], n)
@@ -304,7 +304,7 @@ def test_scalar_contrast_subtracts_the_second_best_routed_expert_from_the_best(e
 @pytest.mark.parametrize("contrast", ["router", "scalar"])
 def test_the_contrast_is_learnable(contrast):
     module = moe(2, 2, contrast)
-    module(inputs())[1].square().sum().backward()
+    module(inputs())[-1].square().sum().backward()
     if contrast == "router":
         assert (module.gate.weight.grad[2:].abs().sum(1) > 0).all()
     else:
@@ -316,13 +316,51 @@ def test_branches_add_the_residual():
     draft = build(JakiroConfig(kind="jakiro"), shapes(*TINY))
     draft.initialise(0)
     u, layer = inputs(5), draft.layers[0]
-    mixture, contrast = layer.mlp_moe(layer.post_attention_layernorm(u))
-    branches = draft.branches(u)
-    assert sorted(branches) == draft.horizons == [1, 2]
-    assert torch.equal(branches[1], u + mixture) and torch.equal(branches[2], u + contrast)
+    mixture, chosen, log_weights, contrast = layer.mlp_moe(layer.post_attention_layernorm(u))
+    heads = draft.heads(u, 0)
+    assert draft.horizons == [1, 2] and draft.branch_losses().keys() == {"next", "ahead"}
+    assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
+    assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
+    averaged = sum(w[:, None] * f for w, f in zip(log_weights.exp().T, heads.experts, strict=True))
+    assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual stays one
     eagle = build(EagleConfig(kind="eagle"), shapes(*TINY))
-    assert sorted(eagle.branches(u)) == eagle.horizons == [1]
-    assert torch.equal(eagle.branches(u)[1], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
+    assert eagle.horizons == [1]
+    assert torch.equal(eagle.heads(u, 0).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
+
+
+@torch.no_grad()
+def test_a_dense_draft_with_more_horizons_shares_all_but_the_last_projection():
+    draft = build(EagleConfig(kind="eagle", horizons=3), shapes(*TINY))
+    draft.initialise(0)
+    u, layer = inputs(5), draft.layers[0]
+    n = layer.post_attention_layernorm(u)
+    heads = draft.heads(u, 0)
+    assert len(heads.ahead) == 3 and torch.equal(heads.ahead[0], u + layer.mlp(n))
+    activation = torch.nn.functional.silu(n @ layer.mlp.gate_proj.weight.T) * (n @ layer.mlp.up_proj.weight.T)
+    for got, down in zip(heads.ahead[1:], layer.ahead_projs, strict=True):
+        assert torch.allclose(got, u + activation @ down.weight.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [2, 3])
+@torch.no_grad()
+def test_branches_of_the_experts_look_as_far_ahead_as_there_are_kept_experts(kept):
+    draft = build(JakiroConfig(kind="jakiro", experts=4, experts_per_token=kept, contrast="experts"), shapes(*TINY))
+    draft.initialise(0)
+    heads = draft.heads(inputs(5), 0)
+    assert draft.horizons == list(range(1, kept + 1)) == list(range(1, len(heads.ahead) + 1))
+    assert all(torch.equal(heads.ahead[h], heads.experts[h]) for h in range(1, kept))  # the h-th best routed, from 0
+
+
+@torch.no_grad()
+def test_experts_routed_by_depth_answer_alone():
+    config = JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=3)
+    draft = build(config, shapes(*TINY))
+    draft.initialise(0)
+    u, layer = inputs(5), draft.layers[0]
+    n = layer.post_attention_layernorm(u)
+    for depth, expert in ((0, 0), (1, 1), (2, 1), (4, 1)):
+        assert torch.equal(draft.heads(u, depth).ahead[0], u + layer.mlp_moe.experts[expert](n))
+    assert not any("gate.weight" in name for name in draft.state_dict())
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

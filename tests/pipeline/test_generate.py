@@ -13,8 +13,8 @@ from pipeline.drafts.base import Answer, DraftState, Frontier
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, JakiroConfig, TreeConfig
-from pipeline.target import keep_cached
+from pipeline.sections import EagleConfig, JakiroConfig, TargetConfig, TreeConfig
+from pipeline.target import Target
 
 NEVER = frozenset()  # no stop id
 CPU = torch.device("cpu")
@@ -23,9 +23,28 @@ VARIANTS = {
     "jakiro": JakiroConfig(kind="jakiro"),
     "four-experts": JakiroConfig(kind="jakiro", experts=4, experts_per_token=2, expert_width=24),
     "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True),
-    "not-hybrid": JakiroConfig(kind="jakiro", tree=TreeConfig()),
+    "not-parallel": JakiroConfig(kind="jakiro", tree=TreeConfig()),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
+    "dense-ahead": EagleConfig(kind="eagle", horizons=2, tree=TreeConfig(parallel=2)),
+    "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
 }
+# Kinds of trees beside the dynamic ones above: (draft, its tree)
+KINDS = {
+    "eagle-1": ("eagle", {"paths": "eagle-1"}),
+    "eagle-1, drawn": ("eagle", {"paths": "eagle-1", "siblings": "drawn"}),
+    "jakiro, static": ("jakiro", {"paths": "eagle-1", "parallel": 2}),
+    "jakiro, static, drawn": ("jakiro", {"paths": "eagle-1", "parallel": 2, "siblings": "drawn"}),
+    "jakiro, decoupled": ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "decoupled", "parallel": 2}),
+    "jakiro, mixture": ("four-experts", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
+    "jakiro, static, mixture": ("jakiro", {"paths": "eagle-1", "candidates": "mixture", "siblings": "drawn"}),
+    "jakiro, static, by expert": (
+        "four-experts",
+        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
+    ),
+    "jakiro, reduced vocabulary, drawn": ("reduced", {"paths": "eagle-1", "siblings": "drawn", "parallel": 1}),
+    "jakiro, three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
+}
+VARIANTS["three-branches"] = JakiroConfig(kind="jakiro", experts=3, experts_per_token=3, contrast="experts")
 TREES = {
     "deep": {"depth": 5, "top_k": 3, "nodes": 16},
     "wide": {"depth": 2, "top_k": 40, "nodes": 120},
@@ -37,9 +56,9 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def shaped(config, hybrid=None, **tree):
-    hybrid = config.tree.hybrid if hybrid is None else hybrid
-    return config.model_copy(update={"tree": TreeConfig(**tree, hybrid=hybrid)})
+def shaped(config, parallel=None, **tree):
+    parallel = min(config.tree.parallel, tree.get("depth", 5)) if parallel is None else parallel
+    return config.model_copy(update={"tree": TreeConfig(**{"parallel": parallel, **tree})})
 
 
 def make_draft(target, ends, config, seed=0):
@@ -95,7 +114,7 @@ def text(loaded_target):
 
 @pytest.fixture(scope="module")
 def taught_drafts(loaded_target, ends, text):
-    names = ("eagle", "jakiro", "reduced")
+    names = ("eagle", "jakiro", "reduced", "dense-ahead", "by-depth", "four-experts", "three-branches")
     return {name: taught(loaded_target, ends, VARIANTS[name], *text) for name in names}
 
 
@@ -113,16 +132,117 @@ def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, ends,
 
 
 @pytest.mark.parametrize(
-    ("name", "hybrid"), [("eagle", False), ("jakiro", False), ("jakiro", True), ("reduced", False), ("reduced", True)]
+    ("name", "parallel"),
+    [("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2), ("dense-ahead", 2), ("by-depth", 1)],
 )
-def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, text, taught_drafts, name, hybrid):
+def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, text, taught_drafts, name, parallel):
     """Real drafts, long accepted paths: also the guard of positions, features and cache, which only cost acceptance."""
     prompt, answer = text
     draft = taught_drafts[name]
-    draft.config = shaped(draft.config, hybrid, depth=4, top_k=4, nodes=50)
+    draft.config = shaped(draft.config, parallel, depth=4, top_k=4, nodes=50)
     got = speculative(loaded_target, draft, prompt, Sampling(48, NEVER))
     assert got.tokens == answer
     assert got.acceptance.tau > 3.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_of_every_kind_of_tree_are_plain_decodings(loaded_target, ends, kind):
+    name, tree = KINDS[kind]
+    for seed in range(5):
+        draft = make_draft(loaded_target, ends, shaped(VARIANTS[name], **tree), seed)
+        got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
+        assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
+
+
+@pytest.mark.parametrize(
+    "kind", ["deep", "usual", *(kind for kind, (_, tree) in KINDS.items() if "siblings" not in tree)]
+)
+def test_sampled_answers_of_best_candidates_are_plain_decodings_with_the_same_seed(
+    loaded_target, text, taught_drafts, kind
+):
+    """Not only in distribution: the same random number for the same place of the answer gives the same token."""
+    name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
+    draft = taught_drafts[name]
+    draft.config = shaped(draft.config, **tree)
+    settings = {"temperature": 0.8, "top_k": 12, "top_p": 0.95, "repetition_penalty": 1.1}
+    accepted = 0
+    for seed in range(5):
+        sampling = Sampling(40, NEVER, **settings, seed=seed)
+        got = speculative(loaded_target, draft, text[0], sampling)
+        assert got.tokens == plain(loaded_target, text[0], sampling).tokens
+        accepted += got.acceptance.tokens - got.acceptance.passes
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_drafts, kind):
+    """A node is penalised for the tokens of its own path; plain decoding's answer at temperature 0 is transformers'."""
+    name, tree = KINDS[kind]
+    draft, prompt = taught_drafts[name], text[0]
+    draft.config = shaped(draft.config, **tree)
+    sampling = Sampling(30, NEVER, repetition_penalty=1.4)
+    want = plain(loaded_target, prompt, sampling).tokens
+    assert want != plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
+    theirs = loaded_target.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=30,
+        repetition_penalty=1.4,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    assert want[: len(theirs)] == theirs
+    assert speculative(loaded_target, draft, prompt, sampling).tokens == want
+
+
+def test_a_prompt_longer_than_what_the_draft_was_trained_on_is_decoded_exactly(loaded_target, taught_drafts):
+    """The draft was taught one text of 60 tokens."""
+    prompt = prompt_of(9, 400)
+    for name in ("eagle", "jakiro"):
+        draft = taught_drafts[name]
+        draft.config = shaped(VARIANTS[name], **TREES["usual"])
+        assert speculative(loaded_target, draft, prompt, Sampling(20, NEVER)).tokens == greedy(
+            loaded_target, prompt, 20
+        )
+
+
+def test_many_stop_ids_end_an_answer_at_the_first_of_them(loaded_target, text, taught_drafts):
+    prompt, answer = text
+    stops = frozenset({answer[9], answer[14], answer[20], 259})
+    want = plain(loaded_target, prompt, Sampling(48, stops)).tokens
+    assert want[-1] in stops and not stops & set(want[:-1])
+    assert speculative(loaded_target, taught_drafts["eagle"], prompt, Sampling(48, stops)).tokens == want
+
+
+def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, text, taught_drafts, monkeypatch):
+    """Tokens that pass through the target: the prompt once, then each tree once. Nothing accepted is computed again."""
+    prompt, forwarded = text[0], []
+    forward = loaded_target.forward
+    monkeypatch.setattr(
+        loaded_target, "forward", lambda tokens, *rest: forwarded.append(len(tokens)) or forward(tokens, *rest)
+    )
+    draft = taught_drafts["eagle"]
+    draft.config = shaped(draft.config, depth=3, top_k=4, nodes=12)
+    got = speculative(loaded_target, draft, prompt, Sampling(30, NEVER))
+    assert forwarded == [len(prompt), *[12] * got.acceptance.passes]
+    assert got.draft_forwards == 3 * got.acceptance.passes
+
+
+@pytest.mark.parametrize("kind", ["usual", "eagle-1", "jakiro, static, drawn"])
+def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, ends, kind):
+    """Fixed shapes, one compilation a width and capacity; on a CPU the compiler's front end alone."""
+    compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
+    compiled.compile(backend="eager")
+    name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
+    for seed in range(2):
+        draft = make_draft(loaded_target, ends, shaped(VARIANTS[name], **tree), seed)
+        for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=seed)):
+            want = speculative(loaded_target, draft, prompt_of(seed), sampling)
+            assert speculative(compiled, draft, prompt_of(seed), sampling).tokens == want.tokens
+            assert (
+                plain(compiled, prompt_of(seed), sampling).tokens
+                == plain(loaded_target, prompt_of(seed), sampling).tokens
+            )
 
 
 def test_plain_decoding_is_transformers_greedy_search(loaded_target):
@@ -154,7 +274,7 @@ class Oracle:
     `position` counts the tokens of the whole sequence before the proposed one, `depth` is that of the proposal.
     """
 
-    draft_token_ids = None
+    draft_token_ids, shapes = None, {"vocab_size": 260}
 
     def __init__(self, sequence, right, vocabulary=260, **tree):
         self.sequence, self.right, self.vocabulary = sequence, right, vocabulary
@@ -169,23 +289,23 @@ class Oracle:
     def _answer(self, width, position, depth):
         following = self._logits(position, depth).expand(width, -1)
         ahead = self._logits(position + 1, depth + 1).expand(width, -1)
-        return Answer(torch.zeros(width, 1), following, ahead)
+        return Answer(torch.zeros(width, 1), following, [ahead])
 
-    def start(self, state, hidden_TD, tokens_T):
+    def start(self, state, hidden_TD, tokens_T, last=False):
         assert len(hidden_TD) == len(tokens_T)
         begin = state.verified + 1
         assert tokens_T.tolist() == self.sequence[begin : begin + len(tokens_T)]
         state.verified += len(tokens_T)
         return self._answer(1, state.verified + 1, 1)
 
-    def step(self, state, frontier):
+    def step(self, state, frontier, last=False):
         return self._answer(len(frontier.tokens_W), state.verified + 1 + frontier.depth, frontier.depth + 1)
 
 
 ORACLE_TREES = [
     {"depth": 1, "top_k": 3, "nodes": 4},
     {"depth": 3, "top_k": 2, "nodes": 7},
-    {"depth": 4, "top_k": 3, "nodes": 10, "hybrid": True},
+    {"depth": 4, "top_k": 3, "nodes": 10, "parallel": 2},
     {"depth": 5, "top_k": 10, "nodes": 60},
 ]
 
@@ -314,9 +434,9 @@ def paths_of(tree):
 def test_verifying_a_tree_is_a_plain_forward_of_every_path(loaded_target):
     prompt = prompt_of(7)
     tree = build_tree(65, *TREE, CPU)
-    cache = loaded_target.new_cache()
+    cache = loaded_target.new_cache(64)
     loaded_target.forward(torch.tensor(prompt), cache)
-    hidden_ND, logits_NV = generate._verify(loaded_target, tree, cache, len(prompt))
+    hidden_ND, logits_NV = generate._verify(loaded_target, tree, cache, len(prompt), len(tree.tokens))
     for node, path in enumerate(paths_of(tree)):
         whole = loaded_target.capture(torch.tensor([[*prompt, *path]]))[0, -1]
         assert torch.allclose(hidden_ND[node], whole, atol=1e-5, rtol=1e-5)
@@ -328,15 +448,15 @@ def test_verifying_a_tree_is_a_plain_forward_of_every_path(loaded_target):
 def test_the_cache_of_an_accepted_path_is_a_fresh_ones(loaded_target, path):
     prompt = prompt_of(7)
     tree = build_tree(65, *TREE, CPU)
-    cache, past = loaded_target.new_cache(), len(prompt)
+    cache, past = loaded_target.new_cache(64), len(prompt)
     loaded_target.forward(torch.tensor(prompt), cache)
-    generate._verify(loaded_target, tree, cache, past)
-    keep_cached(cache, past, [past, *(past + node for node in path)])
+    generate._verify(loaded_target, tree, cache, past, len(tree.tokens))
+    cache.keep(past, [past, *(past + node for node in path)])
 
     tokens = [*prompt, 65, *(tree.tokens[node] for node in path)]
-    fresh = loaded_target.new_cache()
+    fresh = loaded_target.new_cache(64)
     loaded_target.forward(torch.tensor(tokens), fresh)
-    assert cache.get_seq_length() == fresh.get_seq_length() == len(tokens)
+    assert cache.length == cache.get_seq_length() == fresh.get_seq_length() == len(tokens)
     for got, want in zip(cache.layers, fresh.layers, strict=True):
         assert torch.allclose(got.keys, want.keys, atol=1e-5)
         assert torch.allclose(got.values, want.values, atol=1e-5)
@@ -348,8 +468,8 @@ def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_d
     """Over a whole sampled answer, with accepted paths in between, the verifier never loses its place."""
     prompt, _ = text
     draft = taught_drafts["jakiro"]
-    draft.config = shaped(draft.config, True, depth=3, top_k=8, nodes=40)
-    sampling = Sampling(32, NEVER, temperature=0.1, top_k=20, seed=5)
+    draft.config = shaped(draft.config, 2, depth=3, top_k=8, nodes=40)
+    sampling = Sampling(32, NEVER, temperature=0.05, top_k=20, seed=5)
     rounds = []
     got = speculative(loaded_target, draft, prompt, sampling, lambda *seen: rounds.append(seen))
     assert got.acceptance.passes == len(rounds) and got.acceptance.tau > 1.2
@@ -361,23 +481,50 @@ def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_d
         assert error < 1e-4  # a logit error of 1e-5, divided by the temperature
 
 
+@pytest.mark.parametrize("name", ["eagle", "by-depth"])
+@torch.inference_mode()
+def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name):
+    """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before i."""
+    config = VARIANTS[name].model_copy(update={"rollout": 3})
+    draft = make_draft(loaded_target, ends, config)
+    generator = torch.Generator().manual_seed(2)
+    row = Row(
+        "x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), torch.randn(12, 32, generator=generator)
+    )
+    batch = collate([row], [1], "predicted", {1: 10})
+    trained = draft.predictions(batch)
+    for begin in range(1, 9):
+        state = DraftState()
+        answer = draft.start(state, batch.hidden_BTD[0, :begin], batch.tokens_BT[0, :begin])
+        seen = torch.zeros(1, 0, dtype=torch.bool)
+        for depth in (1, 2):
+            seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
+            token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
+            answer = draft.step(state, Frontier(token, answer.hidden_WD, seen, depth))
+            want = trained[f"own_{depth + 1}"].features[0][0, begin + depth - 1]
+            assert torch.allclose(answer.hidden_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
+
+
+def prompt_array(length):
+    return torch.tensor(prompt_of(5, length), dtype=torch.int32).numpy()
+
+
 # -- the draft's cache ----------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def training_time(draft, hidden_TD, tokens_T):
+def training_time(draft, hidden_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
     positions = torch.arange(len(tokens_T))[None]
     u = draft._trunk(hidden_TD[None], tokens_T[None], positions, None, None)
-    return {horizon: value[0] for horizon, value in draft.branches(u).items()}
+    return [feature[0] for feature in draft.heads(u, depth).ahead]
 
 
 def same_answer(draft, answer, row, branches, place):
     head = draft.ends.head
-    assert torch.allclose(answer.hidden_WD[row], branches[1][place], atol=1e-5, rtol=1e-5)
-    assert torch.allclose(answer.next_WU[row], head(branches[1][place]), atol=1e-5, rtol=1e-5)
-    if answer.ahead_WU is not None:
-        assert torch.allclose(answer.ahead_WU[row], head(branches[2][place]), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(answer.hidden_WD[row], branches[0][place], atol=1e-5, rtol=1e-5)
+    for logits, branch in zip([answer.next_WU, *answer.ahead_WU], branches, strict=False):
+        assert torch.allclose(logits[row], head(branch[place]), atol=1e-5, rtol=1e-5)
 
 
 def random_inputs(count, seed=0):
@@ -392,10 +539,10 @@ def test_starting_in_pieces_is_the_training_forward(loaded_target, ends, variant
     hidden, tokens = random_inputs(20)
     whole, state, begin = training_time(draft, hidden, tokens), DraftState(), 0
     for count in (7, 1, 4, 1, 1, 6):
-        answer = draft.start(state, hidden[begin : begin + count], tokens[begin : begin + count])
+        answer = draft.start(state, hidden[begin : begin + count], tokens[begin : begin + count], last=count > 1)
         begin += count
         assert answer.hidden_WD.shape == (1, 32) and state.verified == begin
-        assert (answer.ahead_WU is not None) == draft.config.tree.hybrid
+        assert len(answer.ahead_WU) == (draft.config.tree.parallel - 1 if count > 1 else 0)
         same_answer(draft, answer, 0, whole, begin - 1)
 
 
@@ -420,7 +567,8 @@ def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, 
     for answer, row, path in [(first, w, [w]) for w in range(3)] + [
         (second, w, [parent, 3 + w]) for w, parent in enumerate([0, 2, 0])
     ]:
-        branches = training_time(draft, torch.cat([hidden, below[path]]), torch.cat([tokens, below_tokens[path]]))
+        whole = torch.cat([hidden, below[path]]), torch.cat([tokens, below_tokens[path]])
+        branches = training_time(draft, *whole, len(path))
         same_answer(draft, answer, row, branches, -1)
 
 
@@ -435,7 +583,7 @@ def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, ends
         without = draft.start(clean, hidden[begin:end], tokens[begin:end])
         assert torch.equal(after_tree.hidden_WD, without.hidden_WD)
         assert torch.equal(after_tree.next_WU, without.next_WU)
-        assert used.cache.get_seq_length() == clean.cache.get_seq_length() == end
+        assert used.cache.layers[0].length == clean.cache.layers[0].length == end
         two_levels(draft, used, seed=begin)
     same_answer(draft, after_tree, 0, training_time(draft, hidden, tokens), -1)
 
@@ -444,15 +592,15 @@ def test_the_loop_feeds_the_draft_true_features_beside_the_tokens_after_them(loa
     """Everything that `start` was given over a whole answer: f_i of plain decoding, beside t_{i+1}."""
     prompt, _ = text
     draft = taught_drafts["eagle"]
-    draft.config = shaped(draft.config, False, depth=3, top_k=4, nodes=12)
+    draft.config = shaped(draft.config, depth=3, top_k=4, nodes=12)
     fed = []
 
     class Spy:
-        config, draft_token_ids, step = draft.config, draft.draft_token_ids, draft.step
+        config, draft_token_ids, shapes, step = draft.config, draft.draft_token_ids, draft.shapes, draft.step
 
-        def start(self, state, hidden_TD, tokens_T):
+        def start(self, state, hidden_TD, tokens_T, last):
             fed.append((hidden_TD, tokens_T))
-            return draft.start(state, hidden_TD, tokens_T)
+            return draft.start(state, hidden_TD, tokens_T, last)
 
     got = speculative(loaded_target, Spy(), prompt, Sampling(30, NEVER))
     hidden, tokens = (torch.cat(parts) for parts in zip(*fed, strict=True))
@@ -476,11 +624,22 @@ def joint_of_two(target, prompt, sampling):
     return out
 
 
-@pytest.mark.parametrize("method", ["plain", "speculative"])
+CHI_SQUARE = {
+    "dynamic": ("jakiro", {"depth": 2, "top_k": 5, "nodes": 12, "parallel": 2}),
+    "drawn": ("eagle", {"paths": [[0], [1], [2], [0, 0]], "siblings": "drawn"}),
+    "drawn by expert": (
+        "jakiro",
+        {"paths": [[0], [1], [2]], "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["plain", *CHI_SQUARE])
 def test_the_first_two_sampled_tokens_have_the_targets_distribution(loaded_target, text, taught_drafts, method):
     prompt, runs = text[0], 1000
-    draft = taught_drafts["jakiro"]
-    draft.config = shaped(draft.config, True, depth=2, top_k=5, nodes=12)
+    name, tree = CHI_SQUARE.get(method, CHI_SQUARE["dynamic"])
+    draft = taught_drafts[name]
+    draft.config = shaped(draft.config, **tree)
     settings = {"max_new_tokens": 2, "stop_ids": NEVER, "temperature": 1.0, "top_k": 4}
     expected = joint_of_two(loaded_target, prompt, Sampling(**settings))
     counts = dict.fromkeys(expected, 0)
@@ -493,7 +652,7 @@ def test_the_first_two_sampled_tokens_have_the_targets_distribution(loaded_targe
             got = speculative(loaded_target, draft, prompt, sampling)
             accepted += len(got.acceptance.accepted) > 1
         counts[tuple(got.tokens)] += 1
-    if method == "speculative":
+    if method != "plain":
         assert accepted > runs / 10  # both ways of emitting the second token take part
     rare = [pair for pair, p in expected.items() if p * runs < 5]
     cells = [pair for pair in expected if pair not in rare]
@@ -508,11 +667,19 @@ def test_the_first_two_sampled_tokens_have_the_targets_distribution(loaded_targe
 @pytest.mark.parametrize(
     "processing", [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_k": 5, "top_p": 0.6, "temperature": 1.5}]
 )
-@pytest.mark.parametrize("name", ["eagle", "jakiro"])
-def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, taught_drafts, name, processing):
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("eagle", {"depth": 3, "top_k": 4, "nodes": 14}),
+        ("jakiro", {"depth": 3, "top_k": 4, "nodes": 14, "parallel": 2}),
+        ("eagle", {"paths": "eagle-1", "siblings": "drawn"}),
+        ("jakiro", {"paths": "eagle-1", "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 2}),
+    ],
+)
+def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, taught_drafts, name, tree, processing):
     prompt, emitted = text[0], 0
     draft = taught_drafts[name]
-    draft.config = shaped(draft.config, name == "jakiro", depth=3, top_k=4, nodes=14)
+    draft.config = shaped(draft.config, **tree)
     for seed in range(5):
         sampling = Sampling(24, NEVER, **{"temperature": 1.0, **processing}, seed=seed)
         got = speculative(loaded_target, draft, prompt, sampling).tokens

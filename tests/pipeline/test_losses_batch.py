@@ -10,7 +10,7 @@ from pipeline.batch import collate, trained, uniform_noise
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import Row
-from pipeline.losses import branch_sums
+from pipeline.losses import Prediction, branch_sums
 from pipeline.sections import EagleConfig, JakiroConfig
 from pipeline.target import LMHead
 
@@ -178,7 +178,7 @@ ROWS = [row_of(9, 1, [0, 0, 1, 1, 1, 0, 1, 1, 1]), row_of(4, 2, [0, 1, 1, 1]), r
 
 
 def one_branch(prediction, batch, horizon, head):
-    return branch_sums({horizon: prediction}, batch, head, V)[horizon]
+    return branch_sums({"one": Prediction(horizon, [prediction])}, batch, head, V)["one"]
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
@@ -209,7 +209,7 @@ def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
     batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
     generator = torch.Generator().manual_seed(6)
     predictions = {h: torch.randn(batch.hidden_BTD.shape, generator=generator).requires_grad_() for h in (1, 2)}
-    together = branch_sums(predictions, batch, head, V)
+    together = branch_sums({h: Prediction(h, [x]) for h, x in predictions.items()}, batch, head, V)
     (together[1]["classification"] + 3 * together[2]["classification"]).backward()
     for horizon, factor in ((1, 1), (2, 3)):
         alone = predictions[horizon].detach().clone().requires_grad_()
@@ -273,16 +273,49 @@ def test_the_classification_loss_is_torchs_soft_cross_entropy():
     assert one_branch(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
+def test_a_mixtures_loss_is_the_cross_entropy_of_the_mixed_softmaxes(monkeypatch, rows_per_chunk):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
+    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    generator = torch.Generator().manual_seed(8)
+    shape = batch.hidden_BTD.shape
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
+    scores = torch.randn(*shape[:2], 2, generator=generator).requires_grad_()
+    predictions = {
+        "other": Prediction(2, [torch.randn(shape, generator=generator)]),
+        "mixture": Prediction(1, leaves, scores.log_softmax(-1)),
+    }
+    got = branch_sums(predictions, batch, head, V)["mixture"]
+    got["classification"].backward()
+    gradients = [x.grad.clone() for x in (*leaves, scores)]
+
+    for x in (*leaves, scores):
+        x.grad = None
+    mask = batch.trained[1]
+    q = sum(w[:, None] * head(f[mask]).softmax(-1) for w, f in zip(scores[mask].softmax(-1).T, leaves, strict=True))
+    p = head(batch.labels_BTD[mask]).softmax(-1)
+    want = -(p * q.log()).sum()
+    want.backward()
+    assert got["classification"].item() == pytest.approx(want.item(), rel=1e-6)
+    assert got["agree"] == (q.argmax(-1) == p.argmax(-1)).sum()
+    for ours, x in zip(gradients, (*leaves, scores), strict=True):
+        assert x.grad.abs().max() > 0.01 and torch.allclose(ours, x.grad, rtol=1e-4, atol=1e-5)
+
+
 # -- a draft's whole loss -------------------------------------------------------------------------------------------
 
-CONFIGS = [
-    EagleConfig(kind="eagle"),
-    JakiroConfig(kind="jakiro"),
-    JakiroConfig(kind="jakiro", vocabulary=100),
-]
+CONFIGS = {
+    "eagle": EagleConfig(kind="eagle"),
+    "jakiro": JakiroConfig(kind="jakiro"),
+    "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
+    "two-step": EagleConfig(kind="eagle", horizons=2, rollout=2),
+    "experts": JakiroConfig(
+        kind="jakiro", experts=3, expert_loss={"regression": 0.5, "classification": 0.2}, mixture_loss=0.3
+    ),
+}
 
 
-@pytest.fixture(params=CONFIGS, ids=["eagle", "jakiro", "reduced"])
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
 def draft(request, loaded_target, ends):
     draft = build(request.param, shapes_of(loaded_target.config))
     draft.initialise(0)
@@ -311,9 +344,9 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(draft):
     alone = [whole_loss(draft, [row], totals) for row in rows]
     assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
     assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
-    for horizon in draft.horizons:
+    for branch in draft.branch_losses():
         for name in ("positions", "agree"):
-            assert sums[horizon][name] == sum(part[1][horizon][name] for part in alone)
+            assert sums[branch][name] == sum(part[1][branch][name] for part in alone)
 
 
 def test_the_loss_weighs_sums_by_the_global_totals(draft):
@@ -321,9 +354,12 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
     totals = {1: 40, 2: 7}
     loss, sums, _ = whole_loss(draft, rows, totals)
     want = 0.0
-    for horizon, (regression, classification) in {1: (1.0, 0.1), 2: (1.0, 0.05)}.items():
-        if horizon in draft.horizons:
-            part = regression * sums[horizon]["regression"] + classification * sums[horizon]["classification"]
+    weights = {"next": (1, 1.0, 0.1), "ahead": (2, 1.0, 0.05), "own_2": (1, 1.0, 0.1), "mixture": (1, 0.0, 0.3)}
+    weights |= {f"expert_{place}": (1, 0.25, 0.1) for place in (1, 2)}
+    assert sums.keys() <= weights.keys()
+    for branch, (horizon, regression, classification) in weights.items():
+        if branch in sums:
+            part = regression * sums[branch]["regression"] + classification * sums[branch]["classification"]
             want += part.item() / totals[horizon]
     assert loss == pytest.approx(want, rel=1e-6)
 
@@ -337,6 +373,6 @@ def test_padding_changes_no_sum(draft):
     padded, padded_sums = draft.loss(batch)
     alone, sums = draft.loss(collate([row], draft.horizons, "predicted", totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
-    for horizon in draft.horizons:
-        for name, value in sums[horizon].items():
-            assert padded_sums[horizon][name].item() == pytest.approx(value.item(), rel=1e-5)
+    for branch in draft.branch_losses():
+        for name, value in sums[branch].items():
+            assert padded_sums[branch][name].item() == pytest.approx(value.item(), rel=1e-5)

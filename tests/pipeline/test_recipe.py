@@ -135,8 +135,14 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
     [
         (["draft.main.tree.nodes=38"], "nodes=38, but depth 3 with top_k 4 scores at most 37"),
         (["draft.main.tree.nodes=3"], "nodes=3 cannot hold a path of depth 3: use at least 4"),
-        (["draft.main.tree={depth=1, top_k=4, nodes=4, hybrid=true}"], "hybrid=true needs depth >= 2"),
-        (["draft.other.tree.hybrid=true"], "tree.hybrid=true needs a branch two tokens ahead"),
+        (
+            ["draft.main.tree={depth=1, top_k=4, nodes=4, parallel=2}"],
+            "parallel=2 levels from one forward, but the tree has depth 1",
+        ),
+        (
+            ["draft.other.tree.parallel=2"],
+            "tree.parallel=2 takes that many levels from one forward, but this draft looks 1 ahead",
+        ),
         (["draft.main.experts_per_token=3"], "experts_per_token=3 is more than experts=2"),
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),
@@ -158,7 +164,7 @@ def test_contradictory_or_impossible_values_are_refused(recipe_file, overrides, 
     [
         ["draft.main.tree.nodes=37"],
         ["draft.main.tree.nodes=4"],
-        ["draft.main.tree={depth=2, top_k=4, nodes=4, hybrid=true}"],
+        ["draft.main.tree={depth=2, top_k=4, nodes=4, parallel=2}"],
         ["draft.main.experts=3", "draft.main.experts_per_token=3"],
         ["train.global_batch=12"],
     ],
@@ -375,7 +381,7 @@ def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):
     recipe = load_recipe(
-        recipe_file, ["draft.flat.kind=jakiro", "draft.flat.tree={depth=1, top_k=4, nodes=5, hybrid=false}"]
+        recipe_file, ["draft.flat.kind=jakiro", "draft.flat.tree={depth=1, top_k=4, nodes=5, parallel=1}"]
     )
     assert recipe.train_hash("flat") == recipe.train_hash("main")
     assert recipe.train_hash("other") != recipe.train_hash("main")

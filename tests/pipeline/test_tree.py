@@ -4,54 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from pipeline.decoding.tree import build_tree, grow
-from pipeline.drafts.base import Answer, DraftState
+from pipeline.decoding.accept import Sampler
+from pipeline.decoding.generate import Sampling
+from pipeline.decoding.tree import build_tree, draft_forwards
+from pipeline.drafts.base import Answer
 from pipeline.sections import TreeConfig
-
-
-class ScriptedDraft:
-    """Answers after a path of tokens with ``next_logits(path)`` and ``ahead_logits(path)``.
-
-    A hidden state carries the number of the forwarded path, so that a feature of another node gives another answer;
-    every frontier's mask is compared with the ancestry of the paths forwarded so far.
-    """
-
-    def __init__(self, next_logits, ahead_logits=None, ids=None):
-        self.next_logits, self.ahead_logits, self.draft_token_ids = next_logits, ahead_logits, ids
-        self.paths, self.steps, self.depths = [()], 0, []
-
-    def _answer(self, numbers):
-        paths = [self.paths[number] for number in numbers]
-        ahead = torch.stack([self.ahead_logits(path) for path in paths]) if self.ahead_logits else None
-        hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
-        return Answer(hidden, torch.stack([self.next_logits(path) for path in paths]), ahead)
-
-    def start(self):
-        return self._answer([0])
-
-    def step(self, state, frontier):
-        self.steps += 1
-        self.depths.append(frontier.depth)
-        numbers = []
-        for token, hidden in zip(frontier.tokens_W.tolist(), frontier.hidden_WD[:, 0].tolist(), strict=True):
-            numbers.append(len(self.paths))
-            self.paths.append((*self.paths[int(hidden)], token))
-        forwarded = self.paths[1:]
-        expected = [[path[: len(other)] == other for other in forwarded] for path in self.paths[numbers[0] :]]
-        assert frontier.seen_WC.tolist() == expected
-        assert {len(self.paths[number]) for number in numbers} == {frontier.depth}
-        return self._answer(numbers)
-
-    def grow(self, root=0, **spec):
-        return grow(self, DraftState(), root, self.start(), TreeConfig(**spec))
-
-
-def paths_of(tree):
-    paths = [()]
-    for node in range(1, len(tree.tokens)):
-        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
-    return paths
+from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 
 def table(probabilities, vocabulary):
@@ -61,19 +21,6 @@ def table(probabilities, vocabulary):
         listed = probabilities[path]
         rest = (1 - sum(listed.values())) / (vocabulary - len(listed))
         return torch.tensor([listed.get(token, rest) for token in range(vocabulary)]).log()
-
-    return logits
-
-
-def noise_by_path(seed, vocabulary, decimals=None):
-    """Random logits, a function of the path; `decimals` rounds them, so that ties abound."""
-
-    def logits(path):
-        number = seed
-        for token in path:
-            number = (number * 1000 + token + 1) % (2**31 - 1)
-        values = 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(number))
-        return values if decimals is None else values.round(decimals=decimals)
 
     return logits
 
@@ -118,14 +65,19 @@ def test_an_unlikely_branch_of_a_level_is_not_forwarded():
     assert draft.paths == [(), (A,), (B,), (A, A), (A, C)]
 
 
+def proposing(next_logits, ahead_logits, spec: TreeConfig, path):
+    """The logits that the children of `path` come from: its own forward's, or those of the last forwarded ancestor's."""
+    last = spec.depth - spec.parallel
+    return next_logits(path) if len(path) <= last else ahead_logits[len(path) - last - 1](path[:last])
+
+
 def brute_force(next_logits, ahead_logits, spec: TreeConfig):
     """The rule again, on paths and Python numbers: (path -> cumulative log-probability) of the whole pool, then pruned."""
     pool, level = {}, {(): 0.0}
-    for depth in range(1, spec.depth + 1):
+    for _ in range(1, spec.depth + 1):
         scored = {}
         for path, score in level.items():
-            hybrid = spec.hybrid and depth == spec.depth
-            logits = ahead_logits(path[:-1]) if hybrid else next_logits(path)
+            logits = proposing(next_logits, ahead_logits, spec, path)
             best = logits.double().log_softmax(-1).topk(min(spec.top_k, len(logits)))
             for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 scored[(*path, token)] = score + value
@@ -134,23 +86,25 @@ def brute_force(next_logits, ahead_logits, spec: TreeConfig):
     return set(sorted(pool, key=lambda path: -pool[path])[: spec.nodes - 1])
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(2, 3, 8), (3, 2, 7), (4, 4, 20), (5, 10, 60), (6, 3, 30)])
-def test_the_tree_is_the_brute_force_one(depth, top_k, nodes, hybrid):
-    spec = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, hybrid=hybrid)
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(3, 2, 7), (3, 3, 12), (4, 4, 20), (5, 10, 60), (6, 3, 30)])
+def test_the_tree_is_the_brute_force_one(depth, top_k, nodes, parallel):
+    spec = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=parallel)
     for seed in range(5):
-        scripts = noise_by_path(seed, 17), noise_by_path(100 + seed, 17)
-        tree = ScriptedDraft(*scripts).grow(**spec.model_dump())
-        assert set(paths_of(tree)[1:]) == brute_force(*scripts, spec)
+        script, *ahead = (noise_by_path(100 * number + seed, 17) for number in range(3))
+        tree = ScriptedDraft(script, *ahead).grow(**spec.model_dump())
+        assert set(paths_of(tree)[1:]) == brute_force(script, ahead, spec)
 
 
 def specs():
-    def whole(depth, top_k, share, hybrid):
+    def whole(depth, top_k, share, parallel, candidates):
         most = 1 + top_k + top_k * top_k * (depth - 1)
         nodes = depth + 1 + round(share * max(most - depth - 1, 0))
-        return TreeConfig(depth=depth, top_k=top_k, nodes=min(nodes, most), hybrid=hybrid and depth > 1)
+        shape = {"depth": depth, "top_k": top_k, "nodes": min(nodes, most)}
+        return TreeConfig(**shape, parallel=min(parallel, depth), candidates=candidates)
 
-    return st.builds(whole, st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.booleans())
+    kinds = st.sampled_from(["plain", "decoupled", "mixture"])
+    return st.builds(whole, st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(1, 3), kinds)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -159,10 +113,10 @@ def test_every_tree_is_well_formed(spec, seed, decimals):
     """Also where logits tie, up to all of them being equal."""
     vocabulary = 7
     if decimals == "equal":
-        scripts = (lambda path: torch.zeros(vocabulary),) * 2
+        scripts = (lambda path: torch.zeros(vocabulary),) * 5
     else:
-        scripts = noise_by_path(seed, vocabulary, decimals), noise_by_path(seed + 1, vocabulary, decimals)
-    draft = ScriptedDraft(*scripts)
+        scripts = [noise_by_path(seed + number, vocabulary, decimals) for number in range(5)]
+    draft = ScriptedDraft(*scripts[:3], experts=two_experts(*scripts[3:]))
     tree = draft.grow(**spec.model_dump())
 
     assert len(tree.tokens) == len(tree.parents) == len(tree.depths) == spec.nodes
@@ -180,19 +134,21 @@ def test_every_tree_is_well_formed(spec, seed, decimals):
             ancestors[node, above] = True
             above = tree.parents[above]
     assert torch.equal(tree.ancestors_NN, ancestors)
-    assert draft.steps == spec.depth - (2 if spec.hybrid else 1)
+    assert draft.steps == spec.depth - spec.parallel
     assert draft.depths == list(range(1, draft.steps + 1))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(spec=specs(), seed=st.integers(0, 10**6))
 def test_siblings_stand_best_first(spec, seed):
-    script, ahead = noise_by_path(seed, 9), noise_by_path(seed + 1, 9)
-    tree = ScriptedDraft(script, ahead).grow(**spec.model_dump())
+    script, *ahead = (noise_by_path(seed + number, 9) for number in range(3))
+    spec = spec.model_copy(update={"candidates": "plain"})
+    tree = ScriptedDraft(script, *ahead).grow(**spec.model_dump())
     paths = paths_of(tree)
     for node, children in enumerate(tree.children()):
-        from_ahead = spec.hybrid and tree.depths[node] == spec.depth - 1
-        logits = ahead(paths[node][:-1]) if from_ahead else script(paths[node])
+        if not children:
+            continue
+        logits = proposing(script, ahead, spec, paths[node])
         tokens = [tree.tokens[child] for child in children]
         assert tokens == logits.argsort(descending=True)[: len(tokens)].tolist()
 
@@ -208,7 +164,7 @@ def test_draft_forwards_per_round(depth):
     script = noise_by_path(3, 12)
     plain, hybrid = ScriptedDraft(script), ScriptedDraft(script, noise_by_path(4, 12))
     assert max(plain.grow(depth=depth, top_k=4, nodes=1 + 4 + 16 * (depth - 1)).depths) == depth
-    assert max(hybrid.grow(depth=depth, top_k=4, nodes=1 + 4 + 16 * (depth - 1), hybrid=True).depths) == depth
+    assert max(hybrid.grow(depth=depth, top_k=4, nodes=1 + 4 + 16 * (depth - 1), parallel=2).depths) == depth
     assert (plain.steps, hybrid.steps) == (depth - 1, depth - 2)
 
 
@@ -217,7 +173,7 @@ def test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank():
     following = table({(): {A: 0.5, B: 0.49}, (A,): {A: 0.26, B: 0.25, C: 0.24}, (B,): {D: 0.5, E: 0.45}}, 5)
     ahead = table({(): {E: 0.9, D: 0.05}, (A,): {A: 0.9, B: 0.06}, (B,): {C: 0.8, D: 0.1}}, 5)
     draft = ScriptedDraft(following, ahead)
-    tree = draft.grow(depth=3, top_k=2, nodes=11, hybrid=True)
+    tree = draft.grow(depth=3, top_k=2, nodes=11, parallel=2)
     assert draft.paths == [(), (A,), (B,)]
     last = {path for path in paths_of(tree) if len(path) == 3}
     assert last == {(B, D, C), (B, D, D), (B, E, C), (B, E, D)}
@@ -232,7 +188,7 @@ def test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank():
 def test_a_hybrid_tree_of_depth_two_needs_no_step():
     ahead = table({(): {E: 0.6, D: 0.3}}, 5)
     draft = ScriptedDraft(table({(): {A: 0.7, B: 0.2}}, 5), ahead)
-    tree = draft.grow(depth=2, top_k=2, nodes=7, hybrid=True)
+    tree = draft.grow(depth=2, top_k=2, nodes=7, parallel=2)
     assert sorted(paths_of(tree)) == sorted([(), (A,), (B,), (A, E), (A, D), (B, E), (B, D)])
     assert draft.steps == 0
 
@@ -246,11 +202,221 @@ def test_a_reduced_vocabulary_answers_in_target_ids(hybrid):
         return lambda path: torch.full((50,), -1e9).scatter(0, ids, script(path))
 
     scripts = noise_by_path(1, 5), noise_by_path(2, 5)
-    spec = {"depth": 3, "top_k": 3, "nodes": 15, "hybrid": hybrid}
+    spec = {"depth": 3, "top_k": 3, "nodes": 15, "parallel": 2 if hybrid else 1}
     reduced = ScriptedDraft(*scripts, ids=ids).grow(root=7, **spec)
     unreduced = ScriptedDraft(*map(whole, scripts)).grow(root=7, **spec)
     assert paths_of(reduced) == paths_of(unreduced)
     assert set(reduced.tokens[1:]) <= set(ids.tolist())
+
+
+# -- candidates of several experts ----------------------------------------------------------------------------------
+
+LEFT, RIGHT = {A: 0.5, B: 0.3, C: 0.1, D: 0.06}, {D: 0.55, A: 0.25, E: 0.15, B: 0.03}
+
+
+def of_two(balance):
+    scripts = (table({(): listed}, 5) for listed in (LEFT, RIGHT))
+    return ScriptedDraft(table({(): {E: 0.9}}, 5), experts=two_experts(*scripts, balance))
+
+
+@pytest.mark.parametrize(
+    ("balance", "candidates", "expected"),
+    [
+        # .6 left: A .30  B .18  C .06;  .4 right: D .22  A .10  E .06 -> A, D, B by the better of the two
+        (0.6, "decoupled", [A, D, B]),
+        (0.4, "decoupled", [D, A, B]),  # A .20 (left), D .33, B .12, E .09
+        (0.6, "mixture", [A, D, B]),  # A .40, D .256, B .192
+        (0.4, "mixture", [D, A, B]),  # D .354, A .35, B .138
+        (0.44, "mixture", [A, D, B]),  # A .36, D .3344: the lists, merged, would have D first (.308 against .22)
+        (0.44, "decoupled", [D, A, B]),
+    ],
+)
+def test_two_experts_lists_are_merged_by_hand(balance, candidates, expected):
+    tree = of_two(balance).grow(depth=1, top_k=3, nodes=4, candidates=candidates)
+    assert tree.tokens[1:] == sorted(expected, key=expected.index)
+
+
+def test_nodes_of_merged_lists_are_scored_by_the_mixture():
+    """So that cumulative scores stay comparable: the best grandchild is found by the product of mixtures."""
+    scripts = [noise_by_path(seed, 6) for seed in (1, 2, 3)]
+    spec = {"depth": 2, "top_k": 6, "nodes": 9}
+    for candidates in ("decoupled", "mixture"):
+        tree = ScriptedDraft(scripts[0], experts=two_experts(*scripts[1:])).grow(**spec, candidates=candidates)
+
+        def mixed(path):
+            logits, weights = two_experts(*scripts[1:])(path)
+            return (logits.softmax(-1) * weights.exp()[:, None]).sum(0).double()
+
+        scores = {(a,): mixed(())[a].item() for a in range(6)}
+        scores |= {(a, b): scores[a,] * mixed((a,))[b].item() for a in range(6) for b in range(6)}
+        assert set(paths_of(tree)[1:]) == set(sorted(scores, key=lambda path: -scores[path])[:8])
+
+
+def test_an_expert_that_repeats_the_other_adds_no_duplicate():
+    same = noise_by_path(5, 8)
+    for candidates in ("decoupled", "mixture"):
+        merged = ScriptedDraft(same, experts=two_experts(same, same)).grow(
+            depth=2, top_k=4, nodes=12, candidates=candidates
+        )
+        plain = ScriptedDraft(same).grow(depth=2, top_k=4, nodes=12)
+        assert paths_of(merged) == paths_of(plain)
+
+
+# -- static ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+def test_eagle_1s_tree_by_hand(parallel):
+    """Every node is the rank-th best token of what its parent's children come from; only parents are forwarded."""
+    script, *ahead = (noise_by_path(40 + number, 11) for number in range(3))
+    draft = ScriptedDraft(script, *ahead)
+    spec = TreeConfig(paths="eagle-1", parallel=parallel)
+    tree = draft.grow(paths="eagle-1", parallel=parallel)
+    words = [
+        "0",
+        "1",
+        "2",
+        "3",
+        "00",
+        "01",
+        "02",
+        "10",
+        "11",
+        "20",
+        "21",
+        "30",
+        "000",
+        "001",
+        "002",
+        "010",
+        "011",
+        "020",
+        "021",
+        "100",
+        "0000",
+        "0001",
+        "0002",
+        "00000",
+        "00001",
+    ]
+    tokens_of = {"": ()}
+    for word in words:
+        order = proposing(script, ahead, spec, tokens_of[word[:-1]]).argsort(descending=True).tolist()
+        tokens_of[word] = (*tokens_of[word[:-1]], order[int(word[-1])])
+    assert paths_of(tree) == [tokens_of[word] for word in ["", *words]]
+    parents = {word[:-1] for word in words}
+    forwarded = [word for word in words if word in parents and len(word) <= 5 - parallel]
+    assert draft.paths == [(), *(tokens_of[word] for word in forwarded)]
+    assert (len(tree.tokens), draft.steps) == (26, 5 - parallel)
+
+
+def static_specs():
+    """Random prefix-closed sets of ranks."""
+
+    def grown(choices):
+        paths, leaves = [], [[]]
+        for parent, count in choices:
+            below = leaves[parent % len(leaves)]
+            if len(below) < 4 and below not in [path[:-1] for path in paths]:
+                paths += [[*below, rank] for rank in range(count)]
+                leaves += [[*below, rank] for rank in range(count)]
+        return paths or [[0]]
+
+    return st.builds(grown, st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=6))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    paths=static_specs(),
+    parallel=st.integers(1, 3),
+    kind=st.sampled_from(
+        [
+            ("plain", "best"),
+            ("plain", "drawn"),
+            ("mixture", "best"),
+            ("mixture", "drawn"),
+            ("decoupled", "drawn-by-expert"),
+        ]
+    ),
+    seed=st.integers(0, 10**6),
+    top_k=st.sampled_from([None, 2]),
+)
+def test_every_static_tree_is_well_formed(paths, parallel, kind, seed, top_k):
+    scripts = [noise_by_path(seed + number, 7) for number in range(5)]
+    parallel = min(parallel, max(map(len, paths)))
+    draft = ScriptedDraft(*scripts[:3], experts=two_experts(*scripts[3:]), vocabulary=7)
+    processing = Sampling(8, frozenset(), temperature=1.0, top_k=top_k)
+    spec = {"paths": paths, "parallel": parallel, "candidates": kind[0], "siblings": kind[1]}
+    tree = draft.grow(processing=processing, chance=Sampler(seed), **spec)
+    assert len(set(paths_of(tree))) == len(tree.tokens), "a sibling repeats a token"
+    assert len(tree.tokens) <= 1 + len(paths) and (top_k or kind[1] == "best" or len(tree.tokens) == 1 + len(paths))
+    assert draft.steps == draft_forwards(TreeConfig(**spec)) - 1
+    assert (tree.proposals is None) == (kind[1] == "best")
+    for node in range(1, len(tree.tokens)):
+        assert 0 <= tree.tokens[node] < 7 and tree.depths[node] == tree.depths[tree.parents[node]] + 1
+        if tree.proposals:
+            q_V, earlier = tree.proposals[node], [n for n in tree.children()[tree.parents[node]] if n < node]
+            assert q_V[tree.tokens[node]] > 0 and q_V.sum().item() == pytest.approx(1)
+            assert all(q_V[tree.tokens[n]] == 0 for n in earlier)
+            assert top_k is None or kind[0] == "mixture" or (q_V > 0).sum() <= top_k
+
+
+def test_siblings_are_drawn_in_turn_from_each_expert():
+    scripts = [noise_by_path(seed, 7) for seed in (1, 2, 3)]
+    draft = ScriptedDraft(scripts[0], experts=two_experts(*scripts[1:]), vocabulary=7)
+    spec = {"paths": [[0], [1], [2]], "candidates": "decoupled", "siblings": "drawn-by-expert"}
+    tree = draft.grow(processing=Sampling(8, frozenset(), temperature=0.5), chance=Sampler(3), **spec)
+    free = torch.ones(7).double()
+    for rank, node in enumerate((1, 2, 3)):
+        q_V = (scripts[1 + rank % 2](()) / 0.5).softmax(-1).double() * free
+        assert torch.allclose(tree.proposals[node], q_V / q_V.sum(), atol=1e-6)
+        free[tree.tokens[node]] = 0
+
+
+def test_at_temperature_0_a_drawn_tree_takes_the_best():
+    script = noise_by_path(6, 9)
+    drawn = ScriptedDraft(script).grow(
+        processing=Sampling(8, frozenset()), chance=Sampler(0), paths="eagle-1", siblings="drawn"
+    )
+    assert drawn.proposals is None and paths_of(drawn) == paths_of(ScriptedDraft(script).grow(paths="eagle-1"))
+
+
+# -- waiting for the device -----------------------------------------------------------------------------------------
+
+
+class Waits(TorchFunctionMode):
+    """Counts what a GPU would have to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        name = getattr(function, "__name__", "")
+        self.count += name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "numpy")
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"depth": 5, "top_k": 10, "nodes": 60},
+        {"depth": 2, "top_k": 3, "nodes": 6},
+        {"paths": "eagle-1"},
+        {"paths": [[0]]},
+    ],
+)
+def test_growing_waits_for_the_device_once_however_many_nodes_there_are(spec):
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
+
+    class Flat(ScriptedDraft):  # nothing of the script waits
+        def step(self, state, frontier, last=False):
+            width = len(frontier.tokens_W)
+            return Answer(torch.zeros(width, 1), logits.expand(width, -1), [logits.expand(width, -1)])
+
+    with Waits() as waits:
+        Flat(lambda path: logits, lambda path: logits).grow(parallel=1, **spec)
+    assert waits.count == 1
 
 
 def test_build_tree_counts_depths_and_ancestors():

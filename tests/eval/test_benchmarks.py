@@ -1,0 +1,314 @@
+"""The paper's six benchmarks, from local copies with the Hub's columns and files: exact turns, or one clear refusal."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eval import benchmarks
+from eval.benchmarks import BENCHMARKS
+from eval.prompts import Prompt, load_prompts
+from pipeline.errors import PipelineError
+from pipeline.recipe import Recipe
+from tests.kit import recipe_tree
+
+GSM8K = [{"question": f"How many are {n} + {n}?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(4)]
+ALPACA = [
+    {"instruction": "Give three tips.", "input": "", "output": "o", "text": "t"},
+    {"instruction": "Sort by size.", "input": "India, China", "output": "o", "text": "t"},
+    {"instruction": "Name a boat.\n", "input": " ", "output": "o", "text": "t"},
+]
+# One row a line, as in the Hub's data sets: file of the split -> rows, and the prompts they are to become.
+CASES = {
+    "mt-bench": (
+        "data/train-00000-of-00001-5b0fa1e8b5b2d6a5.parquet",
+        [
+            {
+                "category": "writing",
+                "prompt": ["Write a post.", "Begin with A."],
+                "reference": [],
+                "prompt_id": 36549506,
+            },
+            {"category": "math", "prompt": ["What is x?", "And y?"], "reference": ["1", "2"], "prompt_id": 7},
+            {"category": "coding", "prompt": [" One\nturn "], "reference": [], "prompt_id": 8},
+        ],
+        [
+            Prompt("36549506", "writing", ("Write a post.", "Begin with A.")),
+            Prompt("7", "math", ("What is x?", "And y?")),
+            Prompt("8", "coding", (" One\nturn ",)),
+        ],
+    ),
+    "humaneval": (
+        "openai_humaneval/test-00000-of-00001.parquet",
+        [
+            {"task_id": f"HumanEval/{n}", "prompt": prompt, "canonical_solution": "c", "test": "t", "entry_point": "f"}
+            for n, prompt in enumerate(["from typing import List\n\n\ndef f():\n", "\n\ndef g():\n", "\ndef h(x):\n"])
+        ],
+        [
+            Prompt("HumanEval/0", "code", ("Complete the code I provided.from typing import List\n\n\ndef f():\n",)),
+            Prompt("HumanEval/1", "code", ("Complete the code I provided.\n\ndef g():\n",)),
+            Prompt("HumanEval/2", "code", ("Complete the code I provided.\ndef h(x):\n",)),
+        ],
+    ),
+    "gsm8k": (
+        "main/test-00000-of-00001.parquet",
+        GSM8K,
+        [Prompt(f"gsm8k/{n}", "math_reasoning", (f"How many are {n} + {n}?",)) for n in range(4)],
+    ),
+    "alpaca": (
+        "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet",
+        ALPACA,
+        [
+            Prompt("alpaca/0", "", ("Give three tips.",)),
+            Prompt("alpaca/1", "", ("Sort by size.\n\nIndia, China",)),
+            Prompt("alpaca/2", "", ("Name a boat.\n",)),
+        ],
+    ),
+    "cnn-dm": (
+        "3.0.0/test-00000-of-00001.parquet",
+        [{"article": f"(CNN)Text {n}.", "highlights": f"h {n}", "id": f"{n:040x}"} for n in (10, 11, 12)],
+        [Prompt(f"{n:040x}", "summarization", (f"Summarize: (CNN)Text {n}.",)) for n in (10, 11, 12)],
+    ),
+    "natural-questions": (
+        "nq_open/validation-00000-of-00001.parquet",
+        [
+            {"question": "when was the last time anyone was on the moon", "answer": ["14 December 1972 UTC"]},
+            {"question": " who wrote it?", "answer": ["one", "two"]},
+            {"question": "9 to 5 is by whom", "answer": ["Dolly Parton"]},
+        ],
+        [
+            Prompt("natural-questions/0", "qa", ("When was the last time anyone was on the moon?",)),
+            Prompt("natural-questions/1", "qa", ("Who wrote it?",)),
+            Prompt("natural-questions/2", "qa", ("9 to 5 is by whom?",)),
+        ],
+    ),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Recipe:
+    return Recipe.model_validate(recipe_tree(tmp_path / "target", tmp_path / "data.json", tmp_path / "run"))
+
+
+def configured(**fields) -> SimpleNamespace:
+    return SimpleNamespace(**{"prompts": None, "path": None, "revision": None} | fields)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def load(recipe: Recipe, known: str, path: Path | str | None, **fields) -> list[Prompt]:
+    config = configured(source=f"benchmark:{known}", path=path if path is None else str(path), **fields)
+    return load_prompts("bench", config, recipe)
+
+
+def refusal(recipe: Recipe, known: str, path: Path | str | None, **fields) -> str:
+    with pytest.raises(PipelineError) as caught:
+        load(recipe, known, path, **fields)
+    return str(caught.value)
+
+
+def test_they_are_the_papers_six():
+    assert set(CASES) == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("known", CASES)
+def test_a_copy_of_the_hubs_folder_gives_exactly_these_turns(tmp_path, recipe, known):
+    file, rows, expected = CASES[known]
+    write(tmp_path / "copy" / file, rows)
+    assert load(recipe, known, tmp_path / "copy") == expected
+    assert load(recipe, known, tmp_path / "copy", prompts=2) == expected[:2]
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".json"])
+@pytest.mark.parametrize("known", CASES)
+def test_a_single_file_is_the_split(tmp_path, recipe, known, ending):
+    _, rows, expected = CASES[known]
+    assert load(recipe, known, write(tmp_path / f"copy{ending}", rows)) == expected
+
+
+def test_only_the_subset_and_the_split_are_read(tmp_path, recipe):
+    """The folders of a Hub's snapshot stand side by side, and each holds the training split, too."""
+    wrong = [{"question": "wrong", "answer": "wrong"}]
+    for file in ("main/train", "socratic/train", "socratic/test", "another/test"):
+        write(tmp_path / "copy" / f"{file}-00000-of-00001.parquet", wrong)
+    write(tmp_path / "copy/main/test-00000-of-00001.parquet", GSM8K)
+    assert load(recipe, "gsm8k", tmp_path / "copy") == CASES["gsm8k"][2]
+
+
+def test_the_files_of_a_split_are_read_in_their_order(tmp_path, recipe):
+    for number in (2, 0, 1):
+        write(tmp_path / f"copy/main/test-0000{number}-of-00003.parquet", [GSM8K[number]])
+    assert load(recipe, "gsm8k", tmp_path / "copy") == CASES["gsm8k"][2][:3]
+
+
+def test_rows_beyond_those_asked_for_are_not_looked_at(tmp_path, recipe):
+    path = write(tmp_path / "copy.jsonl", [*GSM8K, {"question": None, "answer": ""}])
+    assert load(recipe, "gsm8k", path, prompts=4) == CASES["gsm8k"][2]
+    assert "row 4 (the first is 0): column 'question' holds 'None', expected text" in refusal(recipe, "gsm8k", path)
+
+
+def test_too_few_rows_are_refused(tmp_path, recipe):
+    path = write(tmp_path / "copy.jsonl", GSM8K)
+    expected = f"benchmark bench: benchmark:gsm8k, {path} (subset main, split test) holds 4 prompts, eval.benchmarks."
+    assert refusal(recipe, "gsm8k", path, prompts=5) == f"{expected}bench.prompts asks for 5"
+    assert "holds 0 prompts" in refusal(recipe, "gsm8k", write(tmp_path / "empty.jsonl", []))
+
+
+def test_one_id_twice_is_refused(tmp_path, recipe):
+    path = write(tmp_path / "copy.jsonl", CASES["cnn-dm"][1] * 2)
+    assert f"question_id '{10:040x}' twice" in refusal(recipe, "cnn-dm", path)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("known", "near"),
+    [
+        ("gsm", "gsm8k"),
+        ("GSM8K", "gsm8k"),
+        ("mtbench", "mt-bench"),
+        ("cnn", "cnn-dm"),
+        ("natural_questions", "natural-questions"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(recipe, known, near):
+    message = refusal(recipe, known, None)
+    assert message == (
+        f"benchmark bench: source='benchmark:{known}' is not known; did you mean 'benchmark:{near}'? "
+        "There are mt-bench, humaneval, gsm8k, alpaca, cnn-dm, natural-questions"
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "change", "complaint"),
+    [
+        ("mt-bench", {"prompt": []}, "column 'prompt' holds '[]', expected a list of texts, one a turn"),
+        ("mt-bench", {"prompt": ["a", " "]}, "column 'prompt' holds \"['a', ' ']\", expected a list of texts"),
+        ("mt-bench", {"category": ""}, "column 'category' holds '', expected text"),
+        ("humaneval", {"prompt": ""}, "column 'prompt' holds '', expected text"),
+        ("humaneval", {"task_id": None}, "column 'task_id' holds 'None', expected text"),
+        ("gsm8k", {"question": "\n"}, "column 'question' holds '\\n', expected text"),
+        ("alpaca", {"instruction": " "}, "column 'instruction' holds ' ', expected text"),
+        ("alpaca", {"input": None}, "column 'input' holds 'None', expected text"),
+        ("cnn-dm", {"article": ""}, "column 'article' holds '', expected text"),
+        ("cnn-dm", {"id": None}, "column 'id' holds 'None', expected text"),
+        ("natural-questions", {"question": " "}, "column 'question' holds ' ', expected text"),
+    ],
+)
+def test_an_empty_row_is_refused_by_its_number(tmp_path, recipe, known, change, complaint):
+    rows = CASES[known][1]
+    message = refusal(recipe, known, write(tmp_path / "copy.parquet", [rows[0], rows[1] | change, rows[2]]))
+    assert f"row 1 (the first is 0): {complaint}" in message
+
+
+@pytest.mark.parametrize(("known", "column"), [(k, column) for k, b in BENCHMARKS.items() for column in b.columns])
+def test_a_missing_column_is_named_beside_those_there_are(tmp_path, recipe, known, column):
+    rows = [{key: value for key, value in row.items() if key != column} for row in CASES[known][1]]
+    message = refusal(recipe, known, write(tmp_path / "copy.parquet", rows))
+    assert f"row 0 (the first is 0): no column {column}; columns found: {', '.join(sorted(rows[0]))}. " in message
+
+
+def test_a_refused_row_says_everything(tmp_path, recipe):
+    path = write(tmp_path / "copy.jsonl", [{"text": "x", "label": 1}])
+    assert refusal(recipe, "alpaca", path) == (
+        f"benchmark bench: benchmark:alpaca, {path} (split train), row 0 (the first is 0): no column instruction, "
+        "input; columns found: label, text. eval.benchmarks.bench.path takes a local folder or file (.parquet, .jsonl, "
+        ".json), or another data set of the Hub, with the columns instruction, input"
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, {"revision": "e53f048"}])
+@pytest.mark.parametrize("known", CASES)
+def test_a_hub_out_of_reach_is_one_clear_error(recipe, known, fields):
+    message = refusal(recipe, known, None, **fields)
+    assert message.startswith(f"benchmark bench: benchmark:{known}, {BENCHMARKS[known].hub} (")
+    assert " cannot be read: " in message
+    assert "reach" in message
+    assert ". eval.benchmarks.bench.path takes a local folder or file (.parquet, .jsonl, .json), or" in message
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "no/such", "no-such.parquet"])
+def test_a_path_that_is_not_there_is_one_clear_error(recipe, path):
+    message = refusal(recipe, "gsm8k", path)
+    assert message.startswith(f"benchmark bench: benchmark:gsm8k, {path} (subset main, split test) cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("copy.csv", "question\n", "cannot be read: its name ends in '.csv'. eval.benchmarks.bench.path takes"),
+        ("copy.parquet", "nonsense", "cannot be read: Parquet"),
+        ("copy.jsonl", "nonsense", "cannot be read: JSON parse error"),
+    ],
+)
+def test_a_damaged_or_strange_file_is_one_clear_error(tmp_path, recipe, file, content, complaint):
+    (tmp_path / file).write_text(content)
+    assert complaint in refusal(recipe, "gsm8k", tmp_path / file)
+
+
+def test_a_folder_without_the_split_is_refused_with_those_it_has(tmp_path, recipe):
+    write(tmp_path / "copy/train-00000-of-00001.parquet", GSM8K)
+    message = refusal(recipe, "gsm8k", tmp_path / "copy")
+    assert "cannot be read: Bad split: test. Available splits: ['train']. eval.benchmarks.bench.path" in message
+
+
+def test_a_revision_of_a_copy_on_disk_is_refused(tmp_path, recipe):
+    message = refusal(recipe, "gsm8k", write(tmp_path / "copy.jsonl", GSM8K), revision="e53f048")
+    assert "cannot be read: revision='e53f048' is for data sets of the Hub, this one is on disk" in message
+
+
+# -- what is asked of the Hub ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> None:
+    """GSM8K in the cache of `datasets`, as a machine with a network leaves it."""
+    write(tmp_path / "gsm8k/main/test-00000-of-00001.parquet", GSM8K)
+    files = "configs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test-*\n"
+    (tmp_path / "gsm8k/README.md").write_text(f"---\n{files}---\n")
+    datasets.load_dataset(str(tmp_path / "gsm8k"), "main", cache_dir=str(tmp_path / "cache"))
+    (tmp_path / "cache/gsm8k").rename(tmp_path / "cache/openai___gsm8k")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_without_a_network_the_cached_copy_serves(recipe, cached):
+    assert load(recipe, "gsm8k", None) == CASES["gsm8k"][2]
+
+
+def test_the_cached_copy_never_stands_for_a_revision(recipe, cached):
+    """`datasets` would take it, of whatever revision it is."""
+    assert "offline mode is enabled" in refusal(recipe, "gsm8k", None, revision="e53f048")
+
+
+def test_the_hub_is_asked_for_the_subset_and_the_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmarks, "dataset_info", lambda *place, **which: asked.append((*place, which)))
+    config = configured(source="benchmark:cnn-dm", revision="96df5e6")
+    assert benchmarks.place(BENCHMARKS["cnn-dm"], config) == {
+        "path": "abisee/cnn_dailymail",
+        "name": "3.0.0",
+        "split": "test",
+        "revision": "96df5e6",
+    }
+    assert asked == [("abisee/cnn_dailymail", {"revision": "96df5e6"})]
+
+
+@pytest.mark.parametrize(("there", "subset"), [(["main", "socratic"], "main"), (["default"], None)])
+def test_another_data_set_of_the_hub_may_have_no_subset(monkeypatch, there, subset):
+    monkeypatch.setattr(benchmarks, "get_dataset_config_names", lambda path, revision: there)
+    place = benchmarks.place(BENCHMARKS["gsm8k"], configured(source="benchmark:gsm8k", path="me/sums"))
+    assert place == {"path": "me/sums", "name": subset, "split": "test", "revision": None}

@@ -1,0 +1,121 @@
+"""Drafts whose answers are scripted, and every outcome of what is random."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TypeVar
+
+import torch
+
+from pipeline.decoding.tree import draft_forwards, grow
+from pipeline.drafts.base import Answer, DraftState
+from pipeline.sections import TreeConfig
+
+T = TypeVar("T")
+
+
+class ScriptedDraft:
+    """Answers after a path of tokens with ``next_logits(path)`` and ``ahead_logits(path)``.
+
+    A hidden state carries the number of the forwarded path, so that a feature of another node gives another answer;
+    every frontier's mask is compared with the ancestry of the paths forwarded so far.
+    """
+
+    def __init__(self, next_logits, *ahead_logits, ids=None, experts=None, vocabulary=50):
+        """``experts(path)`` gives (logits [K, U], log-weights [K]); `ahead_logits` are functions of the path, by level."""
+        self.next_logits, self.ahead_logits, self.draft_token_ids, self.experts = (
+            next_logits,
+            ahead_logits,
+            ids,
+            experts,
+        )
+        self.paths, self.lineage, self.steps, self.depths = [()], [set()], 0, []
+        self.shapes = {"vocab_size": vocabulary}
+
+    def _answer(self, numbers, last):
+        paths = [self.paths[number] for number in numbers]
+        ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits] if last else []
+        hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
+        found = [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
+        return Answer(hidden, torch.stack([self.next_logits(path) for path in paths]), ahead, *found)
+
+    def step(self, state, frontier, last=False):
+        self.steps += 1
+        assert last == (frontier.depth == draft_forwards(self.config.tree) - 1)
+        self.depths.append(frontier.depth)
+        numbers = []
+        for token, hidden in zip(frontier.tokens_W.tolist(), frontier.hidden_WD[:, 0].tolist(), strict=True):
+            numbers.append(len(self.paths))
+            self.lineage.append({*self.lineage[int(hidden)], len(self.paths)})
+            self.paths.append((*self.paths[int(hidden)], token))
+        expected = [[other in self.lineage[number] for other in range(1, len(self.paths))] for number in numbers]
+        assert frontier.seen_WC.tolist() == expected
+        assert {len(self.paths[number]) for number in numbers} == {frontier.depth}
+        return self._answer(numbers, last)
+
+    def grow(self, root=0, processing=None, chance=None, **spec):
+        self.config = SimpleNamespace(tree=TreeConfig(**spec))
+        answer = self._answer([0], draft_forwards(self.config.tree) == 1)
+        return grow(self, DraftState(), root, answer, processing, chance)
+
+
+def paths_of(tree):
+    paths = [()]
+    for node in range(1, len(tree.tokens)):
+        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
+    return paths
+
+
+def noise_by_path(seed, vocabulary, decimals=None):
+    """Random logits, a function of the path; `decimals` rounds them, so that ties abound."""
+
+    def logits(path):
+        number = seed
+        for token in path:
+            number = (number * 1000 + token + 1) % (2**31 - 1)
+        values = 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(number))
+        return values if decimals is None else values.round(decimals=decimals)
+
+    return logits
+
+
+def two_experts(first, second, balance=0.6):
+    """Experts from two scripts, routed alike everywhere."""
+    weights = torch.tensor([balance, 1 - balance]).log()
+    return lambda path: (torch.stack([first(path), second(path)]), weights)
+
+
+class Script:
+    """A `Chance` that replays choices and then takes the first possible one; the weight is what they are worth together."""
+
+    def __init__(self, choices: list[int]):
+        self.choices, self.options, self.weight = choices, [], 1.0
+
+    def choose(self, probabilities: list[float]) -> int:
+        possible = [number for number, p in enumerate(probabilities) if p > 0]
+        place = len(self.options)
+        if place == len(self.choices):
+            self.choices.append(0)
+        self.options.append(len(possible))
+        chosen = possible[self.choices[place]]
+        self.weight *= probabilities[chosen]
+        return chosen
+
+    def accept(self, probability: float) -> bool:
+        return self.choose([1 - probability, probability]) == 1
+
+    def draw_rows(self, q_WV):
+        return torch.tensor([self.choose(row) if sum(row) > 0 else 0 for row in q_WV.tolist()])
+
+
+def every_outcome(decide: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
+    """Runs `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
+    choices: list[int] = []
+    while True:
+        script = Script(choices)
+        result = decide(script)
+        yield result, script.weight
+        while choices and choices[-1] == script.options[len(choices) - 1] - 1:
+            choices.pop()
+        if not choices:
+            return
+        choices[-1] += 1
