@@ -1,211 +1,149 @@
-"""Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
+"""Where the time of a round goes, on this machine: draft forwards, verification, and everything else.
 
-A method is "plain" or a draft's name. Each (prompt, turn, temperature) is decoded several times by all methods in
-turn; the second turn of a prompt continues one fixed history, plain decoding's greedy answers, for every method.
+    python -m eval.bench RECIPE [--draft NAME] [--prompts 8] [--temperature 0]
+
+Decodes held-out or benchmark prompts of the recipe with plain decoding and with every method, in turn, three times, and quotes
+transformers' own generate() beside them (it has its own loop and, under eval.pack_linears, the same packed layers). On a GPU the
+split waits for the device between the parts of a round, so it is taken in runs of its own. The last line is JSON.
 """
 
-import math
-import zlib
-from dataclasses import dataclass, replace
+import argparse
+import json
+import time
+from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from eval.prompts import Prompt
-from pipeline.chat import prompt_ids
-from pipeline.decoding.accept import first_token_distribution
+from eval.harness import PLAIN, Harness
+from eval.report import interval
+from eval.units import make_harness, methods_of, units_of
+from pipeline import entry
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.decoding.tree import Tree
-from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
-from pipeline.progress import Progress
-from pipeline.recipe import Recipe
-from pipeline.sections import EvalConfig
+from pipeline.recipe import add_recipe_arguments, load_recipe
 from pipeline.target import Target
 
-PLAIN = "plain"
-EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
+
+def transformers_seconds(target: Target, ids: list[int], sampling: Sampling) -> tuple[float, int]:
+    """Wall-clock time of generate() and its new tokens, the prompt's forward included (it cannot be left out there)."""
+    tokens = torch.tensor([ids], device=target.device)
+    options = {"do_sample": sampling.temperature > 0, "max_new_tokens": sampling.max_new_tokens, "pad_token_id": 0}
+    begin = time.perf_counter()
+    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return time.perf_counter() - begin, out.shape[1] - len(ids)
 
 
-@dataclass(frozen=True)
-class Record:
-    """One generation and where it belongs."""
-
-    benchmark: str
-    question_id: str
-    turn: int
-    temperature: float
-    method: str
-    repeat: int
-    generation: Generation
-
-
-@dataclass
-class Gate:
-    """The losslessness gate of one draft on one benchmark at one temperature."""
-
-    temperature: float
-    checked: int = 0  # T = 0: prompts (each turn is one), however often decoded; T > 0: rounds
-    identical: int = 0  # T = 0: prompts whose answers equal plain decoding's, token for token
-    near_ties: int = 0  # T = 0 below fp32: prompts whose answers part where the two tokens' logits nearly tie
-    largest_error: float = 0.0  # T > 0: of the enumerated distribution of a round's first token
-    largest_drift: float = 0.0  # T > 0: between probabilities of the tree's forward and of plain decoding's
-    drift_allowed: float = 0.0  # rounding: square root of the dtype's epsilon
-
-    @property
-    def passed(self) -> bool:
-        if self.temperature == 0:
-            return self.checked > 0 and self.identical + self.near_ties == self.checked
-        return self.checked > 0 and self.largest_error <= EXACT and self.largest_drift <= self.drift_allowed
+def measure(
+    harness: Harness, prompts: list[list[int]], sampling: Sampling, repeats: int
+) -> dict[str, list[list[Generation]]]:
+    """By method, for each prompt one generation a repeat; methods take turns."""
+    target, methods = harness.target, harness.methods
+    found: dict[str, list[list[Generation]]] = {name: [[] for _ in prompts] for name in (PLAIN, *methods)}
+    exact = target.device.type != "cpu"
+    for repeat in range(repeats):
+        for place, ids in enumerate(prompts):
+            seeded = replace(sampling, seed=place + repeat * len(prompts))
+            for name in found:
+                one = plain(target, ids, seeded) if name == PLAIN else speculative(target, methods[name], ids, seeded)
+                if exact and name != PLAIN:  # the split of a second run, which waits between the parts
+                    split = speculative(target, methods[name], ids, seeded, exact_split=True)
+                    one.split = {key: value * one.seconds / split.seconds for key, value in split.split.items()}
+                found[name][place].append(one)
+    return found
 
 
-class Bench:
-    def __init__(self, recipe: Recipe, target: Target, drafts: dict[str, Draft]):
-        self._recipe, self._config, self._target, self._drafts = recipe, recipe.eval, target, drafts
-        self.records: list[Record] = []
-        self.gates: dict[tuple[str, str, float], Gate] = {}  # (benchmark, draft, temperature)
-        self.left_out: dict[str, int] = {}  # by benchmark: prompts too long for the target's positions
+def figures_of(ours: list[list[Generation]], baseline: list[list[Generation]]) -> dict:
+    """Shares of a round's time, forwards a round, tau and speed-up with an interval over prompts."""
+    flat = [one for answers in ours for one in answers]
+    seconds, passes = sum(one.seconds for one in flat), sum(one.acceptance.passes for one in flat)
+    if not passes:
+        raise PipelineError("no answer is longer than one token: there is no round to measure")
+    shares = {name: sum(one.split.get(name, 0.0) for one in flat) / seconds for name in ("draft", "verify")}
 
-    def run(self, benchmarks: dict[str, list[Prompt]]) -> None:
-        config, methods = self._config, [PLAIN, *self._drafts]
-        encoded = {name: self._encode(name, prompts) for name, prompts in benchmarks.items()}
-        turns = sum(len(turns) for prompts in encoded.values() for _, turns in prompts)
-        self._warm_up(encoded)
-        total = turns * sum(self._repeats(temperature) for temperature in config.temperatures) * len(methods)
-        with Progress("decode", total, "answers") as progress:
-            for name, prompts in encoded.items():
-                for temperature in config.temperatures:
-                    for prompt, turns in prompts:
-                        for turn, ids in enumerate(turns):
-                            self._decode(name, prompt, turn, ids, temperature, methods, progress)
-                    if temperature > 0:
-                        self._enumerate(name, [ids for _, turns in prompts for ids in turns], temperature)
+    def per_prompt(groups, what) -> np.ndarray:
+        return np.array([sum(what(one) for one in answers) for answers in groups], float)
 
-    def _repeats(self, temperature: float) -> int:
-        return self._config.sampled_repeats if temperature > 0 else self._config.repeats
+    def ratio(a, b, c, d, axis=0):
+        return (a.sum(axis) / b.sum(axis)) / (c.sum(axis) / d.sum(axis))
 
-    # -- decoding ------------------------------------------------------------------------------------------------
+    sums = [
+        per_prompt(g, what)
+        for g in (baseline, ours)
+        for what in (lambda one: one.seconds, lambda one: len(one.tokens) - 1)
+    ]
+    by_repeat = []
+    for repeat in range(len(ours[0])):
+        one = [
+            per_prompt([[a[repeat]] for a in g], w)
+            for g in (baseline, ours)
+            for w in (lambda x: x.seconds, lambda x: len(x.tokens) - 1)
+        ]
+        by_repeat.append(round(float(ratio(*one)), 4))
+    return {
+        "tau": round(sum(one.acceptance.tokens for one in flat) / passes, 4),
+        "speedup": round(float(ratio(*sums)), 4),
+        "speedup_interval": interval(ratio, *sums),
+        "speedup_by_repeat": by_repeat,
+        "draft_share": round(shares["draft"], 4),
+        "verify_share": round(shares["verify"], 4),
+        "bookkeeping_share": round(1 - shares["draft"] - shares["verify"], 4),
+        "round_ms": round(1e3 * seconds / passes, 3),
+        "draft_forwards_a_round": round(sum(one.draft_forwards for one in flat) / passes, 3),
+        "ms_per_token": round(1e3 * sums[2].sum() / sums[3].sum(), 3),
+        "plain_ms_per_token": round(1e3 * sums[0].sum() / sums[1].sum(), 3),
+        "answers_equal_plain": sum(
+            a.tokens == b.tokens for x, y in zip(ours, baseline, strict=True) for a, b in zip(x, y, strict=True)
+        ),
+        "answers": len(flat),
+    }
 
-    def _sampling(self, temperature: float, key: str) -> Sampling:
-        config: EvalConfig = self._config
-        seed = zlib.crc32(f"{self._recipe.seed} {key}".encode())
-        stops = frozenset(self._target.stop_ids())
-        return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, seed)
 
-    def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
-        if method == PLAIN:
-            return plain(self._target, ids, sampling)
-        return speculative(self._target, self._drafts[method], ids, sampling)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--draft", help="only the methods of this draft")
+    parser.add_argument("--prompts", type=int, default=8, help="so many, taken from the benchmarks in turn")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    methods = {name: m for name, m in methods_of(recipe).items() if arguments.draft in (None, m.draft)}
+    if not methods:
+        raise PipelineError(f"--draft {arguments.draft}: the recipe has {', '.join(sorted(recipe.draft))}")
+    harness = make_harness(recipe, methods)
+    by_benchmark: dict[str, list] = {}
+    for unit in units_of(recipe):
+        if unit.temperature == recipe.eval.temperatures[0]:
+            by_benchmark.setdefault(unit.benchmark, []).append(unit)
+    in_turn = [unit for row in zip(*by_benchmark.values(), strict=False) for unit in row][: arguments.prompts]
+    encoded = [turns[0] for turns in map(harness.with_histories, (unit.prompt for unit in in_turn)) if turns]
+    sampling = replace(harness.sampling(arguments.temperature, "bench"), temperature=arguments.temperature)
+    measure(harness, encoded[:1], sampling, 2)  # warm-up
+    found = measure(harness, encoded, sampling, arguments.repeats)
+    theirs = [transformers_seconds(harness.target, ids, sampling) for ids in encoded]
+    out = {
+        "dtype": recipe.eval.dtype,
+        "packed": recipe.eval.pack_linears,
+        "temperature": arguments.temperature,
+        "methods": {},
+    }
+    out["transformers_ms_per_token"] = round(1e3 * sum(t for t, _ in theirs) / sum(n for _, n in theirs), 3)
+    for name in methods:
+        one = figures_of(found[name], found[PLAIN])
+        out["methods"][name] = one
+        low, high = one["speedup_interval"] or (one["speedup"],) * 2
+        print(
+            f"{name:<20} round {one['round_ms']:7.2f} ms: draft {one['draft_share']:6.1%} ({one['draft_forwards_a_round']:.1f} forwards), "
+            f"verify {one['verify_share']:6.1%} (1 forward), bookkeeping {one['bookkeeping_share']:5.1%}; tau {one['tau']:.2f}, "
+            f"{one['ms_per_token']:.1f} ms a token, plain {one['plain_ms_per_token']:.1f}: {one['speedup']:.2f}x [{low:.2f}, {high:.2f}], "
+            f"by repeat {', '.join(f'{x:.2f}' for x in one['speedup_by_repeat'])}; {one['answers_equal_plain']} of {one['answers']} answers equal plain's"
+        )
+    print(f"transformers' generate(): {out['transformers_ms_per_token']:.1f} ms a token, the prompt's forward included")
+    first = out["methods"][next(iter(methods))]
+    keys = ("bookkeeping_share", "draft_share", "verify_share", "speedup", "tau")
+    print(json.dumps({**{key: first[key] for key in keys}, **out}))
 
-    def _warm_up(self, encoded: dict[str, list[tuple[Prompt, list[list[int]]]]]) -> None:
-        for _, turns in next(iter(encoded.values()))[: self._config.warmups]:
-            for method in (PLAIN, *self._drafts):
-                self._one(method, turns[0], self._sampling(0.0, "warm-up"))
 
-    def _encode(self, name: str, prompts: list[Prompt]) -> list[tuple[Prompt, list[list[int]]]]:
-        """Each prompt with the token ids of its turns; those that leave the target no room to answer are counted only."""
-        found = [(prompt, self._with_histories(prompt)) for prompt in prompts]
-        kept = [(prompt, turns) for prompt, turns in found if turns is not None]
-        self.left_out[name] = len(found) - len(kept)
-        if not kept:
-            raise PipelineError(
-                f"benchmark {name}: none of its {len(found)} prompts fits the target's "
-                f"{self._target.config.max_position_embeddings} positions with an answer: lower eval.max_new_tokens"
-            )
-        return kept
-
-    def _with_histories(self, prompt: Prompt) -> list[list[int]] | None:
-        """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too long."""
-        deepest = max(draft.config.tree.depth for draft in self._drafts.values())
-        room = self._target.config.max_position_embeddings - self._config.max_new_tokens - deepest
-        messages, encoded = [], []
-        for place, turn in enumerate(prompt.turns):
-            messages.append({"role": "user", "content": turn})
-            encoded.append(prompt_ids(self._target.tokenizer, messages))
-            if len(encoded[-1]) > room:
-                return None
-            if place + 1 < len(prompt.turns):
-                answer = plain(self._target, encoded[-1], self._sampling(0.0, "history")).tokens
-                text = self._target.tokenizer.decode(answer, skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": text})
-        return encoded
-
-    def _decode(
-        self, benchmark, prompt: Prompt, turn: int, ids, temperature: float, methods, progress: Progress
-    ) -> None:
-        repeats: list[dict[str, list[int]]] = []  # the tokens of each method
-        for repeat in range(self._repeats(temperature)):
-            answers = {}
-            for place in range(len(methods)):  # each repeat starts with another method
-                method = methods[(place + repeat) % len(methods)]
-                sampling = self._sampling(temperature, f"{benchmark} {prompt.question_id} {turn} {repeat} {method}")
-                answers[method] = self._one(method, ids, sampling)
-                self.records.append(
-                    Record(benchmark, prompt.question_id, turn, temperature, method, repeat, answers[method])
-                )
-                progress.advance(1, benchmark=benchmark, T=temperature)
-            repeats.append({method: answer.tokens for method, answer in answers.items()})
-        if temperature == 0:
-            for method in self._drafts:
-                self._compare(benchmark, method, ids, [(answers[PLAIN], answers[method]) for answers in repeats])
-
-    # -- the gate ------------------------------------------------------------------------------------------------
-
-    def _gate(self, benchmark: str, draft: str, temperature: float) -> Gate:
-        return self.gates.setdefault((benchmark, draft, temperature), Gate(temperature))
-
-    def _compare(self, benchmark: str, draft: str, ids: list[int], pairs: list[tuple[list[int], list[int]]]) -> None:
-        """One prompt's answers of plain decoding and of the draft, one pair a repeat."""
-        gate = self._gate(benchmark, draft, 0.0)
-        gate.checked += 1
-        differing = [(expected, got) for expected, got in pairs if expected != got]
-        if not differing:
-            gate.identical += 1
-        elif self._target.dtype != torch.float32 and all(self._nearly_tied(ids, *pair) for pair in differing):
-            gate.near_ties += 1
-
-    def _nearly_tied(self, ids: list[int], expected: list[int], got: list[int]) -> bool:
-        """Whether the first two tokens that differ have logits within 4 units of rounding of the largest logit."""
-        if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
-            return False  # one only goes on longer: no tie can cause that
-        place = next(n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b)
-        logits_V = self._plain_logits(ids + expected[:place], 1)[0].float()
-        gap = (logits_V[expected[place]] - logits_V[got[place]]).abs()
-        return bool(gap <= 4 * torch.finfo(self._target.dtype).eps * logits_V.abs().max())
-
-    def _enumerate(self, benchmark: str, encoded: list[list[int]], temperature: float) -> None:
-        """Untimed, real rounds. The first token's distribution is summed over every outcome of the acceptance rule, and
-        the probabilities along the tree's longest path are compared with those of plain decoding after the same tokens.
-        """
-        for draft_name, draft in self._drafts.items():
-            gate = self._gate(benchmark, draft_name, temperature)
-            gate.drift_allowed = torch.finfo(self._target.dtype).eps ** 0.5
-            for number, ids in enumerate(encoded):
-                if gate.checked >= self._config.gate_rounds:
-                    break
-                sampling = replace(self._sampling(temperature, f"gate {number}"), max_new_tokens=16)
-
-                def observe(tokens: list[int], tree: Tree, logits_NV: Tensor, gate=gate, sampling=sampling) -> None:
-                    if gate.checked < self._config.gate_rounds:
-                        self._examine(gate, sampling, tokens, tree, logits_NV)
-
-                speculative(self._target, draft, ids, sampling, observe)
-
-    def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-        """One round of the gate. A figure that is not a number fails it."""
-        gate.checked += 1
-        p_NV = sampling.probabilities(logits_NV)
-        exact = p_NV[0].double().cpu()
-        error = (first_token_distribution(tree, p_NV) - exact / exact.sum()).abs().max().item()
-        path = tree.longest_path()
-        plainly = self._plain_logits([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
-        seen, expected = (torch.softmax(x.float() / sampling.temperature, -1) for x in (logits_NV[path], plainly))
-        drift = (seen - expected).abs().max().item()
-        gate.largest_error = max(gate.largest_error, error if error == error else math.inf)
-        gate.largest_drift = max(gate.largest_drift, drift if drift == drift else math.inf)
-
-    @torch.inference_mode()
-    def _plain_logits(self, tokens: list[int], last: int) -> Tensor:
-        """The target's logits after each of the `last` tokens, from one causal forward without a cache before it."""
-        hidden_TD = self._target.forward(torch.tensor(tokens, device=self._target.device), self._target.new_cache())
-        return self._target.head(hidden_TD[-last:])
+if __name__ == "__main__":
+    entry.run(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.bench import PLAIN
+from eval.harness import PLAIN
 from eval.report import interval
 from pipeline import entry
 from pipeline.errors import PipelineError
@@ -32,16 +32,14 @@ def read_counts(run: Path) -> tuple[dict[Cell, Counts], dict[tuple, list[list[in
     counts: dict[Cell, Counts] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
     answers: dict[tuple, list[list[int]]] = defaultdict(list)
     for line in path.read_text().splitlines():
-        record = json.loads(line)
-        if record["method"] == PLAIN:
+        for record in json.loads(line)["outcome"]["records"]:
             place = record["benchmark"], record["temperature"], record["question_id"]
-            if record["repeat"] == 0:
-                answers[place].append(record["generation"]["tokens"])
-        else:
-            found, cell = (
-                record["generation"]["acceptance"],
-                (record["benchmark"], record["temperature"], record["method"]),
-            )
+            if record["method"] == PLAIN:
+                if record["repeat"] == 0:
+                    answers[place].append(record["generation"]["tokens"])
+                continue
+            found = record["generation"]["acceptance"]
+            cell = record["benchmark"], record["temperature"], record["method"]
             tokens, passes = counts[cell][record["question_id"]]
             counts[cell][record["question_id"]] = (tokens + found["tokens"], passes + found["passes"])
     return counts, answers

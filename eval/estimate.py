@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from eval.main import pack
 from eval.prompts import HELDOUT, load_prompts
+from eval.units import pack
 from pipeline import entry
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
@@ -52,7 +52,9 @@ def answers(recipe: Recipe) -> int:
     """Of all methods, benchmarks and temperatures."""
     config = recipe.eval
     repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
-    return sum(turns(recipe, name) for name in config.benchmarks) * repeats * (1 + len(recipe.draft))
+    return (
+        sum(turns(recipe, name) for name in config.benchmarks) * repeats * (1 + len(recipe.draft) + len(config.methods))
+    )
 
 
 def memory_bytes(recipe: Recipe) -> float:

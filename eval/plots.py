@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt
 COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
 
 
-def draw(entries: list[dict], hybrid: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
-    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `hybrid` as in `_plot_depth`."""
+def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
+    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_plot_depth(entries, hybrid, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
+    drawn = [_plot_depth(entries, parallel, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
     plt.close("all")
     return drawn
 
@@ -26,8 +26,8 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def _plot_depth(entries: list[dict], hybrid: dict[str, int], folder: Path) -> Path:
-    """`hybrid`: draft -> depth of its last level, where two levels come from one forward."""
+def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> Path:
+    """`parallel`: method -> the depth below which levels come without a draft forward of their own."""
     shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
     benchmarks = sorted({entry["benchmark"] for entry in shown})
     drafts = sorted({entry["draft"] for entry in shown})
@@ -42,16 +42,15 @@ def _plot_depth(entries: list[dict], hybrid: dict[str, int], folder: Path) -> Pa
                 label=entry["draft"],
                 color=COLOURS[drafts.index(entry["draft"]) % 6],
             )
-            if hybrid.get(entry["draft"]) == len(rates):  # the level without a forward of its own
-                axis.plot(
-                    len(rates), rates[-1], "o", ms=11, mfc="none", color=COLOURS[drafts.index(entry["draft"]) % 6]
-                )
+            free = range(parallel.get(entry["draft"], len(rates)) + 1, len(rates) + 1)
+            colour = COLOURS[drafts.index(entry["draft"]) % 6]
+            axis.plot(free, [rates[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
         axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1))
         axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accepted, given the depth before")
-    if hybrid:
-        figure.suptitle("circled: the level that comes without a draft forward of its own", fontsize=9)
+    if parallel:
+        figure.suptitle("circled: levels that come without a draft forward of their own", fontsize=9)
     axes[0][0].legend()
     return _save(figure, folder / "acceptance_by_depth.png")
 
@@ -85,6 +84,22 @@ def _plot_bars(entries: list[dict], folder: Path) -> Path:
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
     axes[0].legend()
     return _save(figure, folder / "tau_and_speed.png")
+
+
+def draw_table(rows: list[dict], path: Path) -> Path:
+    """Mean speed-up and tau of `eval.table`'s rows, a bar each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [f"{row['run']}, {row['method']}, T = {row['temperature']:g}" for row in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.35 * len(rows)), sharey=True)
+    for axis, key, label in zip(axes, ("mean_speedup", "mean_tau"), ("mean speed-up", "mean tau"), strict=True):
+        axis.barh(range(len(rows)), [row[key] or 0 for row in rows], color=COLOURS[0])
+        axis.axvline(1, color="grey", lw=1, ls="--")
+        axis.set(xlabel=label, yticks=range(len(rows)))
+        axis.set_yticklabels(names, fontsize=8)
+    axes[0].invert_yaxis()
+    _save(figure, path)
+    plt.close(figure)
+    return path
 
 
 def _plot_losses(metrics: dict[str, Path], folder: Path) -> Path:

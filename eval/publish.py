@@ -13,9 +13,10 @@ from huggingface_hub.utils import validate_repo_id
 from eval import report
 from pipeline import checkpoint, embedded
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, sha256, write_text
+from pipeline.files import read_json, sha256, write_json, write_text
 from pipeline.provenance import public_name
 from pipeline.recipe import Recipe
+from pipeline.sections import TreeConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 REPORT, CARD, TEMPLATE_FILE = "report.json", "README.md", "chat_template.jinja"
@@ -40,8 +41,11 @@ def build_release(recipe: Recipe) -> Path:
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    for file in (checkpoint.WEIGHTS, checkpoint.CONFIG, "provenance.json"):
+    for file in (checkpoint.WEIGHTS, "provenance.json"):
         shutil.copy(source / file, building / file)
+    config = read_json(source / checkpoint.CONFIG)
+    config["draft"]["tree"] = tree_of(recipe, measured).model_dump(mode="json")
+    write_json(building / checkpoint.CONFIG, config)
     for file in (REPORT, "recipe.json"):  # the recipe as it was when measured, decoding trees included
         shutil.copy(recipe.eval_dir / file, building / file)
     if recipe.target.chat_template:
@@ -53,6 +57,29 @@ def build_release(recipe: Recipe) -> Path:
     shutil.rmtree(release, ignore_errors=True)
     building.replace(release)
     return release
+
+
+def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
+    """What the released draft grows by default: the tuned tree where there is one that was measured, else the recipe's."""
+    name = recipe.publish.draft
+    return TreeConfig(**measured["drafts"].get(f"{name}-tuned", measured["drafts"][name])["tree"])
+
+
+def said(tree: TreeConfig) -> str:
+    """A tree in words."""
+    shape = "dynamic" if tree.paths is None else "static"
+    words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
+    if tree.parallel > 1:
+        words.append(f"the last {tree.parallel} levels from one draft forward")
+    if tree.candidates != "plain":
+        words.append(
+            {"decoupled": "the experts' candidates merged", "mixture": "candidates of the experts' mixture"}[
+                tree.candidates
+            ]
+        )
+    if tree.siblings != "best":
+        words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
+    return ", ".join(words)
 
 
 def hub_name(model: str) -> str | None:
@@ -86,7 +113,8 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         parameters=saved.training["parameters"],
         vocabulary=saved.config.vocabulary,
         coverage=saved.training.get("vocabulary_coverage", 1.0),
-        tree=recipe.draft[recipe.publish.draft].tree,
+        tree=said(tree_of(recipe, measured)),
+        tuned=measured["tuned"].get(recipe.publish.draft),
         data=public_name(recipe.data.source),
         dialogues=saved.training["dialogues"],
         training=saved.training,
@@ -105,7 +133,12 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
         table=measured["table"],
         explanation=report.explain(),
-        others=[{"name": name, **facts} for name, facts in measured["drafts"].items() if name != recipe.publish.draft],
+        others=[
+            facts
+            | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": said(TreeConfig(**facts["tree"]))}
+            for name, facts in measured["drafts"].items()
+            if name != recipe.publish.draft
+        ],
         plots=plots,
         max_length=recipe.data.max_length,
     )

@@ -84,8 +84,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     found = read_json(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
-    for name, facts in found["drafts"].items():
-        folder = recipe.draft_dir(name)
+    for facts in found["drafts"].values():
+        folder = recipe.draft_dir(facts["draft"])
         if (
             not (folder / checkpoint.CONFIG).exists()
             or checkpoint.read_config(folder).weights_sha256 != facts["weights_sha256"]

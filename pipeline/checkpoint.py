@@ -116,7 +116,7 @@ def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) 
     if not path.exists() or sha256(path) != saved.weights_sha256:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
-    config = saved.config if tree is None else saved.config.model_copy(update={"tree": tree})
+    config = saved.config if tree is None else saved.config.with_tree(tree)
     try:
         draft = build(config, saved.shapes)
         weights = load_file(path)

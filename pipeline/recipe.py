@@ -22,6 +22,7 @@ from pipeline.sections import (
     DraftConfig,
     EvalConfig,
     FeaturesConfig,
+    MethodConfig,
     Name,
     PublishConfig,
     RegenerateConfig,
@@ -65,6 +66,8 @@ class Recipe(Section):
                 f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
                 + (f" x train.ranks={ranks}" if ranks > 1 else "")
             )
+        for name, method in self.eval.methods.items():
+            self._require_method(name, method)
         for name, benchmark in self.eval.benchmarks.items():
             if benchmark.source == "heldout" and (benchmark.prompts or 0) > self.data.heldout_prompts:
                 raise ValueError(
@@ -73,10 +76,24 @@ class Recipe(Section):
                 )
         return self
 
+    def _require_method(self, name: str, method: MethodConfig) -> None:
+        """Raises ValueError when a method's draft is not there or cannot grow its tree."""
+        if name in self.draft or name == "plain":
+            raise ValueError(f"eval.methods.{name}: that name is taken; choose another")
+        if method.draft not in self.draft:
+            raise ValueError(
+                f"eval.methods.{name}.draft={method.draft!r} is not one of the drafts {sorted(self.draft)}"
+            )
+        try:
+            self.draft[method.draft].with_tree(method.tree)
+        except ValidationError as error:
+            raise ValueError(f"eval.methods.{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
     @property
     def hash(self) -> str:
-        """Hash of everything but what the run is called and where it lies."""
-        return digest(self.model_dump(mode="json", exclude={"name": True, "output": True, "features": {"store"}}))
+        """Hash of everything but what the run is called, where it lies and how many measure it."""
+        apart = {"name": True, "output": True, "features": {"store"}, "eval": {"workers"}}
+        return digest(self.model_dump(mode="json", exclude=apart))
 
     @property
     def regenerate_hash(self) -> str:

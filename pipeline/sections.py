@@ -183,6 +183,10 @@ class DraftBase(Section):
     )
     own: BranchLoss = BranchLoss(regression=1.0, classification=0.1)  # of each pass from the second on
 
+    def with_tree(self, tree: TreeConfig):
+        """The same draft with another tree. Raises ValidationError when it cannot grow it."""
+        return type(self).model_validate(self.model_dump() | {"tree": tree.model_dump()})
+
     def _require_tree(self, horizons: int, experts: bool) -> None:
         """Raises ValueError when the decoding tree asks for what this draft cannot give."""
         tree: TreeConfig = self.tree
@@ -287,24 +291,47 @@ class TrainConfig(Section):
 
 
 class BenchmarkConfig(Section):
-    source: str  # JSONL of {question_id, category, turns}; "embedded:humaneval"; or "heldout"
+    source: str  # JSONL of {question_id, category, turns}; "benchmark:NAME", "embedded:humaneval" or "heldout" (eval/prompts.py)
     prompts: Positive | None = None  # the first so many
+    path: str | None = None  # of "benchmark:NAME": a copy of its data set, or another Hub id
+    revision: str | None = None  # of that data set
+
+    @model_validator(mode="after")
+    def _for_named_ones(self):
+        given = [key for key in ("path", "revision") if getattr(self, key) is not None]
+        if given and not self.source.startswith("benchmark:"):
+            raise ValueError(
+                f"{given[0]} says where a 'benchmark:NAME' comes from; source={self.source!r} is a place of its own"
+            )
+        return self
+
+
+class MethodConfig(Section):
+    """One of the drafts with another tree than its own, measured beside it."""
+
+    draft: str
+    tree: TreeConfig
 
 
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
+    methods: dict[Name, MethodConfig] = {}  # beside each draft with its own tree
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     max_new_tokens: Positive = 512
     repeats: Positive = 3  # at temperature 0
     sampled_repeats: Positive = 3  # above it, each with its own seed
     warmups: Positive = 3
     dtype: Dtype = "bfloat16"
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
-    gate_rounds: Positive = 32  # rounds a benchmark and draft, whose output distribution is enumerated at T > 0
+    compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
+    gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
+    workers: Positive = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
 
 
 class PublishConfig(Section):

@@ -52,7 +52,7 @@ def test_drafts_of_the_papers_targets(name):
 
 def test_every_recipe_is_covered_and_loads():
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | {"demo", "smoke"}
+    assert found == set(PAPER) | {"demo", "smoke", "ablations"}
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 

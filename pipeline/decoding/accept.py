@@ -43,12 +43,19 @@ class Sampler:
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self._generator, dtype=torch.float64)
 
-    def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
-        """Row n's token [N] by the random number of the answer's ``places[n]``-th token."""
-        while len(self._numbers) <= max(places):
+    def _through(self, place: int) -> Tensor:
+        while len(self._numbers) <= place:
             more = torch.rand(self.BLOCK, generator=self._placed, dtype=torch.float64)
             self._numbers = torch.cat([self._numbers, more])
-        return _inverse(p_NV, self._numbers[places])
+        return self._numbers
+
+    def number(self, place: int) -> float:
+        """What the answer's token at `place` is chosen with."""
+        return self._through(place)[place].item()
+
+    def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
+        """Row n's token [N] by the number of the answer's ``places[n]``-th token."""
+        return _inverse(p_NV, self._through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
         return self._uniform(1).item() < probability

@@ -39,8 +39,8 @@ class Sampling:
     repetition_penalty: float = 1.0  # of every token of prompt and answer so far
     seed: int = 0
 
-    def _processed(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
-        """fp32; ``before_NL`` are the tokens before each row's next one (wanted by the penalty only)."""
+    def processed(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
+        """fp32 logits; ``before_NL`` are the tokens before each row's next one (wanted by the penalty only)."""
         processors = LogitsProcessorList()
         if self.repetition_penalty != 1.0 and before_NL is not None:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -54,12 +54,12 @@ class Sampling:
 
     def probabilities(self, logits_NV: Tensor, before_NL: Tensor | None = None) -> Tensor:
         """What tokens are drawn from above temperature 0."""
-        return self._processed(logits_NV, before_NL).softmax(-1)
+        return self.processed(logits_NV, before_NL).softmax(-1)
 
     def choose(self, logits_NV: Tensor, before_NL: Tensor | None, sampler: Sampler, places: list[int]) -> Tensor:
         """Plain decoding's token [N] after each row: the argmax, or drawn with the number of its place in the answer."""
         if self.temperature == 0:
-            return self._processed(logits_NV, before_NL).argmax(-1)
+            return self.processed(logits_NV, before_NL).argmax(-1)
         return sampler.choose(self.probabilities(logits_NV, before_NL), places)
 
     def before(self, tokens: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
@@ -228,5 +228,12 @@ def _accept(
     if tree.proposals is not None:
         return accept_drawn(tree, sampling.probabilities(logits_NV, before), sampler)
     places = [answered + depth for depth in tree.depths]
-    following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
-    return accept_best(tree, following.__getitem__)
+    if logits_NV.device.type != "cpu":
+        following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
+        return accept_best(tree, following.__getitem__)
+
+    def chosen(node: int) -> int:  # a CPU is not waited for, and most nodes are never asked
+        own = None if before is None else before[node : node + 1]
+        return int(sampling.choose(logits_NV[node : node + 1], own, sampler, [places[node]])[0])
+
+    return accept_best(tree, chosen)

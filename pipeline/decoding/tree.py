@@ -91,7 +91,7 @@ def grow(
     return _grow_static(draft, state, root, answer, spec, _Draws(spec, processing, chance) if drawn else None)
 
 
-def _ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by."""
     if spec.candidates == "plain":
         scores = answer.next_WU.float().log_softmax(-1)
@@ -101,14 +101,14 @@ def _ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
 
 
-def _candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best tokens of each row, best first (W, k), as target ids, and their scores. No token twice."""
     chosen = ranked_WU.topk(min(count, ranked_WU.shape[1]), dim=-1).indices
     tokens = chosen if draft.draft_token_ids is None else draft.draft_token_ids[chosen]
     return tokens, scored_WU.gather(1, chosen)
 
 
-def _ahead(answer: Answer, level: int) -> Tensor:
+def ahead_scores(answer: Answer, level: int) -> Tensor:
     """Log-probabilities of the token `level` levels below the last forward's own candidates."""
     return answer.ahead_WU[level - 1].float().log_softmax(-1)
 
@@ -150,7 +150,7 @@ def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeCo
         torch.zeros(1, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
     )
-    level = _propose(draft, *_ranking(answer, spec), spec.top_k, *root, first=0)
+    level = _propose(draft, *ranking(answer, spec), spec.top_k, *root, first=0)
     levels = [level]
     seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
     last = draft_forwards(spec) - 1  # depth of the last level that is forwarded
@@ -164,12 +164,12 @@ def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeCo
             answer = draft.step(
                 state, Frontier(level.tokens[order], answer.hidden_WD[rows], seen, depth), depth == last
             )
-            ranked, scored = _ranking(answer, spec)
+            ranked, scored = ranking(answer, spec)
             rows = torch.arange(len(order), device=device)
         else:
             # These nodes are not forwarded: their children are what the forward above them expects that many tokens
             # ahead, gathered by the row of that forward and NOT by the nodes' own ranks.
-            ranked = scored = _ahead(answer, depth - last)[rows]
+            ranked = scored = ahead_scores(answer, depth - last)[rows]
         level = _propose(draft, ranked, scored, spec.top_k, numbers, scores, rows, first)
         levels.append(level)
     return levels
@@ -186,7 +186,7 @@ def _propose(
     first: int,
 ) -> _Level:
     """The `top_k` best tokens of each row become children of `parents`; `rows` are the forwards' rows."""
-    tokens, gained = _candidates(draft, ranked_WU, scored_WU, top_k)
+    tokens, gained = candidates(draft, ranked_WU, scored_WU, top_k)
     children = tokens.shape[1]
     return _Level(
         tokens=tokens.reshape(-1),
@@ -266,8 +266,8 @@ def _grow_static(
                 )
                 drawn_row = {parent: place for place, parent in enumerate(parents)}
         else:
-            ranked, scored = _ranking(answer, spec) if beyond <= 0 else (_ahead(answer, beyond),) * 2
-            found = _candidates(draft, ranked, scored, count)[0]
+            ranked, scored = ranking(answer, spec) if beyond <= 0 else (ahead_scores(answer, beyond),) * 2
+            found = candidates(draft, ranked, scored, count)[0]
             found = torch.nn.functional.pad(
                 found, (0, count - found.shape[1]), value=-1
             )  # a vocabulary smaller than that

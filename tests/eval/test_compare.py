@@ -14,17 +14,11 @@ from tests.kit import run_command
 def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
     """`answers`: (method, question, tokens, passes)"""
     (run / "eval").mkdir(parents=True)
-    lines = [
-        {
-            "benchmark": "set",
-            "question_id": question,
-            "temperature": 0.0,
-            "method": method,
-            "repeat": 0,
-            "generation": {"tokens": [tokens], "acceptance": {"tokens": tokens, "passes": passes}},
-        }
-        for method, question, tokens, passes in answers
-    ]
+    lines = []
+    for method, question, tokens, passes in answers:
+        generation = {"tokens": [tokens], "acceptance": {"tokens": tokens, "passes": passes}}
+        place = {"benchmark": "set", "question_id": question, "temperature": 0.0, "method": method, "repeat": 0}
+        lines.append({"outcome": {"records": [place | {"generation": generation}]}})
     (run / "eval/records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 

@@ -3,13 +3,12 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eval import report
-from eval.bench import EXACT, PLAIN, Gate, Record
+from eval.harness import EXACT, PLAIN, Gate, Record
 from eval.prompts import Prompt, load_prompts
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
@@ -193,8 +192,8 @@ FAILED = Gate(0.0, checked=4, identical=2, near_ties=1)
 @pytest.fixture
 def drafted() -> list[Record]:
     """Two prompts of very different lengths, two repeats each: pooling and averaging do not agree."""
-    short = [generation(5, 1.0, [(1, 2), (1, 2)], draft_seconds=0.25, verify_seconds=0.5, untrimmed_tokens=6)] * 2
-    long = [generation(21, 4.0, [(4, 5)] * 4, draft_seconds=1.0, verify_seconds=2.0, untrimmed_tokens=23)] * 2
+    short = [generation(5, 1.0, [(1, 2), (1, 2)], split={"draft": 0.25, "verify": 0.5}, untrimmed_tokens=6)] * 2
+    long = [generation(21, 4.0, [(4, 5)] * 4, split={"draft": 1.0, "verify": 2.0}, untrimmed_tokens=23)] * 2
     return records("draft", short, long)
 
 
@@ -227,7 +226,7 @@ def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
 def test_speed_does_not_reward_shorter_answers():
     """At T > 0 the two methods' answers differ in length: seconds alone would be no fair measure."""
     drafted, baseline = records("draft", [generation(11, 5.0, [(0, 10)])]), records(PLAIN, [generation(41, 20.0)])
-    figures = report._figures(drafted, baseline, Gate(1.0, checked=1))
+    figures = report._figures(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1))
     assert figures["speedup"] == 1.0
     assert figures["speedup_interval"] is None
 
@@ -240,8 +239,24 @@ def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
 
 @pytest.mark.parametrize(
     "gate",
-    [FAILED, Gate(0.0), Gate(1.0), Gate(1.0, checked=4, largest_error=2 * EXACT)],
-    ids=["answers differ", "nothing compared", "nothing enumerated", "distribution differs"],
+    [
+        FAILED,
+        Gate(0.0),
+        Gate(1.0),
+        Gate(1.0, checked=4, identical=4),
+        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=2 * EXACT),
+        Gate(1.0, checked=4, identical=3, rounds=2),
+        Gate(1.0, checked=4, identical=4, rounds=2, largest_drift=0.1),
+    ],
+    ids=[
+        "answers differ",
+        "nothing compared",
+        "nothing decoded",
+        "no round",
+        "distribution differs",
+        "sampled answers differ",
+        "drift",
+    ],
 )
 def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
     figures = report._figures(drafted, baseline, gate)
@@ -253,16 +268,20 @@ def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
 
 @pytest.mark.parametrize(
     "gate",
-    [PASSED, Gate(0.0, checked=4, identical=3, near_ties=1), Gate(1.0, checked=4, largest_error=EXACT)],
-    ids=["identical", "near tie", "within rounding"],
+    [
+        PASSED,
+        Gate(0.0, checked=4, identical=3, near_ties=1),
+        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=EXACT),
+        Gate(1.0, checked=4, identical=4, rounds=2),
+    ],
+    ids=["identical", "near tie", "within rounding", "identical with the same numbers"],
 )
 def test_a_speed_is_given_where_the_gate_passed(drafted, baseline, gate):
     assert report._figures(drafted, baseline, gate)["speedup"] == 3.2
 
 
 def results_of(drafted, baseline, gate) -> list[dict]:
-    bench = SimpleNamespace(records=[*drafted, *baseline], gates={("bench", "draft", 0.0): gate})
-    return report.results(bench)
+    return report.results([*drafted, *baseline], {("bench", "draft", 0.0): gate})
 
 
 def test_results_have_one_entry_a_draft_and_none_for_plain_decoding(drafted, baseline):

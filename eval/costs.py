@@ -1,0 +1,88 @@
+"""What a round costs on this machine: verifying n tokens, a draft forward of w nodes, and the rest."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.decoding.generate import Sampling, speculative
+from pipeline.drafts import Draft
+from pipeline.drafts.base import DraftState, Frontier
+from pipeline.target import Target
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds."""
+
+    verify: dict[int, float]  # by tokens
+    step: dict[int, float]  # by nodes forwarded
+    start: float  # a round's first draft forward
+    rest: float  # of a round, beside draft and verification
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for size in self.verify if size > 1]
+
+    def round(self, depth: int, top_k: int, nodes: int, parallel: int) -> float:
+        """One round with such a tree."""
+        return self.verify[nodes] + self.start + (depth - parallel) * self.step[top_k] + self.rest
+
+    def said(self) -> str:
+        verify = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in self.verify.items())
+        step = ", ".join(f"{w}: {1e3 * s:.2f}" for w, s in self.step.items())
+        return (
+            f"verifying n tokens (ms): {verify}\na draft step of w nodes (ms): {step}; the first forward of a round {1e3 * self.start:.2f}, "
+            f"bookkeeping {1e3 * self.rest:.2f}"
+        )
+
+
+def measure_costs(
+    target: Target, draft: Draft, context: int, max_nodes: int, sampling: Sampling, prompt: list[int]
+) -> Costs:
+    """Medians over interleaved repeats, behind a prompt of `context` tokens."""
+    device = target.device
+    sizes = [size for size in SIZES if size <= max_nodes]
+    cache = target.new_cache(context + max_nodes)
+    tokens = torch.arange(context, device=device) % 1000 + 5
+    hidden_TD = target.forward(tokens, cache)
+    state = DraftState()
+    draft.start(state, hidden_TD, tokens)
+    begun = state.verified
+
+    def verify(size: int) -> None:
+        seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
+        target.head(
+            target.forward(tokens[:size], cache, torch.arange(size, device=device) + context, seen, size)
+        ).argmax(-1).tolist()
+        cache.keep(context)
+
+    def start(count: int) -> None:
+        draft.start(state, hidden_TD[:count], tokens[:count], True).next_WU.argmax(-1).tolist()
+        state.verified = begun
+
+    def step(width: int) -> None:
+        state.cache.keep(begun)
+        eye = torch.eye(width, dtype=torch.bool, device=device)
+        draft.step(state, Frontier(tokens[:width], hidden_TD[:width], eye, 1), True).next_WU.argmax(-1).tolist()
+
+    tasks: dict[tuple[str, int], Callable[[], None]] = {("verify", n): lambda n=n: verify(n) for n in sizes}
+    tasks |= {("step", w): lambda w=w: step(w) for w in WIDTHS} | {("start", 2): lambda: start(2)}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
+    for _ in range(REPEATS + 1):
+        for key, task in tasks.items():
+            begin = time.perf_counter()
+            task()
+            times[key].append(time.perf_counter() - begin)
+    median = {key: statistics.median(found[1:]) for key, found in times.items()}
+    one = speculative(target, draft, prompt, sampling, exact_split=True)
+    rest = (one.seconds - one.split["draft"] - one.split["verify"]) / one.acceptance.passes
+    return Costs(
+        {n: median["verify", n] for n in sizes}, {w: median["step", w] for w in WIDTHS}, median["start", 2], rest
+    )

@@ -1,0 +1,283 @@
+"""Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
+
+A method is "plain", or a draft with a tree. A unit is one prompt at one temperature: each of its turns is decoded several
+times by all methods in turn, with the same random numbers; a later turn continues one fixed history, plain decoding's
+greedy answers, for every method. Units are independent of each other, so they can be finished one by one, anywhere.
+"""
+
+import copy
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.exact import drawn_error
+from eval.prompts import Prompt
+from pipeline.chat import prompt_ids
+from pipeline.decoding.accept import Acceptance, Sampler
+from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.decoding.tree import Tree
+from pipeline.drafts import Draft
+from pipeline.errors import PipelineError
+from pipeline.recipe import Recipe
+from pipeline.sections import TreeConfig
+from pipeline.target import Target
+
+PLAIN = "plain"
+EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One prompt at one temperature."""
+
+    benchmark: str
+    prompt: Prompt
+    temperature: float
+
+    @property
+    def name(self) -> tuple[str, str, float]:
+        return self.benchmark, self.prompt.question_id, self.temperature
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generation and where it belongs."""
+
+    benchmark: str
+    question_id: str
+    turn: int
+    temperature: float
+    method: str
+    repeat: int
+    generation: Generation
+
+
+@dataclass
+class Gate:
+    """The losslessness gate of one method on one benchmark at one temperature."""
+
+    temperature: float
+    drawn: bool = (
+        False  # candidates are drawn at this temperature: answers have plain decoding's distribution, not its tokens
+    )
+    checked: int = 0  # prompts (each turn is one), however often decoded
+    identical: int = 0  # prompts whose answers equal plain decoding's, token for token
+    near_ties: int = 0  # prompts whose answers part where rounding decides
+    rounds: int = 0  # of those looked at above temperature 0
+    largest_error: float = 0.0  # drawn: of the enumerated distribution of a round's first token
+    largest_drift: float = 0.0  # between probabilities of the tree's forward and of plain decoding's
+    drift_allowed: float = 0.0  # rounding: square root of the dtype's epsilon
+
+    @property
+    def passed(self) -> bool:
+        same = self.checked > 0 and (self.drawn or self.identical + self.near_ties == self.checked)
+        if self.temperature == 0:
+            return same
+        return same and self.rounds > 0 and self.largest_error <= EXACT and self.largest_drift <= self.drift_allowed
+
+    def merge(self, other: "Gate") -> None:
+        for name in ("checked", "identical", "near_ties", "rounds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("largest_error", "largest_drift", "drift_allowed"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+
+@dataclass
+class Outcome:
+    """What a unit gave."""
+
+    records: list[Record]
+    gates: dict[str, Gate]  # by method
+    left_out: bool = False  # the prompt leaves the target no room to answer
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Outcome":
+        records = []
+        for record in raw["records"]:
+            generation = record["generation"] | {"acceptance": Acceptance(**record["generation"]["acceptance"])}
+            records.append(Record(**record | {"generation": Generation(**generation)}))
+        return cls(records, {name: Gate(**gate) for name, gate in raw["gates"].items()}, raw["left_out"])
+
+
+def with_tree(draft: Draft, tree: TreeConfig) -> Draft:
+    """The same draft, its weights shared, that grows other trees."""
+    other = copy.copy(draft)
+    other.config = draft.config.with_tree(tree)
+    return other
+
+
+class Harness:
+    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Draft]):
+        self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
+        self._warm = False
+
+    def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
+        """All of a unit's answers, and what the gate says of them; `told` is called after each answer."""
+        encoded = self.with_histories(unit.prompt)
+        if encoded is None:
+            return Outcome([], {}, left_out=True)
+        if not self._warm:
+            self._warm_up(encoded[0])
+        outcome = Outcome([], {name: self._new_gate(draft, unit.temperature) for name, draft in self.methods.items()})
+        for turn, ids in enumerate(encoded):
+            self._decode_turn(unit, turn, ids, outcome, told)
+        return outcome
+
+    @property
+    def repeats(self) -> dict[bool, int]:
+        """By whether the temperature is above 0."""
+        return {False: self._config.repeats, True: self._config.sampled_repeats}
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def sampling(self, temperature: float, key: str) -> Sampling:
+        config = self._config
+        seed = zlib.crc32(f"{self._recipe.seed} {key}".encode())
+        stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
+        return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
+
+    def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
+        if method == PLAIN:
+            return plain(self.target, ids, sampling)
+        return speculative(self.target, self.methods[method], ids, sampling)
+
+    def _warm_up(self, ids: list[int]) -> None:
+        for _ in range(self._config.warmups):
+            for method in (PLAIN, *self.methods):
+                self._one(method, ids, self.sampling(0.0, "warm-up"))
+        self._warm = True
+
+    def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
+        """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too long."""
+        trees = [draft.config.tree for draft in self.methods.values()]
+        spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
+        room = self.target.config.max_position_embeddings - self._config.max_new_tokens - spare
+        messages, encoded = [], []
+        for place, turn in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": turn})
+            encoded.append(prompt_ids(self.target.tokenizer, messages))
+            if len(encoded[-1]) > room:
+                return None
+            if place + 1 < len(prompt.turns):
+                answer = plain(self.target, encoded[-1], self.sampling(0.0, "history")).tokens
+                text = self.target.tokenizer.decode(answer, skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": text})
+        return encoded
+
+    def _decode_turn(self, unit: Unit, turn: int, ids: list[int], outcome: Outcome, told: Callable[[], None]) -> None:
+        methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
+        repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
+        for repeat in range(self.repeats[unit.temperature > 0]):
+            sampling = self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
+            answers = {}
+            for number in range(len(methods)):  # each repeat starts with another method
+                method = methods[(number + repeat) % len(methods)]
+                generation = self._one(method, ids, sampling)
+                answers[method] = generation.tokens
+                outcome.records.append(Record(*place, method, repeat, generation))
+                told()
+            repeats.append((sampling, answers))
+        for method, gate in outcome.gates.items():
+            pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
+            self._compare(gate, ids, pairs)
+            if unit.temperature > 0:
+                self._look_at_rounds(gate, method, ids, repeats[0][0])
+
+    # -- the gate ------------------------------------------------------------------------------------------------
+
+    def _new_gate(self, draft: Draft, temperature: float) -> Gate:
+        drawn = temperature > 0 and draft.config.tree.siblings != "best"
+        return Gate(temperature, drawn, drift_allowed=torch.finfo(self.target.dtype).eps ** 0.5)
+
+    def _compare(self, gate: Gate, ids: list[int], answers: list[tuple[Sampling, list[int], list[int]]]) -> None:
+        """One prompt's answers of plain decoding and of the draft, one pair a repeat."""
+        gate.checked += 1
+        differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
+        if not differing:
+            gate.identical += 1
+        elif not gate.drawn and all(self._rounding_decides(gate, ids, *pair) for pair in differing):
+            gate.near_ties += 1
+
+    def _rounding_decides(
+        self, gate: Gate, ids: list[int], sampling: Sampling, expected: list[int], got: list[int]
+    ) -> bool:
+        """Whether the first two tokens that differ nearly tie: by their logits at temperature 0 (below fp32 only), above it
+        by how far the random number is from the token that it did not choose.
+        """
+        if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
+            return False  # one only goes on longer: no tie can cause that
+        place = next(n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b)
+        tokens = ids + expected[:place]
+        logits_1V = self._plain_logits(tokens, 1)
+        before = sampling.before(tokens, None, logits_1V.device)
+        if sampling.temperature == 0:
+            logits_V = sampling.processed(logits_1V, before)[0]
+            gap = (logits_V[expected[place]] - logits_V[got[place]]).abs()
+            rounding = 4 * torch.finfo(self.target.dtype).eps * logits_1V.abs().max()
+            return self.target.dtype != torch.float32 and bool(gap <= rounding)
+        p_V = sampling.probabilities(logits_1V, before)[0].double()
+        high, number = p_V.cumsum(0)[got[place]].item(), Sampler(sampling.seed).number(place)
+        return max(high - p_V[got[place]].item() - number, number - high) <= gate.drift_allowed
+
+    def _look_at_rounds(self, gate: Gate, method: str, ids: list[int], sampling: Sampling) -> None:
+        """Untimed, the answer's first rounds: the tree forward's probabilities beside plain decoding's after the same tokens,
+        and for drawn candidates the distribution of the first token over every draw and decision.
+        """
+        draft, until = self.methods[method], gate.rounds + self._config.gate_rounds
+
+        def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+            if gate.rounds < until:
+                self._examine(gate, sampling, tokens, tree, logits_NV)
+
+        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._config.gate_rounds))
+        speculative(self.target, draft, ids, few, observe)
+
+    def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+        """One round of the gate. A figure that is not a number fails it."""
+        gate.rounds += 1
+        path = tree.longest_path()
+        plainly = self._plain_logits([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
+        seen, expected = (torch.softmax(x.float() / sampling.temperature, -1) for x in (logits_NV[path], plainly))
+        drift = (seen - expected).abs().max().item()
+        gate.largest_drift = max(gate.largest_drift, drift if drift == drift else math.inf)
+        if gate.drawn and tree.proposals is not None:
+            before = sampling.before(tokens, tree, logits_NV.device)
+            error = drawn_error(tree, sampling.probabilities(logits_NV, before)[0])
+            gate.largest_error = max(gate.largest_error, error if error == error else math.inf)
+
+    @torch.inference_mode()
+    def _plain_logits(self, tokens: list[int], last: int) -> Tensor:
+        """The target's logits after each of the `last` tokens, from one causal forward without a cache before it."""
+        hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
+        return self.target.head(hidden_TD[-last:])
+
+
+def pooled(
+    outcomes: Iterable[tuple[str, Outcome]],
+) -> tuple[list[Record], dict[tuple[str, str, float], Gate], dict[str, int]]:
+    """All records; the gates by (benchmark, method, temperature); by benchmark the units that were left out."""
+    records: list[Record] = []
+    gates: dict[tuple[str, str, float], Gate] = {}
+    left_out: dict[str, int] = {}
+    for benchmark, outcome in outcomes:
+        records += outcome.records
+        left_out[benchmark] = left_out.get(benchmark, 0) + outcome.left_out
+        for method, gate in outcome.gates.items():
+            found = gates.setdefault((benchmark, method, gate.temperature), Gate(gate.temperature, gate.drawn))
+            found.merge(gate)
+    answered = {record.benchmark for record in records}
+    for benchmark, count in left_out.items():
+        if benchmark not in answered:
+            raise PipelineError(
+                f"benchmark {benchmark}: none of its {count} prompts fits the target's positions with an answer: lower "
+                "eval.max_new_tokens"
+            )
+    return records, gates, left_out

@@ -1,0 +1,81 @@
+"""The paper's Table 1 over one or several runs: targets x methods x benchmarks, speed-up and tau, and their mean.
+
+    python -m eval.table RUN [RUN ...] --out FOLDER
+
+Reads eval/report.json of each run and writes table.json, table.md and table.png. A figure is copied, never recomputed; a mean is
+that of its row's benchmarks. Where a run's losslessness gate failed its speed is withheld, and so is the row's mean.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from eval import plots
+from eval.report import with_interval
+from pipeline import entry
+from pipeline.errors import PipelineError
+from pipeline.files import read_json, write_json, write_text
+
+
+def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a target, method and temperature: its cells by benchmark, and the means over them."""
+    rows: dict[tuple[str, float, str], dict[str, Any]] = {}
+    for report in reports:
+        for entry_ in report["results"]:
+            place = report["name"], entry_["temperature"], entry_["draft"]
+            row = rows.setdefault(
+                place, dict(zip(("run", "temperature", "method"), place, strict=True)) | {"cells": {}}
+            )
+            row["hardware"] = report["provenance"]["hardware"]
+            row["cells"][entry_["benchmark"]] = {
+                key: entry_.get(key) for key in ("speedup", "speedup_interval", "tau", "tau_interval", "tau_legacy")
+            }
+    for row in rows.values():
+        for key in ("speedup", "tau", "tau_legacy"):
+            values = [cell[key] for cell in row["cells"].values()]
+            row[f"mean_{key}"] = None if None in values else round(sum(values) / len(values), 4)
+    return sorted(rows.values(), key=lambda row: (row["temperature"], row["run"], row["method"]))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """As in the paper: a line a target and method, a pair of columns a benchmark; legacy tau in brackets behind ours."""
+    benchmarks = list(dict.fromkeys(name for row in rows for name in row["cells"]))
+    head = ["T", "target", "method"]
+    head += [f"{name}: {what}" for name in (*benchmarks, "mean") for what in ("speed-up", "tau (legacy count)")]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [f"{row['temperature']:g}", row["run"], row["method"]]
+        for name in benchmarks:
+            cell = row["cells"].get(name)
+            if cell is None:
+                cells += ["-", "-"]
+                continue
+            cells.append(with_interval(cell["speedup"], cell["speedup_interval"]) + ("x" if cell["speedup"] else ""))
+            cells.append(f"{with_interval(cell['tau'], cell['tau_interval'])} ({cell['tau_legacy']:.2f})")
+        mean = row["mean_speedup"]
+        cells.append("withheld" if mean is None else f"{mean:.2f}x")
+        cells.append(f"{row['mean_tau']:.2f} ({row['mean_tau_legacy']:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    arguments = parser.parse_args()
+    reports = [read_json(run / "eval" / "report.json") for run in arguments.runs]
+    names = [report["name"] for report in reports]
+    if len(set(names)) < len(names):
+        raise PipelineError(
+            f"two runs are called {max(names, key=names.count)!r}: a row is found by its run's name; rename one"
+        )
+    rows = rows_of(reports)
+    write_json(arguments.out / "table.json", rows)
+    write_text(arguments.out / "table.md", markdown(rows) + "\n")
+    plots.draw_table(rows, arguments.out / "table.png")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    entry.run(main)

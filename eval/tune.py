@@ -1,0 +1,199 @@
+"""Chooses the dynamic tree that is fastest on this machine, predicts its speed, and measures it.
+
+python eval/tune.py RECIPE [--draft NAME]
+
+Measured: the target's time for verifying n tokens, a draft forward's for w nodes, and what a round costs beside them.
+Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at all of
+its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its candidates, so how
+far each would have been accepted there is counted, not estimated (eval/replay.py). Least predicted time a token wins.
+What was chosen is written to eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases it.
+The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from eval import replay
+from eval.costs import Costs, measure_costs
+from eval.harness import Harness, with_tree
+from eval.prompts import HELDOUT, load_prompts
+from eval.units import TUNED, make_harness, methods_of, read_tuned
+from pipeline import entry
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts import Draft
+from pipeline.errors import PipelineError
+from pipeline.files import write_json
+from pipeline.provenance import provenance
+from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.sections import BenchmarkConfig, TreeConfig
+
+TOP_K = (1, 2, 3, 4, 6, 8, 10)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a tree is expected to do."""
+
+    depth: int
+    top_k: int
+    nodes: int
+    parallel: int
+    tau: float
+    ms_per_token: float
+
+
+def calibration_prompts(recipe: Recipe, harness: Harness, count: int) -> list[list[int]]:
+    """The last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
+    used = max(
+        [b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.source == HELDOUT]
+        or [0]
+    )
+    found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:]
+    encoded = [turns[0] for turns in map(harness.with_histories, found[-count:]) if turns]
+    if not encoded:
+        raise PipelineError(
+            f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of which the benchmarks "
+            f"use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
+        )
+    return encoded
+
+
+def predict(walks: list[replay.Walk], costs: Costs, horizons: int, depth: int, sizes: list[int]) -> list[Prediction]:
+    """Every tree's prediction, fastest first."""
+    out = []
+    for top_k in TOP_K:
+        for levels in range(1, depth + 1):
+            for parallel in range(1, min(horizons, levels) + 1):
+                most = 1 + top_k + top_k * top_k * (levels - 1)
+                ranks = [walk.ranks(top_k, levels, parallel) for walk in walks]
+                for nodes in [n for n in sizes if levels + 1 <= n <= most]:
+                    tokens, rounds = (sum(x) for x in zip(*(replay.walk(r, nodes) for r in ranks), strict=True))
+                    seconds = costs.round(levels, top_k, nodes, parallel) * rounds / tokens
+                    out.append(Prediction(levels, top_k, nodes, parallel, tokens / rounds, 1e3 * seconds))
+    return sorted(out, key=lambda one: one.ms_per_token)
+
+
+def tree_of(draft: Draft, best: Prediction) -> TreeConfig:
+    candidates = draft.config.tree.candidates
+    shape = {key: value for key, value in asdict(best).items() if key in ("depth", "top_k", "nodes", "parallel")}
+    return TreeConfig(**shape, candidates=candidates)
+
+
+def measure(
+    harness: Harness, drafts: dict[str, Draft], prompts: list[list[int]], samplings: list[Sampling], repeats: int
+) -> dict:
+    """Milliseconds a token of plain decoding and of each draft, taking turns; and tau."""
+    sums = {name: np.zeros(4) for name in ("plain", *drafts)}  # seconds, tokens, emitted in passes, passes
+    for repeat in range(repeats):
+        for ids in prompts:
+            for sampling in samplings:
+                for number in range(len(sums)):
+                    name = list(sums)[(number + repeat) % len(sums)]
+                    one = (
+                        plain(harness.target, ids, sampling)
+                        if name == "plain"
+                        else speculative(harness.target, drafts[name], ids, sampling)
+                    )
+                    sums[name] += (one.seconds, len(one.tokens) - 1, one.acceptance.tokens, one.acceptance.passes)
+    out = {}
+    for name, (seconds, tokens, emitted, passes) in sums.items():
+        out[name] = {
+            "ms_per_token": round(1e3 * seconds / tokens, 3),
+            "tau": round(emitted / passes, 4) if passes else None,
+        }
+    return out
+
+
+def tune(recipe: Recipe, harness: Harness, name: str, prompts: list[list[int]], arguments) -> dict:
+    """Chooses, measures and describes one draft's tree."""
+    draft, target = harness.methods[name], harness.target
+    own = draft.config.tree
+    samplings = [harness.sampling(t, "calibration") for t in recipe.eval.temperatures]
+    costs = measure_costs(
+        target, draft, int(np.median([len(ids) for ids in prompts])), arguments.max_nodes, samplings[0], prompts[0]
+    )
+    print(costs.said())
+    horizons = draft.config.horizons
+    answers = [(ids, plain(target, ids, sampling).tokens) for ids in prompts for sampling in samplings]
+    walks = [
+        replay.collect(target, draft, ids, tokens, arguments.depth, max(TOP_K))
+        for ids, tokens in answers
+        if len(tokens) > 1
+    ]
+    ranked = predict(walks, costs, horizons, arguments.depth, costs.sizes)
+    best = ranked[0]
+    print("fastest trees by prediction:")
+    for one in ranked[:5]:
+        print(
+            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one forward: tau {one.tau:.2f}, {one.ms_per_token:.2f} ms a token"
+        )
+    tree = tree_of(draft, best)
+    trial = {"tuned": with_tree(draft, tree), "recipe's": with_tree(draft, own)}
+    found = measure(harness, trial, prompts, samplings, arguments.repeats)
+    ratio = best.ms_per_token / found["tuned"]["ms_per_token"]
+    print(
+        f"{name}: predicted {best.ms_per_token:.2f} ms a token at tau {best.tau:.2f}, measured {found['tuned']['ms_per_token']:.2f} at "
+        f"{found['tuned']['tau']:.2f} (predicted / measured {ratio:.3f}); the recipe's tree {found["recipe's"]['ms_per_token']:.2f} at "
+        f"{found["recipe's"]['tau']:.2f}; plain {found['plain']['ms_per_token']:.2f}"
+    )
+    return {
+        "tree": tree.model_dump(mode="json"),
+        "predicted": {"ms_per_token": round(best.ms_per_token, 3), "tau": round(best.tau, 4)},
+        "measured": found["tuned"],
+        "recipes_tree": found["recipe's"],
+        "plain_ms_per_token": found["plain"]["ms_per_token"],
+        "predicted_over_measured": round(ratio, 4),
+        "weights_sha256": methods_of(recipe)[name].weights_sha256,
+        "dtype": recipe.eval.dtype,
+        "temperatures": recipe.eval.temperatures,
+        "prompts": len(prompts),
+        "hardware": provenance(recipe)["hardware"],
+        "costs": asdict(costs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--draft", help="only this one of the recipe's drafts")
+    parser.add_argument("--prompts", type=int, default=10, help="for calibration")
+    parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
+    parser.add_argument("--max-nodes", type=int, default=64, help="largest tree that is considered")
+    parser.add_argument("--repeats", type=int, default=2, help="of the measurement at the end")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    names = [arguments.draft] if arguments.draft else sorted(recipe.draft)
+    if unknown := set(names) - set(recipe.draft):
+        parser.error(f"--draft {unknown.pop()}: the recipe has {', '.join(sorted(recipe.draft))}")
+    path = recipe.eval_dir / TUNED
+    known = read_tuned(recipe)
+    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
+    own = {name: method for name, method in methods_of(recipe).items() if name in names}
+    harness = make_harness(recipe, own)
+    prompts = calibration_prompts(recipe, harness, arguments.prompts)
+    torch.manual_seed(recipe.seed)
+    found = {}
+    for name in names:
+        found[name] = tune(recipe, harness, name, prompts, arguments)
+        write_json(path, known | found)
+    print(
+        json.dumps(
+            {
+                "predicted_over_measured": {n: one["predicted_over_measured"] for n, one in found.items()},
+                "drafts": found,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,166 @@
+"""Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
+
+Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings and
+weights; a torn line, and lines of other settings, are dropped; what is missing is done, or the command ends with an error.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.harness import Harness, Outcome, Unit, with_tree
+from eval.prompts import load_prompts
+from pipeline import checkpoint
+from pipeline.drafts import Draft
+from pipeline.errors import PipelineError
+from pipeline.files import exclusive, read_json, write_text
+from pipeline.progress import Progress
+from pipeline.recipe import Recipe, digest
+from pipeline.sections import TreeConfig
+from pipeline.target import Ends, Target, fingerprint, pack_linears
+
+RECORDS, TUNED = "records.jsonl", "tuned.json"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A draft of the recipe, the weights that are in its folder now, and the tree it is measured with."""
+
+    draft: str
+    weights_sha256: str
+    tree: TreeConfig
+
+
+def methods_of(recipe: Recipe) -> dict[str, Method]:
+    """Every draft with its own tree, with those of ``eval.methods``, and with the one that eval/tune.py chose, if it has.
+
+    Raises PipelineError where a draft is missing, was trained under other settings, or tuned with other weights.
+    """
+    weights = {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in sorted(recipe.draft)}
+    found = {name: Method(name, weights[name], recipe.draft[name].tree) for name in weights}
+    for name, method in recipe.eval.methods.items():
+        found[name] = Method(method.draft, weights[method.draft], method.tree)
+    for draft, tuned in read_tuned(recipe).items():
+        if draft in weights:
+            if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
+                raise PipelineError(
+                    f"{recipe.eval_dir / TUNED} was tuned for other weights of {draft}, or for {tuned['dtype']}: run eval/tune.py again, "
+                    "or remove it"
+                )
+            found[f"{draft}-tuned"] = Method(draft, weights[draft], TreeConfig.model_validate(tuned["tree"]))
+    return found
+
+
+def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By draft, what eval/tune.py found out; empty when it never ran."""
+    path = recipe.eval_dir / TUNED
+    return read_json(path) if path.exists() else {}
+
+
+def key_of(recipe: Recipe, methods: dict[str, Method]) -> str:
+    """Identifies everything that a figure depends on, but for the hardware."""
+    trees = {name: [m.draft, m.weights_sha256, m.tree.model_dump(mode="json")] for name, m in methods.items()}
+    return digest({"recipe": recipe.hash, "methods": trees})
+
+
+def units_of(recipe: Recipe) -> list[Unit]:
+    config = recipe.eval
+    prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
+    return [Unit(name, prompt, t) for name, found in prompts.items() for t in config.temperatures for prompt in found]
+
+
+def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
+    """Loads the target and every draft, in evaluation's dtype and with its kernels."""
+    target = Target(recipe.target, recipe.eval.dtype)
+    drafts = load_drafts(recipe, target, sorted({method.draft for method in methods.values()}))
+    if recipe.eval.pack_linears:
+        pack(target, drafts)
+    if recipe.eval.compile:
+        target.compile()
+    return Harness(recipe, target, {name: with_tree(drafts[m.draft], m.tree) for name, m in methods.items()})
+
+
+def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:
+    """Drafts of the recipe, bound to the target, in evaluation's dtype."""
+    mark = fingerprint(recipe.target)
+    ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
+    drafts = {}
+    for name in names:
+        checkpoint.require_trained_under(recipe, name)
+        draft = checkpoint.load(recipe.draft_dir(name), mark, recipe.draft[name].tree).to(target.device, target.dtype)
+        draft.bind(ends)
+        drafts[name] = draft
+    return drafts
+
+
+def pack(target: Target, drafts: dict[str, Draft]) -> None:
+    """The same packed kernels for everything that decodes. Raises PipelineError where there are none."""
+    if target.device.type != "cpu":
+        raise PipelineError(
+            f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
+        )
+    for draft in drafts.values():
+        pack_linears(draft)
+        if draft.ends.head is not target.head:
+            pack_linears(draft.ends.head)
+    pack_linears(target.decoder)
+    pack_linears(target.head)
+
+
+class Finished:
+    """records.jsonl: one line a finished unit."""
+
+    def __init__(self, folder: Path, key: str):
+        self._path, self._key = folder / RECORDS, key
+        self.outcomes: dict[tuple[str, str, float], Outcome] = {}
+        kept = []
+        for line in self._path.read_text().splitlines() if self._path.exists() else []:
+            found = _parsed(line)
+            if found.get("key") == key:
+                kept.append(line)
+                self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
+        write_text(self._path, "".join(f"{line}\n" for line in kept))
+
+    def add(self, unit: Unit, outcome: Outcome) -> None:
+        line = json.dumps({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+        self.outcomes[unit.name] = outcome
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Empty for a line that was torn when the command was killed."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}
+
+
+def decode_all(recipe: Recipe, methods: dict[str, Method], fleet=None) -> list[tuple[str, Outcome]]:
+    """Every unit's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
+
+    `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
+    """
+    units = units_of(recipe)
+    with exclusive(recipe.eval_dir, "evaluation"):
+        finished = Finished(recipe.eval_dir, key_of(recipe, methods))
+        missing = [unit for unit in units if unit.name not in finished.outcomes]
+        if missing:
+            done = fleet(recipe, methods, missing) if fleet else _here(recipe, methods, missing)
+            with Progress("decode", len(units), "prompts", len(units) - len(missing)) as progress:
+                for unit, outcome in done:
+                    finished.add(unit, outcome)
+                    progress.advance(1, benchmark=unit.benchmark, T=unit.temperature)
+    return [(unit.benchmark, finished.outcomes[unit.name]) for unit in units]
+
+
+def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
+    harness = make_harness(recipe, methods)
+    for unit in units:
+        yield unit, harness.decode(unit)
+
+
+def tree_facts(method: Method) -> dict[str, Any]:
+    return asdict(method) | {"tree": method.tree.model_dump(mode="json")}

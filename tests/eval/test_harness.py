@@ -1,0 +1,204 @@
+"""The harness: its losslessness gate passes what is exact and fails what is not; units are finished one by one."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from eval import exact, units
+from eval.harness import EXACT, PLAIN, Gate, Harness, Outcome, Unit, pooled, with_tree
+from eval.prompts import Prompt
+from pipeline.decoding import accept, generate
+from pipeline.decoding.accept import accept_drawn
+from pipeline.decoding.generate import Sampling
+from pipeline.decoding.tree import build_tree
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.errors import PipelineError
+from pipeline.sections import TreeConfig
+
+PROMPTS = [Prompt("one", "", ("What is the question?", "And then?")), Prompt("two", "", ("Why? Because of that?",))]
+DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
+
+
+@pytest.fixture
+def drafts(loaded_target, ends, tiny_recipe):
+    made = {}
+    for name, config in tiny_recipe.draft.items():
+        draft = build(config, shapes_of(loaded_target.config))
+        draft.initialise(0)
+        if config.vocabulary:
+            draft.set_vocabulary(torch.arange(config.vocabulary))
+        draft.bind(ends)
+        made[name] = draft.eval().requires_grad_(False)
+    made["drawn"] = with_tree(made["eagle"], DRAWN)
+    return made
+
+
+def harness_of(recipe, loaded_target, drafts, **changes) -> Harness:
+    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"gate_rounds": 3, **changes})})
+    return Harness(recipe, loaded_target, drafts)
+
+
+def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
+    found = [("bench", made.decode(Unit("bench", prompt, t))) for t in temperatures for prompt in prompts]
+    return pooled(found)
+
+
+def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, drafts):
+    records, gates, left_out = measured(harness_of(tiny_recipe, loaded_target, drafts, repeats=2))
+    assert set(gates) == {("bench", draft, t) for draft in drafts for t in (0.0, 1.0)}
+    for (_, method, temperature), gate in gates.items():
+        assert gate.passed and gate.checked == 3  # turns, however often decoded
+        if temperature > 0:
+            assert gate.rounds == 3 * 3 and 0 < gate.largest_drift < 1e-5
+        if temperature == 0 or method != "drawn":
+            assert gate.identical == 3  # above temperature 0, too: the same random numbers
+        else:
+            assert gate.drawn and 0 < gate.largest_error <= EXACT
+    answers = {(r.question_id, r.turn, r.method) for r in records}
+    assert len(answers) == 3 * 4 and {method for *_, method in answers} == {PLAIN, *drafts}
+    assert left_out == {"bench": 0}
+
+
+def shifted_positions(target, tree, cache, past, nodes):
+    """The tree's nodes one position too far."""
+    prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool)
+    positions = torch.tensor(tree.depths) + past + 1
+    hidden_ND = target.forward(tree.tokens_N, cache, positions, torch.cat([prefix, tree.ancestors_NN], dim=1))
+    return hidden_ND, target.head(hidden_ND)
+
+
+def everything_seen(target, tree, cache, past, nodes):
+    """Every node sees every other one, siblings and descendants included."""
+    seen = torch.ones(len(tree.tokens), past + len(tree.tokens), dtype=torch.bool)
+    hidden_ND = target.forward(tree.tokens_N, cache, torch.tensor(tree.depths) + past, seen)
+    return hidden_ND, target.head(hidden_ND)
+
+
+@pytest.mark.parametrize("verify", [shifted_positions, everything_seen])
+def test_a_wrong_tree_forward_fails_the_gate_above_temperature_0(
+    tiny_recipe, loaded_target, drafts, monkeypatch, verify
+):
+    monkeypatch.setattr(generate, "_verify", verify)
+    _, gates, _ = measured(harness_of(tiny_recipe, loaded_target, drafts), temperatures=[1.0])
+    assert not any(gate.passed for gate in gates.values())
+    assert all(gate.largest_drift > gate.drift_allowed for gate in gates.values())
+
+
+def test_a_rule_that_takes_what_the_target_did_not_choose_fails_the_gate(
+    tiny_recipe, loaded_target, drafts, monkeypatch
+):
+    def takes_the_first(tree, following):
+        child = tree.children()[0][0]
+        return [child], following(child)
+
+    monkeypatch.setattr(generate, "accept_best", takes_the_first)
+    _, gates, _ = measured(harness_of(tiny_recipe, loaded_target, drafts))
+    for (_, method, temperature), gate in gates.items():
+        assert gate.passed == (method == "drawn" and temperature > 0)
+
+
+@pytest.mark.parametrize("flaw", ["always accepts", "conditions on the token only"])
+def test_a_wrong_rule_for_drawn_candidates_fails_the_gate(tiny_recipe, loaded_target, drafts, monkeypatch, flaw):
+    def wrong(tree, p_NV, chance):
+        p_V = p_NV[0].double()
+        for child in tree.children()[0]:
+            token = tree.tokens[child]
+            if flaw == "always accepts" or chance.accept(min(1.0, (p_V[token] / tree.proposals[child][token]).item())):
+                return [child], int(chance.draw_rows(p_NV[child][None])[0])
+            p_V = p_V.index_fill(0, torch.tensor([token]), 0.0)
+            p_V = p_V / p_V.sum()
+        return [], int(chance.draw_rows(p_V[None])[0])
+
+    monkeypatch.setattr(exact, "accept_drawn", wrong)
+    _, gates, _ = measured(harness_of(tiny_recipe, loaded_target, drafts), temperatures=[1.0])
+    assert not gates["bench", "drawn", 1.0].passed and gates["bench", "drawn", 1.0].largest_error > EXACT
+    assert gates["bench", "eagle", 1.0].passed
+
+
+def test_the_gate_forgives_only_what_rounding_decides(tiny_recipe, loaded_target, drafts):
+    """A sampled answer may part from plain decoding's where its number is at the edge of the token's interval."""
+    made, prompt = harness_of(tiny_recipe, loaded_target, drafts), [65, 66, 67]
+    sampling = Sampling(4, frozenset(), 1.0, seed=3)
+    p_V = sampling.probabilities(made._plain_logits(prompt, 1))[0].double()
+    chosen = generate.plain(loaded_target, prompt, sampling).tokens[0]
+    number, ends = accept.Sampler(3).number(0), p_V.cumsum(0)
+    gate = Gate(1.0, drift_allowed=(ends[chosen] - number).item() + 1e-6)
+    assert made._rounding_decides(gate, prompt, sampling, [chosen], [chosen + 1])
+    gate.drift_allowed -= 2e-6
+    assert not made._rounding_decides(gate, prompt, sampling, [chosen], [chosen + 1])
+    assert not made._rounding_decides(Gate(0.0), prompt, Sampling(4, frozenset()), [1], [2])  # in fp32 nothing ties
+    assert not made._rounding_decides(Gate(1.0, drift_allowed=1.0), prompt, sampling, [chosen], [chosen, 5])
+
+
+def test_probabilities_that_are_no_numbers_fail_the_gate(tiny_recipe, loaded_target, drafts):
+    made, gate = harness_of(tiny_recipe, loaded_target, drafts), Gate(1.0, checked=1, identical=1, drift_allowed=1.0)
+    tree = build_tree(1, [2, 3], [0, 1], torch.device("cpu"))
+    made._examine(gate, Sampling(8, frozenset(), 1.0), [5, 6, 1], tree, torch.full((3, 260), math.nan))
+    assert gate.rounds == 1 and gate.largest_drift == math.inf and not gate.passed
+
+
+def test_the_enumeration_of_a_real_round_sums_to_the_target(loaded_target, drafts):
+    seen = []
+    draft, sampling = drafts["drawn"], Sampling(4, frozenset(), 1.0, seed=1)
+    generate.speculative(loaded_target, draft, [65, 66, 67], sampling, lambda *round_: seen.append(round_))
+    for _, tree, logits_NV in seen:
+        assert exact.drawn_error(tree, sampling.probabilities(logits_NV)[0]) < 1e-12
+    assert accept_drawn is exact.accept_drawn
+
+
+def test_prompts_without_room_for_an_answer_are_left_out_and_counted(tiny_recipe, loaded_target, drafts):
+    limit = loaded_target.config.max_position_embeddings
+    long = Prompt("long", "", ("word " * limit,))
+    made = harness_of(tiny_recipe, loaded_target, drafts)
+    records, _, left_out = measured(made, [long, PROMPTS[1]], [0.0])
+    assert left_out == {"bench": 1}
+    assert {record.question_id for record in records} == {"two"}
+    with pytest.raises(PipelineError, match="none of its 1 prompts fits"):
+        measured(made, [long], [0.0])
+
+
+# -- units ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_outcome_survives_being_written(tiny_recipe, loaded_target, drafts):
+    outcome = harness_of(tiny_recipe, loaded_target, drafts).decode(Unit("bench", PROMPTS[1], 1.0))
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+def finished(tmp_path, key="k"):
+    return units.Finished(tmp_path, key)
+
+
+def test_a_finished_unit_is_kept_and_a_torn_or_foreign_line_is_dropped(tmp_path):
+    unit, outcome = Unit("bench", PROMPTS[0], 0.0), Outcome([], {"eagle": Gate(0.0, checked=1)}, False)
+    finished(tmp_path).add(unit, outcome)
+    path = tmp_path / units.RECORDS
+    whole = path.read_text()
+    path.write_text(whole + whole[: len(whole) // 2])
+    assert finished(tmp_path).outcomes == {unit.name: outcome}
+    assert path.read_text() == whole
+    assert finished(tmp_path, "other settings").outcomes == {} and path.read_text() == ""
+
+
+def test_what_is_finished_is_not_decoded_again(tiny_recipe, monkeypatch, tmp_path):
+    """Whatever stops the command, each prompt is decoded once."""
+    asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
+    recipe = tiny_recipe.model_copy(update={"eval": config})
+    all_units = [Unit("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
+    monkeypatch.setattr(units, "units_of", lambda _: all_units)
+
+    def fleet(_, __, missing, stop_after):
+        for place, unit in enumerate(reversed(missing)):  # in any order
+            if place == stop_after:
+                raise KeyboardInterrupt
+            asked.append(unit.name)
+            yield unit, Outcome([], {}, left_out=unit.temperature > 0)
+
+    with pytest.raises(KeyboardInterrupt):
+        units.decode_all(recipe, {}, lambda *given: fleet(*given, stop_after=3))
+    found = units.decode_all(recipe, {}, lambda *given: fleet(*given, stop_after=None))
+    assert sorted(asked) == sorted(unit.name for unit in all_units)
+    assert [outcome.left_out for _, outcome in found] == [False, False, True, True]  # in the recipe's order
