@@ -44,16 +44,16 @@ class Costs:
 
 
 def measure_costs(
-    target: Target, draft: Draft, context: int, max_nodes: int, sampling: Sampling, prompt: list[int]
+    target: Target, draft: Draft, context: int, max_nodes: int, samplings: list[Sampling], prompt: list[int]
 ) -> Costs:
-    """Medians over interleaved repeats, behind a prompt of `context` tokens."""
+    """Means over interleaved repeats, behind a prompt of `context` tokens."""
     device = target.device
     sizes = [size for size in SIZES if size <= max_nodes]
     cache = target.new_cache(context + max_nodes)
-    tokens = torch.arange(context, device=device) % 1000 + 5
-    hidden_TD = target.forward(tokens, cache)
+    tokens = torch.arange(context + max_nodes, device=device) % 1000 + 5
+    hidden_TD = target.forward(tokens[:context], cache)
     state = DraftState()
-    draft.start(state, hidden_TD, tokens)
+    draft.start(state, hidden_TD, tokens[:context])
     begun = state.verified
 
     def verify(size: int) -> None:
@@ -80,9 +80,14 @@ def measure_costs(
             begin = time.perf_counter()
             task()
             times[key].append(time.perf_counter() - begin)
-    median = {key: statistics.median(found[1:]) for key, found in times.items()}
-    one = speculative(target, draft, prompt, sampling, exact_split=True)
-    rest = (one.seconds - one.split["draft"] - one.split["verify"]) / one.acceptance.passes
+    mean = {key: statistics.fmean(found[1:]) for key, found in times.items()}
+    rest = []
+    for sampling in samplings:
+        one = speculative(target, draft, prompt, sampling, exact_split=True)
+        rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
     return Costs(
-        {n: median["verify", n] for n in sizes}, {w: median["step", w] for w in WIDTHS}, median["start", 2], rest
+        {n: mean["verify", n] for n in sizes},
+        {w: mean["step", w] for w in WIDTHS},
+        mean["start", 2],
+        statistics.fmean(rest),
     )

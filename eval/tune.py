@@ -119,7 +119,7 @@ def tune(recipe: Recipe, harness: Harness, name: str, prompts: list[list[int]], 
     own = draft.config.tree
     samplings = [harness.sampling(t, "calibration") for t in recipe.eval.temperatures]
     costs = measure_costs(
-        target, draft, int(np.median([len(ids) for ids in prompts])), arguments.max_nodes, samplings[0], prompts[0]
+        target, draft, int(np.median([len(ids) for ids in prompts])), arguments.max_nodes, samplings, prompts[0]
     )
     print(costs.said())
     horizons = draft.config.horizons
@@ -137,19 +137,19 @@ def tune(recipe: Recipe, harness: Harness, name: str, prompts: list[list[int]], 
             f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one forward: tau {one.tau:.2f}, {one.ms_per_token:.2f} ms a token"
         )
     tree = tree_of(draft, best)
-    trial = {"tuned": with_tree(draft, tree), "recipe's": with_tree(draft, own)}
+    trial = {"tuned": with_tree(draft, tree), "given": with_tree(draft, own)}
     found = measure(harness, trial, prompts, samplings, arguments.repeats)
     ratio = best.ms_per_token / found["tuned"]["ms_per_token"]
     print(
         f"{name}: predicted {best.ms_per_token:.2f} ms a token at tau {best.tau:.2f}, measured {found['tuned']['ms_per_token']:.2f} at "
-        f"{found['tuned']['tau']:.2f} (predicted / measured {ratio:.3f}); the recipe's tree {found["recipe's"]['ms_per_token']:.2f} at "
-        f"{found["recipe's"]['tau']:.2f}; plain {found['plain']['ms_per_token']:.2f}"
+        f"{found['tuned']['tau']:.2f} (predicted / measured {ratio:.3f}); the recipe's tree {found['given']['ms_per_token']:.2f} at "
+        f"{found['given']['tau']:.2f}; plain {found['plain']['ms_per_token']:.2f}"
     )
     return {
         "tree": tree.model_dump(mode="json"),
         "predicted": {"ms_per_token": round(best.ms_per_token, 3), "tau": round(best.tau, 4)},
         "measured": found["tuned"],
-        "recipes_tree": found["recipe's"],
+        "recipes_tree": found["given"],
         "plain_ms_per_token": found["plain"]["ms_per_token"],
         "predicted_over_measured": round(ratio, 4),
         "weights_sha256": methods_of(recipe)[name].weights_sha256,

@@ -114,7 +114,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(recipe_path: str, overrides: list[str]) -> None:
+def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
+    """All stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides)
     console = Console()
     logs = recipe.run_dir / "logs"
@@ -128,7 +129,8 @@ def run(recipe_path: str, overrides: list[str]) -> None:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, refresh_per_second=2) as display:
-        for stage in stages(recipe_path, overrides, recipe):
+        wanted = stages(recipe_path, overrides, recipe)
+        for stage in wanted[: 1 + [stage.name for stage in wanted].index(until)]:
             done, state = stage.state(recipe)
             if done:
                 console.print(f"{stage.name}: done already ({state})", highlight=False)
@@ -141,7 +143,8 @@ def run(recipe_path: str, overrides: list[str]) -> None:
                     f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
                 )
             console.print(f"{stage.name}: {state}, {_minutes(started)}", highlight=False)
-    _print_release(recipe, console)
+    if until == "eval":
+        _print_release(recipe, console)
     console.print(f"total {_minutes(begin)}", highlight=False)
 
 
@@ -263,6 +266,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("run", "plan", "status"):
         add_recipe_arguments(commands.add_parser(name))
+    commands.choices["run"].add_argument(
+        "--until", choices=("preprocess", "train", "eval"), default="eval", help="the last stage"
+    )
     planned = commands.choices["plan"]
     planned.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
     planned.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
@@ -272,8 +278,10 @@ def main() -> None:
     if arguments.command == "plan":
         known = {"preprocess": arguments.dump_speed, "train": arguments.train_speed, "eval": arguments.decode_ms}
         plan(arguments.recipe, arguments.overrides, known)
+    elif arguments.command == "run":
+        run(arguments.recipe, arguments.overrides, arguments.until)
     else:
-        {"run": run, "status": status}[arguments.command](arguments.recipe, arguments.overrides)
+        status(arguments.recipe, arguments.overrides)
 
 
 if __name__ == "__main__":

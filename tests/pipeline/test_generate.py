@@ -8,101 +8,24 @@ from pipeline.batch import collate
 from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
-from pipeline.drafts import build
 from pipeline.drafts.base import Answer, DraftState, Frontier
-from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, JakiroConfig, TargetConfig, TreeConfig
+from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
 from pipeline.target import Target
-
-NEVER = frozenset()  # no stop id
-CPU = torch.device("cpu")
-VARIANTS = {
-    "eagle": EagleConfig(kind="eagle"),
-    "jakiro": JakiroConfig(kind="jakiro"),
-    "four-experts": JakiroConfig(kind="jakiro", experts=4, experts_per_token=2, expert_width=24),
-    "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True),
-    "not-parallel": JakiroConfig(kind="jakiro", tree=TreeConfig()),
-    "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "dense-ahead": EagleConfig(kind="eagle", horizons=2, tree=TreeConfig(parallel=2)),
-    "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
-}
-# Kinds of trees beside the dynamic ones above: (draft, its tree)
-KINDS = {
-    "eagle-1": ("eagle", {"paths": "eagle-1"}),
-    "eagle-1, drawn": ("eagle", {"paths": "eagle-1", "siblings": "drawn"}),
-    "jakiro, static": ("jakiro", {"paths": "eagle-1", "parallel": 2}),
-    "jakiro, static, drawn": ("jakiro", {"paths": "eagle-1", "parallel": 2, "siblings": "drawn"}),
-    "jakiro, decoupled": ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "decoupled", "parallel": 2}),
-    "jakiro, mixture": ("four-experts", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
-    "jakiro, static, mixture": ("jakiro", {"paths": "eagle-1", "candidates": "mixture", "siblings": "drawn"}),
-    "jakiro, static, by expert": (
-        "four-experts",
-        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
-    ),
-    "jakiro, reduced vocabulary, drawn": ("reduced", {"paths": "eagle-1", "siblings": "drawn", "parallel": 1}),
-    "jakiro, three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
-}
-VARIANTS["three-branches"] = JakiroConfig(kind="jakiro", experts=3, experts_per_token=3, contrast="experts")
-TREES = {
-    "deep": {"depth": 5, "top_k": 3, "nodes": 16},
-    "wide": {"depth": 2, "top_k": 40, "nodes": 120},
-    "usual": {"depth": 4, "top_k": 10, "nodes": 60},
-}
-
-
-def prompt_of(seed: int, length: int = 12) -> list[int]:
-    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def shaped(config, parallel=None, **tree):
-    parallel = min(config.tree.parallel, tree.get("depth", 5)) if parallel is None else parallel
-    return config.model_copy(update={"tree": TreeConfig(**{"parallel": parallel, **tree})})
-
-
-def make_draft(target, ends, config, seed=0):
-    """Random weights, large enough for attention to tell positions apart (at the usual 0.02 it is all but uniform)."""
-    draft = build(config, shapes_of(target.config))
-    draft.initialise(seed)
-    for weight in draft.parameters():
-        if weight.ndim == 2:
-            weight.data.mul_(10)
-    if config.vocabulary:
-        ids = torch.randperm(260, generator=torch.Generator().manual_seed(seed))[: config.vocabulary]
-        draft.set_vocabulary(ids.sort().values)
-    draft.bind(ends)
-    return draft.eval().requires_grad_(False)
-
-
-def greedy(target, prompt, count):
-    return plain(target, prompt, Sampling(count, NEVER)).tokens
-
-
-@torch.inference_mode()
-def logits_after(target, tokens):
-    """Plain logits after every token, from one causal forward without a cache."""
-    return target.head(target.capture(torch.tensor([tokens])))[0]
-
-
-def taught(target, ends, config, prompt, answer, steps=250):
-    """A draft trained on one text until it knows it: what it proposes there is mostly accepted."""
-    draft = build(config, shapes_of(target.config))
-    draft.initialise(0)
-    if config.vocabulary:
-        others = [token for token in range(260) if token not in answer]
-        draft.set_vocabulary(torch.tensor(sorted([*set(answer), *others[: config.vocabulary - len(set(answer))]])))
-    draft.bind(ends)
-    tokens = torch.tensor([*prompt, *answer])
-    mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
-    row = Row("text", tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone())
-    batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, len(tokens) - 2))
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        draft.loss(batch)[0].backward()
-        optimizer.step()
-    return draft.eval().requires_grad_(False)
+from tests.pipeline.taught import (
+    CPU,
+    KINDS,
+    NEVER,
+    TREES,
+    VARIANTS,
+    greedy,
+    logits_after,
+    make_draft,
+    prompt_of,
+    shaped,
+    taught,
+)
 
 
 @pytest.fixture(scope="module")
