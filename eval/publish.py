@@ -59,10 +59,15 @@ def build_release(recipe: Recipe) -> Path:
     return release
 
 
-def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
-    """What the released draft grows by default: the tuned tree where there is one that was measured, else the recipe's."""
+def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
+    """The released draft with its tuned tree where that was measured, else with the recipe's."""
     name = recipe.publish.draft
-    return TreeConfig(**measured["drafts"].get(f"{name}-tuned", measured["drafts"][name])["tree"])
+    return f"{name}-tuned" if f"{name}-tuned" in measured["drafts"] else name
+
+
+def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
+    """What the released draft grows by default."""
+    return TreeConfig(**measured["drafts"][released_method(recipe, measured)]["tree"])
 
 
 def said(tree: TreeConfig) -> str:
@@ -137,7 +142,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
             facts
             | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": said(TreeConfig(**facts["tree"]))}
             for name, facts in measured["drafts"].items()
-            if name != recipe.publish.draft
+            if name != released_method(recipe, measured)
         ],
         plots=plots,
         max_length=recipe.data.max_length,

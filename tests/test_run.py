@@ -205,3 +205,128 @@ def test_push_uploads_the_release_and_only_on_demand(finished):
         failed = run_command([*command, "--push", repository], **reach)
         assert failed.returncode == 2, failed.stderr
         assert message in failed.stderr and "Traceback" not in failed.stderr
+
+
+# -- what can be asked of a finished run ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> tuple[Path, Path]:
+    """(recipe, a copy of the run that a test may change)"""
+    recipe, run, _ = finished
+    shutil.copytree(run, tmp_path / "run")
+    return recipe, tmp_path / "run"
+
+
+def answers_of(run: Path) -> dict:
+    found = {}
+    for line in (run / "eval/records.jsonl").read_text().splitlines():
+        for record in json.loads(line)["outcome"]["records"]:
+            place = tuple(
+                record[key] for key in ("benchmark", "question_id", "turn", "temperature", "method", "repeat")
+            )
+            found[place] = record["generation"]["tokens"]
+    return found
+
+
+def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept(copied):
+    recipe, run = copied
+    before, records = answers_of(run), run / "eval/records.jsonl"
+    kept = records.read_text().splitlines()[:2]
+    records.write_text(
+        "\n".join([*kept, kept[1][:100]]) + "\n"
+    )  # four of six prompts were lost, one in the middle of a line
+    (run / "eval/report.json").unlink()
+    command = [sys.executable, "eval/main.py", str(recipe), "--set", f"output={run}", "--set", "eval.workers=2"]
+    done = run_command(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records.read_text().splitlines()[:2] == kept  # timings included: they were not decoded again
+    assert answers_of(run) == before
+    refused = run_command([*command, "--set", "eval.gpus_per_worker=1", "--set", "eval.max_new_tokens=7"])
+    assert refused.returncode == 2 and "the Ray cluster has 0: lower eval.workers" in refused.stderr
+
+
+def test_the_bench_splits_a_round(copied):
+    recipe, run = copied
+    done = run_command([sys.executable, "-m", "eval.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"])
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    for one in figures["methods"].values():
+        assert one["draft_share"] + one["verify_share"] + one["bookkeeping_share"] == pytest.approx(1, abs=1e-3)
+        assert (
+            one["answers"] == one["answers_equal_plain"] == 6 and one["tau"] >= 1 and len(one["speedup_by_repeat"]) == 3
+        )
+    assert {"bookkeeping_share", "draft_share", "verify_share", "speedup", "tau"} <= set(figures)
+    assert figures["methods"]["jakiro"]["draft_forwards_a_round"] == 2  # depth 3, two levels from the last
+    assert figures["methods"]["eagle"]["draft_forwards_a_round"] == 3
+    assert "transformers' generate():" in done.stdout
+
+
+def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
+    recipe, run = copied
+    sets = ["--set", f"output={run}"]
+    tuned = run_command(
+        [sys.executable, "eval/tune.py", str(recipe), *sets, "--draft", "jakiro", "--max-nodes", "8", "--depth", "3"]
+    )
+    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    figures = json.loads(tuned.stdout.splitlines()[-1])["drafts"]["jakiro"]
+    assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
+    assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
+    assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
+
+    done = run_command([sys.executable, "eval/main.py", str(recipe), *sets])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| heldout | 0 | jakiro-tuned | 3 |" in done.stdout
+    assert json.loads((run / "release/config.json").read_text())["draft"]["tree"] == figures["tree"]
+    card = (run / "release/README.md").read_text()
+    assert (
+        f"depth {figures['tree']['depth']}, top-k {figures['tree']['top_k']}, {figures['tree']['nodes']} nodes" in card
+    )
+    assert "chosen for the hardware below" in card and "- jakiro: these weights; dynamic, depth 3" in card
+
+    table = run_command([sys.executable, "-m", "eval.table", str(run), "--out", str(tmp_path / "table")])
+    assert table.returncode == 0, table.stderr
+    rows = json.loads((tmp_path / "table/table.json").read_text())
+    assert {(row["method"], row["temperature"]) for row in rows} == {
+        (name, t) for name in ("eagle", "jakiro", "jakiro-tuned") for t in (0.0, 1.0)
+    }
+    report = json.loads((run / "release/report.json").read_text())["results"]
+    one = next(r for r in report if (r["draft"], r["temperature"]) == ("jakiro-tuned", 0))
+    row = next(row for row in rows if (row["method"], row["temperature"]) == ("jakiro-tuned", 0))
+    assert row["cells"]["heldout"]["tau"] == row["mean_tau"] == one["tau"] and row["mean_speedup"] == one["speedup"]
+    assert (tmp_path / "table/table.png").stat().st_size > 5000
+    assert "| 0 | tiny | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
+
+    config = json.loads((run / "drafts/jakiro/config.json").read_text())
+    config["weights_sha256"] = "0" * 64
+    (run / "drafts/jakiro/config.json").write_text(json.dumps(config))
+    refused = run_command([sys.executable, "eval/main.py", str(recipe), *sets])
+    assert refused.returncode == 2 and "was tuned for other weights of jakiro" in refused.stderr
+
+
+def test_ablations_compare_methods_over_seeds(finished, tmp_path):
+    """Two seeds of two drafts: dumped once, trained twice, compared prompt by prompt."""
+    recipe, run, _ = finished
+    tree = json.loads(recipe.read_text())
+    tree["eval"]["methods"] = {"one-level": {"draft": "eagle", "tree": {"depth": 1, "top_k": 6, "nodes": 7}}}
+    tree["output"] = str(tmp_path / "all")
+    changed = write_recipe(tree, tmp_path / "recipe")
+    for stage in ("features", "drafts"):
+        shutil.copytree(run / stage, tmp_path / "all/seed-0" / stage)
+    done = run_command([sys.executable, "-m", "eval.ablations", str(changed), "--seeds", "2", "--against", "eagle"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert {(r["method"], r["temperature"]) for r in figures} == {
+        (name, t) for name in ("eagle", "jakiro", "one-level") for t in (0.0, 1.0)
+    }
+    for one in figures:
+        assert one["seeds"] == [0, 1] and len(one["tau_by_seed"]) == 2 and one["prompts"] == 3
+        if one["method"] == "eagle":
+            assert one["difference"] == 0 and one["difference_by_seed"] == [0, 0]
+    decoded = json.loads((run / "release/report.json").read_text())["results"]
+    for method in ("eagle", "jakiro"):  # at temperature 0 the replay of seed 0 is what decoding measured
+        want = next(r["tau"] for r in decoded if (r["draft"], r["temperature"]) == (method, 0))
+        got = next(r["tau_by_seed"][0] for r in figures if (r["method"], r["temperature"]) == (method, 0))
+        assert got == want
+    assert (tmp_path / "all/ablations.png").stat().st_size > 5000
+    assert "| jakiro | 2 | 2 |" in (tmp_path / "all/ablations.md").read_text()

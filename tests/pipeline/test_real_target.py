@@ -1,0 +1,87 @@
+"""The embedded target: sampled rounds against its own distribution, and a tree's answer against plain decoding's."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts.base import Answer
+from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
+from pipeline.target import Target, pack_linears
+
+PROMPT, RUNS, KEPT = "The weather today is", 160, 3
+TREES = {
+    "best": TreeConfig(depth=2, top_k=2, nodes=5),
+    "drawn": TreeConfig(paths=[[0], [1], [0, 0]], siblings="drawn"),
+}
+
+
+@pytest.fixture(scope="module")
+def real_target() -> Target:
+    target = Target(TargetConfig(model="embedded:smollm2-135m-instruct", device="cpu"), "float32")
+    pack_linears(target.decoder)
+    return target
+
+
+class Knowing:
+    """A draft that has the target's distribution after the prompt and after its likeliest tokens, flattened: often right."""
+
+    draft_token_ids = None
+
+    def __init__(self, target: Target, prompt: list[int], tree: TreeConfig):
+        self.config, self.shapes = EagleConfig(kind="eagle", tree=tree), {"vocab_size": target.config.vocab_size}
+        self._after = {(): self._logits(target, prompt)}
+        self._after |= {(t,): self._logits(target, [*prompt, t]) for t in self._after[()].topk(KEPT).indices.tolist()}
+        self._unknown = torch.zeros(target.config.vocab_size)
+
+    @staticmethod
+    @torch.inference_mode()
+    def _logits(target, tokens):
+        return 0.7 * target.head(target.capture(torch.tensor([tokens]))[0, -1])
+
+    def start(self, state, hidden_TD, tokens_T, last=False):
+        state.verified += len(tokens_T)
+        first = tuple(tokens_T[-1:].tolist()) if state.verified == len(hidden_TD) else None
+        return Answer(torch.zeros(1, 1), self._after.get(first, self._unknown)[None])
+
+    def step(self, state, frontier, last=False):
+        return Answer(torch.zeros(len(frontier.tokens_W), 1), self._unknown.expand(len(frontier.tokens_W), -1))
+
+
+@torch.inference_mode()
+def joint_of_two(target, prompt, sampling):
+    def after(tokens):
+        p_V = sampling.probabilities(target.head(target.capture(torch.tensor([tokens]))[0, -1:]))[0].double()
+        return {token: p_V[token].item() for token in p_V.nonzero()[:, 0].tolist()}
+
+    return {(a, b): p * q for a, p in after(prompt).items() for b, q in after([*prompt, a]).items()}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_the_first_two_tokens_have_the_real_targets_distribution(real_target, kind):
+    prompt = real_target.tokenizer(PROMPT)["input_ids"]
+    settings = {"max_new_tokens": 2, "stop_ids": frozenset(), "temperature": 1.0, "top_k": KEPT}
+    expected = joint_of_two(real_target, prompt, Sampling(**settings))
+    draft, counts, accepted = Knowing(real_target, prompt, TREES[kind]), dict.fromkeys(expected, 0), 0
+    for seed in range(RUNS):
+        got = speculative(real_target, draft, prompt, Sampling(**settings, seed=seed))
+        counts[tuple(got.tokens)] += 1
+        accepted += len(got.acceptance.accepted) > 1
+    assert RUNS / 10 < accepted < RUNS  # both ways of emitting the second token take part
+    cells = [pair for pair, p in expected.items() if p * RUNS >= 5]
+    rest = [pair for pair in expected if pair not in cells]
+    observed = [counts[pair] for pair in cells] + [sum(counts[pair] for pair in rest)]
+    wanted = [expected[pair] * RUNS for pair in cells] + [sum(expected[pair] for pair in rest) * RUNS]
+    assert len(cells) > 3
+    keep = [place for place, w in enumerate(wanted) if w > 0]
+    total = sum(wanted[place] for place in keep)
+    assert chisquare([observed[p] for p in keep], [wanted[p] * RUNS / total for p in keep]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_trees_answer_is_plain_decodings(real_target, temperature):
+    prompt = real_target.tokenizer(PROMPT)["input_ids"]
+    draft = Knowing(real_target, prompt, TreeConfig(depth=3, top_k=4, nodes=16))
+    for seed in range(3):
+        sampling = Sampling(12, frozenset(), temperature=temperature, seed=seed)
+        assert speculative(real_target, draft, prompt, sampling).tokens == plain(real_target, prompt, sampling).tokens
