@@ -1,0 +1,106 @@
+"""Do the tests bite? Each known defect of the released code of this line of papers, put back in, one at a time.
+
+A copy of the sources gets the defect by a replacement in its text; then the test that is named here runs there and has to fail.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.kit import ROOT
+
+TREE, ACCEPT, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/accept.py", "pipeline/decoding/generate.py"
+DEFECTS = {
+    "the last level gathered by the child's rank, not its parent": (
+        TREE,
+        "ranked = scored = ahead_scores(answer, depth - last)[rows]",
+        "ranked = scored = ahead_scores(answer, depth - last)[torch.arange(len(order)) % len(answer.next_WU)]",
+        "tests/pipeline/test_tree.py::test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank",
+    ),
+    "q is always the right expert's": (
+        TREE,
+        "q_WV = q_WKV[:, rank % q_WKV.shape[1]] * free",
+        "q_WV = q_WKV[:, rank % q_WKV.shape[1]] * free\n            wrong_WV = q_WKV[:, -1]",
+        "tests/pipeline/test_accept.py::test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution",
+        ("proposals.append(q_WV)", "proposals.append(wrong_WV)"),
+    ),
+    "a token can be drawn twice": (
+        TREE,
+        "free = free.scatter(1, drawn[:, None], 0.0)",
+        "pass",
+        "tests/pipeline/test_tree.py::test_every_static_tree_is_well_formed",
+    ),
+    "experts' lists are joined with their duplicates": (
+        TREE,
+        'return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed',
+        "return each_WKU.flatten(1), each_WKU.flatten(1)",
+        "tests/pipeline/test_tree.py::test_an_expert_that_repeats_the_other_adds_no_duplicate",
+        (
+            "tokens = chosen if draft.draft_token_ids is None",
+            "chosen = chosen % 8\n    tokens = chosen if draft.draft_token_ids is None",
+        ),
+    ),
+    "the bonus token ignores temperature, top-k and top-p": (
+        GENERATE,
+        "return accept_best(tree, chosen)",
+        "path, _ = accept_best(tree, chosen)\n    p_V = logits_NV[path[-1] if path else 0].softmax(-1)\n"
+        "    return path, int(sampler.draw_rows(p_V[None])[0])",
+        "tests/pipeline/test_generate.py::test_no_token_outside_the_processed_support_is_emitted",
+    ),
+    "a softmax of probabilities is subtracted": (
+        ACCEPT,
+        "rest_V = (p_V - q_V).clamp_min(0)",
+        "rest_V = (p_V - q_V.softmax(-1)).clamp_min(0)",
+        "tests/pipeline/test_accept.py::test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution",
+    ),
+    "siblings share one position, their children the next but one": (
+        GENERATE,
+        "positions = torch.tensor(tree.depths, device=target.device) + past",
+        "positions = torch.arange(len(tree.tokens), device=target.device) + past",
+        "tests/pipeline/test_generate.py::test_verifying_a_tree_is_a_plain_forward_of_every_path",
+    ),
+    "tau is divided by one round fewer": (
+        ACCEPT,
+        "return self.tokens / self.passes if self.passes else",
+        "return self.tokens / max(self.passes - 1, 1) if self.passes else",
+        "tests/pipeline/test_accept.py::test_tau_is_tokens_per_pass_and_rates_are_conditional",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("pipeline", "preprocess", "train", "eval", "tests", "infra", "pyproject.toml"):
+        source = ROOT / name
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / name, ignore=skip) if source.is_dir() else shutil.copy(source, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_named_test_fails_with_the_defect_put_back_in(copied, defect):
+    file, old, new, test, *more = DEFECTS[defect]
+    path = copied / file
+    sound = path.read_text()
+    changed = sound
+    for before, after in [(old, new), *more]:
+        assert changed.count(before) == 1, before
+        changed = changed.replace(before, after)
+    path.write_text(changed)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test],
+            cwd=copied,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copied)},
+        )
+    finally:
+        path.write_text(sound)
+    assert done.returncode == 1 and " failed" in done.stdout, done.stdout + done.stderr
+    assert "AssertionError" in done.stdout or "\nE       assert " in done.stdout, done.stdout  # a verdict, not a crash
