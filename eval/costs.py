@@ -14,13 +14,14 @@ from pipeline.target import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
-REPEATS = 9
+REPEATS = 11
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds."""
 
+    plain: float  # one token of plain decoding
     verify: dict[int, float]  # by tokens
     step: dict[int, float]  # by nodes forwarded
     start: float  # a round's first draft forward
@@ -38,7 +39,7 @@ class Costs:
         verify = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in self.verify.items())
         step = ", ".join(f"{w}: {1e3 * s:.2f}" for w, s in self.step.items())
         return (
-            f"verifying n tokens (ms): {verify}\na draft step of w nodes (ms): {step}; the first forward of a round {1e3 * self.start:.2f}, "
+            f"a token of plain decoding {1e3 * self.plain:.1f} ms; verifying n tokens (ms): {verify}\na draft step of w nodes (ms): {step}; the first forward of a round {1e3 * self.start:.2f}, "
             f"bookkeeping {1e3 * self.rest:.2f}"
         )
 
@@ -46,7 +47,7 @@ class Costs:
 def measure_costs(
     target: Target, draft: Draft, context: int, max_nodes: int, samplings: list[Sampling], prompt: list[int]
 ) -> Costs:
-    """Means over interleaved repeats, behind a prompt of `context` tokens."""
+    """Medians over interleaved repeats, behind a prompt of `context` tokens."""
     device = target.device
     sizes = [size for size in SIZES if size <= max_nodes]
     cache = target.new_cache(context + max_nodes)
@@ -72,22 +73,27 @@ def measure_costs(
         eye = torch.eye(width, dtype=torch.bool, device=device)
         draft.step(state, Frontier(tokens[:width], hidden_TD[:width], eye, 1), True).next_WU.argmax(-1).tolist()
 
+    def plain() -> None:
+        target.head(target.forward(tokens[:1], cache)[0]).argmax(-1).tolist()
+        cache.keep(context)
+
     tasks: dict[tuple[str, int], Callable[[], None]] = {("verify", n): lambda n=n: verify(n) for n in sizes}
-    tasks |= {("step", w): lambda w=w: step(w) for w in WIDTHS} | {("start", 2): lambda: start(2)}
+    tasks |= {("step", w): lambda w=w: step(w) for w in WIDTHS} | {("start", 2): lambda: start(2), ("plain", 1): plain}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
             begin = time.perf_counter()
             task()
             times[key].append(time.perf_counter() - begin)
-    mean = {key: statistics.fmean(found[1:]) for key, found in times.items()}
+    median = {key: statistics.median(found[1:]) for key, found in times.items()}
     rest = []
     for sampling in samplings:
         one = speculative(target, draft, prompt, sampling, exact_split=True)
         rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
     return Costs(
-        {n: mean["verify", n] for n in sizes},
-        {w: mean["step", w] for w in WIDTHS},
-        mean["start", 2],
+        median["plain", 1],
+        {n: median["verify", n] for n in sizes},
+        {w: median["step", w] for w in WIDTHS},
+        median["start", 2],
         statistics.fmean(rest),
     )

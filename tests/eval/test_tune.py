@@ -62,7 +62,7 @@ def test_the_least_predicted_time_wins():
 
     def best(per_node, step):
         sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
-        costs = Costs(sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
+        costs = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
         return predict([Known()], costs, 2, 3, costs.sizes)
 
     ranked = best(0.001, 0.01)
@@ -71,6 +71,6 @@ def test_the_least_predicted_time_wins():
         3,
         2,
     )  # two levels, both from the first forward
-    assert ranked == sorted(ranked, key=lambda one: one.ms_per_token)
-    assert ranked[0].tau == 3 and ranked[0].ms_per_token == pytest.approx(1e3 * (1.009 + 0.1) / 3)
+    assert ranked == sorted(ranked, key=lambda one: -one.speedup)
+    assert ranked[0].tau == 3 and ranked[0].speedup == pytest.approx(3 / (1.009 + 0.1))
     assert best(10.0, 0.01)[0].nodes == 2
