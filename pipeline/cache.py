@@ -50,7 +50,7 @@ class GrowingLayer(CacheLayerMixin):
         """Keeps the first `prefix` entries, then `count` more: those at `moved`, or those that follow when it is None."""
         if moved is not None:
             for buffer in self._buffers:
-                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved.to(buffer.device)]
+                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
         self._show(prefix + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -69,8 +69,9 @@ class FixedLayer(StaticLayer):
     def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
         if moved is not None:
             for buffer in (self.keys, self.values):
-                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved.to(buffer.device)]
-        self.cumulative_length.fill_(prefix + count)
+                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
+        if self.is_initialized:
+            self.cumulative_length.fill_(prefix + count)
 
 
 class TreeCache(Cache):
@@ -86,7 +87,10 @@ class TreeCache(Cache):
     def keep(self, prefix: int, path: list[int] = ()) -> None:
         """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `path`, in that order."""
         follow = list(path) == list(range(prefix, prefix + len(path)))
-        moved = None if follow else torch.tensor(path)
+        moved: dict[torch.device, Tensor] = {}  # one copy to each device, however many layers it has
         for layer in self.layers:
-            layer.keep(prefix, moved, len(path))
+            device = layer.keys.device if layer.is_initialized else None
+            if not follow and device not in moved:
+                moved[device] = torch.tensor(path, device=device)
+            layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

@@ -264,6 +264,7 @@ class Target:
         device = resolve_device(config.device)
         spread = {"device_map": "auto"} if config.device == "spread" else {}
         self.compiled = False
+        self._caches: dict[int, TreeCache] = {}  # of a compiled target, by capacity
         self._captured, self._hooked = threading.local(), set()  # by thread: layer -> output; layers that have a hook
         with _loading(config):
             self.model = AutoModelForCausalLM.from_pretrained(
@@ -337,10 +338,15 @@ class Target:
             found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """For up to `capacity` tokens, which only a compiled target needs to know."""
-        if self.compiled:
-            return TreeCache(self.config.num_hidden_layers, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
-        return TreeCache()
+        """For up to `capacity` tokens, which only a compiled target needs to know. That one uses the same memory every time, as
+        CUDA graphs are bound to addresses: the cache that was given out before is void.
+        """
+        if not self.compiled:
+            return TreeCache()
+        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+        cache = self._caches.setdefault(capacity, TreeCache(self.config.num_hidden_layers, capacity))
+        cache.keep(0)
+        return cache
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on forwards over a cache have fixed shapes and are compiled, on a GPU into CUDA graphs. Prompts are not."""
