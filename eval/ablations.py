@@ -147,7 +147,9 @@ def result(
 
 
 def table(results: list[dict], against: str) -> str:
-    """Markdown: a line a method, a column a benchmark and temperature."""
+    """Markdown: a line a method, a column a benchmark and temperature: tau, and in brackets its difference with a 95% interval over
+    prompts and the range of the seeds' differences. An interval over prompts does not hold the seeds' variance: see both.
+    """
     cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
     methods = list(dict.fromkeys(r["method"] for r in results))
     head = ["method", "forwards", "seeds", *(f"{name}, T = {t:g}" for name, t in cells)]
@@ -158,11 +160,12 @@ def table(results: list[dict], against: str) -> str:
         row = [method, str(one["draft_forwards"]), str(len(one["seeds"]))]
         for cell in cells:
             r = mine[cell]
-            between = (
-                ""
-                if method == against or r["interval"] is None
-                else " ({:+.3f} [{:+.3f}, {:+.3f}])".format(r["difference"], *r["interval"])
-            )
+            between = ""
+            if method != against and r["interval"] is not None:
+                spread = min(r["difference_by_seed"]), max(r["difference_by_seed"])
+                between = " ({:+.3f} [{:+.3f}, {:+.3f}]; seeds {:+.3f} to {:+.3f})".format(
+                    r["difference"], *r["interval"], *spread
+                )
             row.append(f"{r['tau']:.3f}{between}")
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

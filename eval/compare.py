@@ -31,8 +31,10 @@ def read_counts(run: Path) -> tuple[dict[Cell, Counts], dict[tuple, list[list[in
         raise PipelineError(f"{path} does not exist: evaluate the run first (python eval/main.py RECIPE)")
     counts: dict[Cell, Counts] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
     answers: dict[tuple, list[list[int]]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        for record in json.loads(line)["outcome"]["records"]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    newest = [line for line in lines if line["key"] == lines[-1]["key"]]  # there may be lines of other settings before
+    for line in newest:
+        for record in line["outcome"]["records"]:
             place = record["benchmark"], record["temperature"], record["question_id"]
             if record["method"] == PLAIN:
                 if record["repeat"] == 0:

@@ -44,6 +44,7 @@ class Costs:
         )
 
 
+@torch.inference_mode()
 def measure_costs(
     target: Target, draft: Draft, context: int, max_nodes: int, samplings: list[Sampling], prompt: list[int]
 ) -> Costs:

@@ -22,9 +22,12 @@ ATTEMPTS = 3  # of a unit, with an actor that was started again
 class _Worker:
     def __init__(self, recipe: Recipe, methods: dict[str, Method]):
         self._harness = make_harness(recipe, methods)
+        self._alone = self._harness.target.device.type == "cpu" or recipe.eval.gpus_per_worker >= 1
 
     def decode(self, unit: Unit) -> tuple[Unit, Outcome | None, str]:
         """A PipelineError is an answer, not a failure: Ray would try it again."""
+        if not self._alone:
+            return unit, None, "workers would share a GPU and measure each other's work: set eval.gpus_per_worker=1"
         try:
             return unit, self._harness.decode(unit), ""
         except PipelineError as error:

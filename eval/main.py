@@ -17,7 +17,7 @@ from eval.units import Method, decode_all, key_of, methods_of, read_tuned, tree_
 from pipeline import checkpoint, entry
 from pipeline.drafts import build, parameter_count
 from pipeline.files import read_json, write_json, write_text
-from pipeline.provenance import provenance, write_provenance
+from pipeline.provenance import provenance, public_name, write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 
 
@@ -38,7 +38,9 @@ def measure(recipe: Recipe, methods: dict[str, Method]) -> dict:
     fleet = None
     if recipe.eval.workers > 1:
         from eval.fleet import decode as fleet  # Ray only where it is wanted
-    records, gates, left_out = pooled(decode_all(recipe, methods, fleet))
+    outcomes = decode_all(recipe, methods, fleet)
+    records, gates, left_out = pooled(outcomes)
+    where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
     metrics = {name: recipe.draft_dir(name) / "metrics.jsonl" for name in recipe.draft}
     own = {name: m.tree.depth - m.tree.parallel + 1 for name, m in methods.items() if m.tree.parallel > 1}
@@ -46,7 +48,8 @@ def measure(recipe: Recipe, methods: dict[str, Method]) -> dict:
     measured = {
         "name": recipe.name,
         "key": key_of(recipe, methods),
-        "provenance": provenance(recipe),
+        "provenance": provenance(recipe) | {"hardware": where},
+        "target": public_name(recipe.target.model),
         "definitions": report.explain(),
         "drafts": {name: facts_of(recipe, method) for name, method in methods.items()},
         "tuned": read_tuned(recipe),

@@ -1,5 +1,6 @@
 """The release folder: one draft's checkpoint, what was measured of exactly these weights, a card. And its upload."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,28 @@ def build_release(recipe: Recipe) -> Path:
 
 
 def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
-    """The released draft with its tuned tree where that was measured, else with the recipe's."""
+    """The released draft with its tuned tree or with the recipe's: the one that was measured to be faster."""
     name = recipe.publish.draft
-    return f"{name}-tuned" if f"{name}-tuned" in measured["drafts"] else name
+    tuned = f"{name}-tuned"
+    if tuned not in measured["drafts"]:
+        return name
+    speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in (name, tuned)}
+    return max(speeds, key=lambda method: sum(speeds[method]))
 
 
 def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
     """What the released draft grows by default."""
     return TreeConfig(**measured["drafts"][released_method(recipe, measured)]["tree"])
+
+
+def settings_said(recipe: Recipe) -> str:
+    """What else the answers and their speed depended on; empty where nothing was set."""
+    config = recipe.eval
+    words = {"top-k": config.top_k, "top-p": config.top_p if config.top_p < 1 else None}
+    words["repetition penalty"] = config.repetition_penalty if config.repetition_penalty != 1 else None
+    words["workers, each with a target of its own:"] = config.workers if config.workers > 1 else None
+    said = [f"{name} {value:g}" for name, value in words.items() if value is not None]
+    return ", ".join([*said, *(["compiled, fixed shapes"] if config.compile else [])])
 
 
 def said(tree: TreeConfig) -> str:
@@ -119,7 +134,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         vocabulary=saved.config.vocabulary,
         coverage=saved.training.get("vocabulary_coverage", 1.0),
         tree=said(tree_of(recipe, measured)),
-        tuned=measured["tuned"].get(recipe.publish.draft),
+        tuned=measured["tuned"][recipe.publish.draft] if released_method(recipe, measured).endswith("-tuned") else None,
         data=public_name(recipe.data.source),
         dialogues=saved.training["dialogues"],
         training=saved.training,
@@ -130,6 +145,8 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         packed=recipe.eval.pack_linears,
         max_new_tokens=recipe.eval.max_new_tokens,
         repeats=recipe.eval.repeats,
+        greedy=0.0 in recipe.eval.temperatures,
+        settings=settings_said(recipe),
         sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
         sampled_repeats=recipe.eval.sampled_repeats,
         chat_template=TEMPLATE_FILE if recipe.target.chat_template else None,

@@ -57,7 +57,7 @@ def collect(target: Target, draft: Draft, prompt: list[int], answer: list[int], 
     tokens = [*prompt, *answer]
     hidden_TD = target.capture(torch.tensor([tokens]))[0]
     state, places, fed = DraftState(), [], 0
-    horizons = draft.config.horizons
+    horizons = min(draft.config.horizons, depth)
     tree = TreeConfig(
         depth=depth, top_k=top_k, nodes=depth + 1, candidates=draft.config.tree.candidates, parallel=horizons
     )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from eval.harness import EXACT, PLAIN, Gate, Record
+from eval.harness import EXACT, PLAIN, UNLIKELY, Gate, Record
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.errors import PipelineError
 
@@ -86,7 +86,8 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
         ),
         "acceptance_by_depth": [round(rate, 4) for rate in pooled.rate_by_depth()],
         "draft_forwards_per_pass": round(_sum(drafted, lambda g: g.draft_forwards) / pooled.passes, 4),
-        "gate": {"passed": gate.passed, **asdict(gate)},
+        "gate": {"passed": gate.passed, "fit": gate.fit if gate.drawn else None}
+        | {key: value for key, value in asdict(gate).items() if key != "places"},
         "speedup": None,
     }
     if gate.passed:
@@ -120,7 +121,8 @@ def _speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Recor
             for groups in (plain_prompts, prompts)
         ]
         sums = [sum(_sum(r, what) for r in groups.values()) for groups in chosen for what in (_seconds, _tokens)]
-        by_repeat.append(round((sums[0] / sums[1]) / (sums[2] / sums[3]), 4))
+        if all(sums):  # a repeat of answers of one token only has no ratio
+            by_repeat.append(round((sums[0] / sums[1]) / (sums[2] / sums[3]), 4))
     return {
         "speedup": round(float(ratio(plain_s, plain_n, spec_s, spec_n)), 4),
         "speedup_interval": interval(ratio, *(x[longer] for x in (plain_s, plain_n, spec_s, spec_n))),
@@ -170,9 +172,9 @@ def table(entries: list[dict]) -> str:
         gate = entry["gate"]
         proof = f"{gate['identical']} of {gate['checked']} identical"
         if gate["drawn"]:
-            proof = f"error {gate['largest_error']:.0e}"
+            proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
         proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
-        if entry["temperature"] > 0:
+        if gate["rounds"]:
             proof += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds"
         paid = (
             "withheld"
@@ -196,10 +198,12 @@ def explain() -> str:
         "Speed-up = plain decoding's time per token / the draft's, same process, kernels, cache, prompts and stop rule, "
         "methods taking turns; the prompt's own forward, which both share, is left out. Intervals: bootstrap over prompts. "
         "Lossless: the answers equal plain decoding's token for token, on so many of the prompts, above T = 0 with the same random "
-        "numbers. Near ties are answers that part where rounding decides. At T > 0, in real rounds, drift is the largest "
-        "difference between the probabilities of the tree's forward and plain decoding's own after the same tokens (rounding; "
-        "allowed: the square root of the dtype's epsilon). Trees of drawn candidates have plain decoding's distribution, not its tokens: "
-        "their error is the largest difference between the distribution of a round's first token, over every draw and decision "
+        "numbers. Near ties are answers that part although the draft's round chose as plain decoding chooses, from logits that are "
+        "plain decoding's up to rounding. Drift is the largest difference between the logits of the tree's forward and plain "
+        "decoding's own after the same tokens, over the largest logit, in real rounds (allowed: the square root of the dtype's epsilon). "
+        "Trees of drawn candidates have plain decoding's distribution, not its tokens: fit is the p-value of the emitted tokens' places "
+        f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}), and error the largest difference between the "
+        "distribution of a round's first token under the rule, over every draw from the recorded proposals and every decision "
         f"on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
         "The legacy count (one pass fewer, tokens after the stop token kept) is that of the released scripts of this line "
         "of papers, given for comparison with their tables only."

@@ -3,7 +3,7 @@
     python -m eval.table RUN [RUN ...] --out FOLDER
 
 Reads eval/report.json of each run and writes table.json, table.md and table.png. A figure is copied, never recomputed; a mean is
-that of its row's benchmarks. Where a run's losslessness gate failed its speed is withheld, and so is the row's mean.
+given where the row has every benchmark of the table and no speed was withheld by the losslessness gate.
 """
 
 import argparse
@@ -26,13 +26,14 @@ def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = rows.setdefault(
                 place, dict(zip(("run", "temperature", "method"), place, strict=True)) | {"cells": {}}
             )
-            row["hardware"] = report["provenance"]["hardware"]
+            row |= {"target": report["target"], "hardware": report["provenance"]["hardware"]}
             row["cells"][entry_["benchmark"]] = {
                 key: entry_.get(key) for key in ("speedup", "speedup_interval", "tau", "tau_interval", "tau_legacy")
             }
+    wanted = {name for row in rows.values() for name in row["cells"]}
     for row in rows.values():
         for key in ("speedup", "tau", "tau_legacy"):
-            values = [cell[key] for cell in row["cells"].values()]
+            values = [row["cells"].get(name, {}).get(key) for name in sorted(wanted)]
             row[f"mean_{key}"] = None if None in values else round(sum(values) / len(values), 4)
     return sorted(rows.values(), key=lambda row: (row["temperature"], row["run"], row["method"]))
 
@@ -40,11 +41,11 @@ def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """As in the paper: a line a target and method, a pair of columns a benchmark; legacy tau in brackets behind ours."""
     benchmarks = list(dict.fromkeys(name for row in rows for name in row["cells"]))
-    head = ["T", "target", "method"]
+    head = ["T", "run", "target", "method"]
     head += [f"{name}: {what}" for name in (*benchmarks, "mean") for what in ("speed-up", "tau (legacy count)")]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        cells = [f"{row['temperature']:g}", row["run"], row["method"]]
+        cells = [f"{row['temperature']:g}", row["run"], row["target"], row["method"]]
         for name in benchmarks:
             cell = row["cells"].get(name)
             if cell is None:
@@ -52,11 +53,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 continue
             cells.append(with_interval(cell["speedup"], cell["speedup_interval"]) + ("x" if cell["speedup"] else ""))
             cells.append(f"{with_interval(cell['tau'], cell['tau_interval'])} ({cell['tau_legacy']:.2f})")
-        mean = row["mean_speedup"]
-        cells.append("withheld" if mean is None else f"{mean:.2f}x")
-        cells.append(f"{row['mean_tau']:.2f} ({row['mean_tau_legacy']:.2f})")
+        cells.append("-" if row["mean_speedup"] is None else f"{row['mean_speedup']:.2f}x")
+        cells.append("-" if row["mean_tau"] is None else f"{row['mean_tau']:.2f} ({row['mean_tau_legacy']:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    where = dict.fromkeys(f"{row['run']}: {row['hardware']}" for row in rows)
+    return "\n".join(
+        [*lines, "", "Measured on: " + "; ".join(where) + ". Speeds of different hardware are not to be compared."]
+    )
 
 
 def main() -> None:

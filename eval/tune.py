@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--max-nodes", type=int, default=64, help="largest tree that is considered")
     parser.add_argument("--repeats", type=int, default=2, help="of the measurement at the end")
     arguments = parser.parse_args()
+    if arguments.max_nodes < 2 or arguments.depth < 1 or arguments.prompts < 1:
+        parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     names = [arguments.draft] if arguments.draft else sorted(recipe.draft)
     if unknown := set(names) - set(recipe.draft):

@@ -1,7 +1,7 @@
 """Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
 
 Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings and
-weights; a torn line, and lines of other settings, are dropped; what is missing is done, or the command ends with an error.
+weights; a torn line is dropped, lines of other settings do not count; what is missing is done, or the command ends with an error.
 """
 
 import json
@@ -13,13 +13,15 @@ from typing import Any
 from eval.harness import Harness, Outcome, Unit, with_tree
 from eval.prompts import load_prompts
 from pipeline import checkpoint
+from pipeline.chat import template_fingerprint
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.files import exclusive, read_json, write_text
 from pipeline.progress import Progress
+from pipeline.provenance import revision
 from pipeline.recipe import Recipe, digest
 from pipeline.sections import TreeConfig
-from pipeline.target import Ends, Target, fingerprint, pack_linears
+from pipeline.target import Ends, Target, fingerprint, load_tokenizer, pack_linears
 
 RECORDS, TUNED = "records.jsonl", "tuned.json"
 
@@ -60,9 +62,15 @@ def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def key_of(recipe: Recipe, methods: dict[str, Method]) -> str:
-    """Identifies everything that a figure depends on, but for the hardware."""
+    """Identifies everything that a figure depends on but the hardware, which each outcome names itself: settings, weights, trees, the
+    prompts' and the template's text, the target, and how many share the machine.
+    """
     trees = {name: [m.draft, m.weights_sha256, m.tree.model_dump(mode="json")] for name, m in methods.items()}
-    return digest({"recipe": recipe.hash, "methods": trees})
+    prompts = [[unit.benchmark, asdict(unit.prompt)] for unit in units_of(recipe)]
+    template = template_fingerprint(load_tokenizer(recipe.target))
+    shared = [recipe.eval.workers, recipe.eval.gpus_per_worker]
+    found = {"recipe": recipe.hash, "methods": trees, "prompts": prompts, "template": template, "workers": shared}
+    return digest(found | {"target": fingerprint(recipe.target)})
 
 
 def units_of(recipe: Recipe) -> list[Unit]:
@@ -71,7 +79,7 @@ def units_of(recipe: Recipe) -> list[Unit]:
     return [Unit(name, prompt, t) for name, found in prompts.items() for t in config.temperatures for prompt in found]
 
 
-def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
+def make_harness(recipe: Recipe, methods: dict[str, Method], exact_split: bool = False) -> Harness:
     """Loads the target and every draft, in evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
     drafts = load_drafts(recipe, target, sorted({method.draft for method in methods.values()}))
@@ -79,7 +87,8 @@ def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
         pack(target, drafts)
     if recipe.eval.compile:
         target.compile()
-    return Harness(recipe, target, {name: with_tree(drafts[m.draft], m.tree) for name, m in methods.items()})
+    grown = {name: with_tree(drafts[m.draft], m.tree) for name, m in methods.items()}
+    return Harness(recipe, target, grown, exact_split)
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:
@@ -107,10 +116,11 @@ def pack(target: Target, drafts: dict[str, Draft]) -> None:
             pack_linears(draft.ends.head)
     pack_linears(target.decoder)
     pack_linears(target.head)
+    target.model.set_output_embeddings(target.head.linear)  # so that transformers' generate() runs on it, too
 
 
 class Finished:
-    """records.jsonl: one line a finished unit."""
+    """records.jsonl: one line a finished unit; those of other settings stay where they are."""
 
     def __init__(self, folder: Path, key: str):
         self._path, self._key = folder / RECORDS, key
@@ -118,8 +128,9 @@ class Finished:
         kept = []
         for line in self._path.read_text().splitlines() if self._path.exists() else []:
             found = _parsed(line)
-            if found.get("key") == key:
+            if found:
                 kept.append(line)
+            if found.get("key") == key:
                 self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
         write_text(self._path, "".join(f"{line}\n" for line in kept))
 
@@ -145,7 +156,7 @@ def decode_all(recipe: Recipe, methods: dict[str, Method], fleet=None) -> list[t
     """
     units = units_of(recipe)
     with exclusive(recipe.eval_dir, "evaluation"):
-        finished = Finished(recipe.eval_dir, key_of(recipe, methods))
+        finished = Finished(recipe.eval_dir, f"{key_of(recipe, methods)} {revision()}")
         missing = [unit for unit in units if unit.name not in finished.outcomes]
         if missing:
             done = fleet(recipe, methods, missing) if fleet else _here(recipe, methods, missing)

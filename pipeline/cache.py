@@ -3,11 +3,13 @@
 Nothing that was accepted is computed or copied twice: a round copies the accepted path's entries, not the prefix.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-FIRST_CAPACITY = 256  # tokens; the buffer doubles when it is full
+FIRST_CAPACITY = 256  # tokens, where nobody says how many to expect; a buffer doubles when it is full
 
 
 class GrowingLayer(CacheLayerMixin):
@@ -15,9 +17,9 @@ class GrowingLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self):
+    def __init__(self, expected: int = FIRST_CAPACITY):
         super().__init__()
-        self.length = 0
+        self.length, self._expected = 0, expected
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -36,7 +38,7 @@ class GrowingLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def _grow(self, needed: int) -> None:
-        capacity = max(FIRST_CAPACITY, needed, 2 * self._buffers[0].shape[-2])
+        capacity = max(self._expected, needed, 2 * self._buffers[0].shape[-2])
         for place, old in enumerate(self._buffers):
             larger = old.new_empty((*old.shape[:-2], capacity, old.shape[-1]))
             larger[:, :, : self.length] = old[:, :, : self.length]
@@ -75,11 +77,13 @@ class FixedLayer(StaticLayer):
 
 
 class TreeCache(Cache):
-    """Its `length` is a Python number: nobody asks the device. With a `capacity` every shape stays the same."""
+    """Its `length` is a Python number: nobody asks the device. With a `capacity` every shape stays the same; otherwise memory is
+    taken at once for as many tokens as are `expected`.
+    """
 
-    def __init__(self, layers: int | None = None, capacity: int | None = None):
+    def __init__(self, layers: int | None = None, capacity: int | None = None, expected: int = FIRST_CAPACITY):
         if capacity is None:
-            super().__init__(layer_class_to_replicate=GrowingLayer)
+            super().__init__(layer_class_to_replicate=partial(GrowingLayer, expected))
         else:
             super().__init__(layers=[FixedLayer(capacity) for _ in range(layers)])
         self.length, self.capacity = 0, capacity

@@ -66,6 +66,15 @@ class Recipe(Section):
                 f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
                 + (f" x train.ranks={ranks}" if ranks > 1 else "")
             )
+        if self.eval.compile and self.target.device == "spread":
+            raise ValueError(
+                "eval.compile=true, but target.device='spread': a spread target cannot be compiled into one graph"
+            )
+        for name in (*self.draft, *self.eval.methods):
+            if name.endswith("-tuned"):
+                raise ValueError(
+                    f"{name!r}: names that end in -tuned are those of eval/tune.py's trees; choose another"
+                )
         for name, method in self.eval.methods.items():
             self._require_method(name, method)
         for name, benchmark in self.eval.benchmarks.items():
@@ -92,7 +101,7 @@ class Recipe(Section):
     @property
     def hash(self) -> str:
         """Hash of everything but what the run is called, where it lies and how many measure it."""
-        apart = {"name": True, "output": True, "features": {"store"}, "eval": {"workers"}}
+        apart = {"name": True, "output": True, "features": {"store"}, "eval": {"workers", "gpus_per_worker"}}
         return digest(self.model_dump(mode="json", exclude=apart))
 
     @property

@@ -113,11 +113,11 @@ class TreeConfig(Section):
         if not isinstance(values, dict) or values.get("paths") is None:
             return values
         paths = values["paths"]
-        if paths != "eagle-1" and (
-            not isinstance(paths, list) or not paths or not all(isinstance(p, list) and p for p in paths)
-        ):
+        if paths != "eagle-1" and not _are_paths(paths):
             raise ValueError(f"paths={paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
         known = {tuple(path) for path in static_paths(paths)}
+        if len(known) < len(static_paths(paths)):
+            raise ValueError("paths names a node twice: siblings are different tokens")
         for path in known:
             missing = [p for p in (path[:-1], (*path[:-1], path[-1] - 1)) if p and p[-1] >= 0 and p not in known]
             if missing:
@@ -155,6 +155,11 @@ class TreeConfig(Section):
                 "('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
             )
         return self
+
+
+def _are_paths(paths: Any) -> bool:
+    lists = isinstance(paths, list) and bool(paths) and all(isinstance(path, list) and path for path in paths)
+    return lists and all(type(rank) is int and rank >= 0 for path in paths for rank in path)
 
 
 def static_paths(paths: list[list[int]] | str) -> list[list[int]]:
@@ -197,7 +202,8 @@ class DraftBase(Section):
             )
         if tree.candidates != "plain" and not experts:
             raise ValueError(
-                f"tree.candidates={tree.candidates!r} needs several experts a token; this draft has one: use 'plain'"
+                f"tree.candidates={tree.candidates!r} needs several experts a token that expect the next one; this draft has "
+                "them not: use 'plain'"
             )
 
 
@@ -206,7 +212,7 @@ class EagleConfig(DraftBase):
 
     kind: Literal["eagle"]
     mlp_width: Positive | None = None  # default: the target's
-    horizons: Positive = 1
+    horizons: Annotated[int, Field(ge=1, le=5)] = 1
     tree: TreeConfig = TreeConfig()
 
     @model_validator(mode="after")
@@ -236,10 +242,13 @@ class JakiroConfig(DraftBase):
     @classmethod
     def _parallel_by_default(cls, values: Any):
         """Also where a tree is given without saying so."""
-        if isinstance(values, dict) and isinstance(values.get("tree", {}), dict):
-            levels = 1 if values.get("contrast") == "none" else 2
-            return {**values, "tree": {"parallel": levels, **values.get("tree", {})}}
-        return values
+        tree = values.get("tree", {}) if isinstance(values, dict) else None
+        if not isinstance(tree, dict):
+            return values
+        paths = tree.get("paths")
+        depth = max(map(len, paths)) if paths and _are_paths(paths) else tree.get("depth", 5)
+        alone = values.get("contrast") == "none" or depth == 1
+        return {**values, "tree": {"parallel": 1 if alone else 2, **tree}}
 
     @property
     def horizons(self) -> int:
@@ -255,9 +264,14 @@ class JakiroConfig(DraftBase):
             )
         if self.routing == "depth" and (self.expert_loss or self.mixture_loss):
             raise ValueError("routing='depth' runs one expert a token: expert_loss and mixture_loss are of several")
+        if self.contrast == "experts" and (self.expert_loss or self.mixture_loss or self.experts_per_token > 5):
+            raise ValueError(
+                "contrast='experts' gives each of at most 5 kept experts a horizon of its own: expert_loss and mixture_loss would train all of "
+                "them for the next token"
+            )
         if self.routing == "learned" and self.experts_per_token < 2:
             raise ValueError("experts_per_token=1 with routing='learned': nothing would train the gate; use 2 or more")
-        self._require_tree(self.horizons, experts=self.experts_per_token > 1)
+        self._require_tree(self.horizons, experts=self.experts_per_token > 1 and self.contrast != "experts")
         return self
 
 
@@ -331,7 +345,15 @@ class EvalConfig(Section):
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
     workers: Positive = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    gpus_per_worker: Annotated[int, Field(ge=0)] = 0  # on GPUs 1 or more: who shares one measures the others' work
+
+    @model_validator(mode="after")
+    def _sound(self):
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"temperatures={self.temperatures} names one twice")
+        if self.compile and self.pack_linears:
+            raise ValueError("compile=true is for GPUs and pack_linears=true for CPUs: choose one")
+        return self
 
 
 class PublishConfig(Section):

@@ -337,19 +337,21 @@ class Target:
         if found is not None:
             found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
+    @torch.inference_mode()
     def new_cache(self, capacity: int) -> TreeCache:
-        """For up to `capacity` tokens, which only a compiled target needs to know. That one uses the same memory every time, as
-        CUDA graphs are bound to addresses: the cache that was given out before is void.
+        """For up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs are bound to addresses: the
+        cache that was given out before is void.
         """
         if not self.compiled:
-            return TreeCache()
-        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+            return TreeCache(expected=capacity)
+        capacity = fixed_capacity(capacity)
         cache = self._caches.setdefault(capacity, TreeCache(self.config.num_hidden_layers, capacity))
         cache.keep(0)
         return cache
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on forwards over a cache have fixed shapes and are compiled, on a GPU into CUDA graphs. Prompts are not."""
+        torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
         graphs = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
         self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
         self.compiled = True
@@ -388,6 +390,11 @@ class Target:
         )
         cache.length = past + count
         return out.last_hidden_state[0, :count].to(self.device)
+
+
+def fixed_capacity(tokens: int) -> int:
+    """Of a compiled target's cache for so many tokens."""
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _fixed(seen_NC: Tensor | None, past: int, count: int, width: int, capacity: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit import ROOT
 
-TREE, ACCEPT, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/accept.py", "pipeline/decoding/generate.py"
+TREE, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/generate.py"
 DEFECTS = {
     "the last level gathered by the child's rank, not its parent": (
         TREE,
@@ -49,24 +49,6 @@ DEFECTS = {
         "path, _ = accept_best(tree, chosen)\n    p_V = logits_NV[path[-1] if path else 0].softmax(-1)\n"
         "    return path, int(sampler.draw_rows(p_V[None])[0])",
         "tests/pipeline/test_generate.py::test_no_token_outside_the_processed_support_is_emitted",
-    ),
-    "a softmax of probabilities is subtracted": (
-        ACCEPT,
-        "rest_V = (p_V - q_V).clamp_min(0)",
-        "rest_V = (p_V - q_V.softmax(-1)).clamp_min(0)",
-        "tests/pipeline/test_accept.py::test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution",
-    ),
-    "siblings share one position, their children the next but one": (
-        GENERATE,
-        "positions = torch.tensor(tree.depths, device=target.device) + past",
-        "positions = torch.arange(len(tree.tokens), device=target.device) + past",
-        "tests/pipeline/test_generate.py::test_verifying_a_tree_is_a_plain_forward_of_every_path",
-    ),
-    "tau is divided by one round fewer": (
-        ACCEPT,
-        "return self.tokens / self.passes if self.passes else",
-        "return self.tokens / max(self.passes - 1, 1) if self.passes else",
-        "tests/pipeline/test_accept.py::test_tau_is_tokens_per_pass_and_rates_are_conditional",
     ),
 }
 

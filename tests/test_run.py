@@ -1,6 +1,7 @@
 """The whole path as a user walks it, on the tiny target: run, run again, status, failures, release, card, upload."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -253,11 +254,13 @@ def test_the_bench_splits_a_round(copied):
     figures = json.loads(done.stdout.splitlines()[-1])
     for one in figures["methods"].values():
         assert one["draft_share"] + one["verify_share"] + one["bookkeeping_share"] == pytest.approx(1, abs=1e-3)
-        assert (
-            one["answers"] == one["answers_equal_plain"] == 6 and one["tau"] >= 1 and len(one["speedup_by_repeat"]) == 3
-        )
+        assert one["gate"] and one["tau"] >= 1 and one["speedup"] > 0
+    for one in figures["results"]:
+        assert len(one["speedup_by_repeat"]) == 3 and one["gate"]["identical"] == 2
     assert {"bookkeeping_share", "draft_share", "verify_share", "speedup", "tau"} <= set(figures)
-    assert figures["methods"]["jakiro"]["draft_forwards_a_round"] == 2  # depth 3, two levels from the last
+    assert (
+        figures["prompts"] == figures["methods"]["jakiro"]["draft_forwards_a_round"] == 2
+    )  # depth 3, two levels from the last
     assert figures["methods"]["eagle"]["draft_forwards_a_round"] == 3
     assert "transformers' generate():" in done.stdout
 
@@ -273,16 +276,20 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
     assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
+    assert "to do  eval        release without the tuned trees" in pipeline("status", recipe, *sets).stdout
 
     done = run_command([sys.executable, "eval/main.py", str(recipe), *sets])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| heldout | 0 | jakiro-tuned | 3 |" in done.stdout
-    assert json.loads((run / "release/config.json").read_text())["draft"]["tree"] == figures["tree"]
+    released = json.loads((run / "release/config.json").read_text())["draft"]["tree"]
+    results = json.loads((run / "release/report.json").read_text())["results"]
+    speeds = {m: math.prod(r["speedup"] for r in results if r["draft"] == m) for m in ("jakiro", "jakiro-tuned")}
+    faster = speeds["jakiro-tuned"] > speeds["jakiro"]
+    assert (released == figures["tree"]) == faster or speeds["jakiro-tuned"] == speeds["jakiro"]
     card = (run / "release/README.md").read_text()
-    assert (
-        f"depth {figures['tree']['depth']}, top-k {figures['tree']['top_k']}, {figures['tree']['nodes']} nodes" in card
-    )
-    assert "chosen for the hardware below" in card and "- jakiro: these weights; dynamic, depth 3" in card
+    assert ("chosen for the hardware below" in card) == faster
+    assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
+    assert "release" in pipeline("status", recipe, *sets).stdout
 
     table = run_command([sys.executable, "-m", "eval.table", str(run), "--out", str(tmp_path / "table")])
     assert table.returncode == 0, table.stderr
@@ -295,7 +302,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
     row = next(row for row in rows if (row["method"], row["temperature"]) == ("jakiro-tuned", 0))
     assert row["cells"]["heldout"]["tau"] == row["mean_tau"] == one["tau"] and row["mean_speedup"] == one["speedup"]
     assert (tmp_path / "table/table.png").stat().st_size > 5000
-    assert "| 0 | tiny | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
+    assert "| 0 | tiny | target0 | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
 
     config = json.loads((run / "drafts/jakiro/config.json").read_text())
     config["weights_sha256"] = "0" * 64
@@ -305,10 +312,12 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
 
 
 def test_ablations_compare_methods_over_seeds(finished, tmp_path):
-    """Two seeds of two drafts: dumped once, trained twice, compared prompt by prompt."""
+    """Two seeds: dumped once, trained twice, compared prompt by prompt."""
     recipe, run, _ = finished
     tree = json.loads(recipe.read_text())
     tree["eval"]["methods"] = {"one-level": {"draft": "eagle", "tree": {"depth": 1, "top_k": 6, "nodes": 7}}}
+    del tree["draft"]["jakiro"]
+    tree["publish"]["draft"] = "eagle"
     tree["output"] = str(tmp_path / "all")
     changed = write_recipe(tree, tmp_path / "recipe")
     for stage in ("features", "drafts"):
@@ -317,16 +326,15 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["results"]
     assert {(r["method"], r["temperature"]) for r in figures} == {
-        (name, t) for name in ("eagle", "jakiro", "one-level") for t in (0.0, 1.0)
+        (name, t) for name in ("eagle", "one-level") for t in (0.0, 1.0)
     }
     for one in figures:
         assert one["seeds"] == [0, 1] and len(one["tau_by_seed"]) == 2 and one["prompts"] == 3
         if one["method"] == "eagle":
             assert one["difference"] == 0 and one["difference_by_seed"] == [0, 0]
     decoded = json.loads((run / "release/report.json").read_text())["results"]
-    for method in ("eagle", "jakiro"):  # at temperature 0 the replay of seed 0 is what decoding measured
-        want = next(r["tau"] for r in decoded if (r["draft"], r["temperature"]) == (method, 0))
-        got = next(r["tau_by_seed"][0] for r in figures if (r["method"], r["temperature"]) == (method, 0))
-        assert got == want
+    want = next(r["tau"] for r in decoded if (r["draft"], r["temperature"]) == ("eagle", 0))
+    got = next(r["tau_by_seed"][0] for r in figures if (r["method"], r["temperature"]) == ("eagle", 0))
+    assert got == want  # at temperature 0 the replay of seed 0 is what decoding measured
     assert (tmp_path / "all/ablations.png").stat().st_size > 5000
-    assert "| jakiro | 2 | 2 |" in (tmp_path / "all/ablations.md").read_text()
+    assert "| one-level | 1 | 2 |" in (tmp_path / "all/ablations.md").read_text()

@@ -9,7 +9,7 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
     hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data are not in it
     memory    of a rank: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as the
               ZeRO stage says; the target's frozen embedding and head; the loss's chunk of logits; activations of a micro-batch,
-              taken as 40 numbers of the hidden size a token
+              taken as 40 numbers of the hidden size a token and pass of a roll-out
 """
 
 import argparse
@@ -43,7 +43,7 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     states = sum(part / share for part, share in zip((size, size, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
     logits = CHUNK_LOGITS * 4 * 4  # teacher, student, slope and one more for the sums
-    activations = config.micro_batch * recipe.data.max_length * width * ACTIVATIONS * size
+    activations = config.micro_batch * recipe.data.max_length * width * ACTIVATIONS * size * draft.config.rollout
     return states + ends + logits + activations
 
 

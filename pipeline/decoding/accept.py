@@ -90,8 +90,9 @@ def accept_best(tree: "Tree", following: Callable[[int], int]) -> tuple[list[int
 def accept_drawn(tree: "Tree", p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
     """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
     children, node, path = tree.children(), 0, []
+    p_NV = p_NV.double().cpu()  # the only wait for the device
     while True:
-        p_V, accepted = p_NV[node].double(), None
+        p_V, accepted = p_NV[node], None
         for child in children[node]:
             token, q_V = tree.tokens[child], tree.proposals[child]
             if chance.accept(min(1.0, (p_V[token] / q_V[token]).item())):

@@ -197,7 +197,8 @@ def speculative(
         answer = timed.start(state, hidden_TD, torch.tensor(inputs, device=target.device), draft_forwards(spec) == 1)
         tree = grow(timed, state, inputs[-1], answer, sampling, sampler)
         past = cache.length
-        hidden_ND, logits_NV = watch("verify", _verify, target, tree, cache, past, spec.nodes)
+        positions, seen = _layout(tree, past, target.device)
+        hidden_ND, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
         path, bonus = _accept(tree, logits_NV, sampling, sampler, [*prompt, *out.tokens], len(out.tokens))
@@ -212,12 +213,17 @@ def speculative(
     return out
 
 
-def _verify(target: Target, tree: Tree, cache: TreeCache, past: int, nodes: int) -> tuple[Tensor, Tensor]:
-    """One target forward over the tree: ``hidden_ND`` and ``logits_NV``. A node stands at its depth behind the prefix."""
-    prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=target.device)
-    positions = torch.tensor(tree.depths, device=target.device) + past
-    seen = torch.cat([prefix, tree.ancestors_NN], dim=1)
-    hidden_ND = target.forward(tree.tokens_N, cache, positions, seen, nodes)
+def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``positions_N``, at its depth behind the prefix, and ``seen_NC``: prefix, ancestors and itself."""
+    prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=device)
+    return torch.tensor(tree.depths, device=device) + past, torch.cat([prefix, tree.ancestors_NN], dim=1)
+
+
+def _verify(
+    target: Target, tokens_N: Tensor, cache: TreeCache, positions_N: Tensor, seen_NC: Tensor, nodes: int
+) -> tuple[Tensor, Tensor]:
+    """One target forward over the tree: ``hidden_ND`` and ``logits_NV``."""
+    hidden_ND = target.forward(tokens_N, cache, positions_N, seen_NC, nodes)
     return hidden_ND, target.head(hidden_ND)
 
 

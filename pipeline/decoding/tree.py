@@ -33,7 +33,9 @@ class Tree:
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
-    proposals: list[Tensor | None] | None = None  # drawn trees: what node n was drawn from, over target ids [V]
+    proposals: list[Tensor | None] | None = (
+        None  # drawn trees: what node n was drawn from, over target ids [V], on the host
+    )
 
     def children(self) -> list[list[int]]:
         out: list[list[int]] = [[] for _ in self.parents]
@@ -306,7 +308,7 @@ def _collect(
             kept.append(number)
     tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
     if proposals is not None:
-        tree.proposals = [None, *(proposals[n] for n in kept)]
+        tree.proposals = [None, *proposals.cpu()[kept]]
     return tree
 
 

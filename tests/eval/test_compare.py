@@ -18,7 +18,7 @@ def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
     for method, question, tokens, passes in answers:
         generation = {"tokens": [tokens], "acceptance": {"tokens": tokens, "passes": passes}}
         place = {"benchmark": "set", "question_id": question, "temperature": 0.0, "method": method, "repeat": 0}
-        lines.append({"outcome": {"records": [place | {"generation": generation}]}})
+        lines.append({"key": "k", "outcome": {"records": [place | {"generation": generation}]}})
     (run / "eval/records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from eval import exact, units
-from eval.harness import EXACT, PLAIN, Gate, Harness, Outcome, Unit, pooled, with_tree
+from eval.harness import EXACT, PLAIN, UNLIKELY, Gate, Harness, Outcome, Unit, pooled, with_tree
 from eval.prompts import Prompt
 from pipeline.decoding import accept, generate
+from pipeline.decoding import tree as tree_module
 from pipeline.decoding.accept import accept_drawn
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
@@ -17,6 +18,7 @@ from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.sections import TreeConfig
+from tests.pipeline.taught import VARIANTS, make_draft
 
 PROMPTS = [Prompt("one", "", ("What is the question?", "And then?")), Prompt("two", "", ("Why? Because of that?",))]
 DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
@@ -56,32 +58,32 @@ def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, 
         if temperature == 0 or method != "drawn":
             assert gate.identical == 3  # above temperature 0, too: the same random numbers
         else:
-            assert gate.drawn and 0 < gate.largest_error <= EXACT
+            assert gate.drawn and 0 < gate.largest_error <= EXACT and gate.fit > 1e-3 and len(gate.places) == 3 * 3 * 8
     answers = {(r.question_id, r.turn, r.method) for r in records}
     assert len(answers) == 3 * 4 and {method for *_, method in answers} == {PLAIN, *drafts}
     assert left_out == {"bench": 0}
 
 
-def shifted_positions(target, tree, cache, past, nodes):
+layout = generate._layout
+
+
+def shifted_positions(tree, past, device):
     """The tree's nodes one position too far."""
-    prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool)
-    positions = torch.tensor(tree.depths) + past + 1
-    hidden_ND = target.forward(tree.tokens_N, cache, positions, torch.cat([prefix, tree.ancestors_NN], dim=1))
-    return hidden_ND, target.head(hidden_ND)
+    positions, seen = layout(tree, past, device)
+    return positions + 1, seen
 
 
-def everything_seen(target, tree, cache, past, nodes):
+def everything_seen(tree, past, device):
     """Every node sees every other one, siblings and descendants included."""
-    seen = torch.ones(len(tree.tokens), past + len(tree.tokens), dtype=torch.bool)
-    hidden_ND = target.forward(tree.tokens_N, cache, torch.tensor(tree.depths) + past, seen)
-    return hidden_ND, target.head(hidden_ND)
+    positions, seen = layout(tree, past, device)
+    return positions, torch.ones_like(seen)
 
 
-@pytest.mark.parametrize("verify", [shifted_positions, everything_seen])
+@pytest.mark.parametrize("wrong", [shifted_positions, everything_seen])
 def test_a_wrong_tree_forward_fails_the_gate_above_temperature_0(
-    tiny_recipe, loaded_target, drafts, monkeypatch, verify
+    tiny_recipe, loaded_target, drafts, monkeypatch, wrong
 ):
-    monkeypatch.setattr(generate, "_verify", verify)
+    monkeypatch.setattr(generate, "_layout", wrong)
     _, gates, _ = measured(harness_of(tiny_recipe, loaded_target, drafts), temperatures=[1.0])
     assert not any(gate.passed for gate in gates.values())
     assert all(gate.largest_drift > gate.drift_allowed for gate in gates.values())
@@ -118,19 +120,67 @@ def test_a_wrong_rule_for_drawn_candidates_fails_the_gate(tiny_recipe, loaded_ta
     assert gates["bench", "eagle", 1.0].passed
 
 
-def test_the_gate_forgives_only_what_rounding_decides(tiny_recipe, loaded_target, drafts):
-    """A sampled answer may part from plain decoding's where its number is at the edge of the token's interval."""
+def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_target, ends, monkeypatch):
+    """The rule is right, and so is its enumeration: only the emitted tokens tell that another distribution's q was recorded."""
+    draw = tree_module._Draws._draw
+
+    def of_another(self, draft, q_WKU, count, vocabulary):
+        tokens, _ = draw(self, draft, q_WKU, count, vocabulary)
+        return tokens, draw(self, draft, q_WKU.roll(7, -1), count, vocabulary)[1].clamp_min(1e-9)
+
+    prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(10)]
+    sharp = {"drawn": with_tree(make_draft(loaded_target, ends, VARIANTS["eagle"]), DRAWN)}
+    made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
+    sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
+    assert sound.passed and len(sound.places) > 600 and sound.fit > 0.01
+    monkeypatch.setattr(tree_module._Draws, "_draw", of_another)
+    wrong = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
+    assert not wrong.passed and wrong.fit < UNLIKELY
+
+
+def test_the_gate_forgives_only_what_rounding_decides(tiny_recipe, loaded_target, drafts, monkeypatch):
+    """The answers part, and the draft's round chose rightly from logits that are plain decoding's but for rounding."""
+    made, prompt, sampling = (
+        harness_of(tiny_recipe, loaded_target, drafts),
+        [65, 66, 67],
+        Sampling(6, frozenset(), 1.0, seed=3),
+    )
+    expected = generate.plain(loaded_target, prompt, sampling).tokens
+    tokens = prompt + expected[:2]
+    largest = made._plain_logits(tokens, 1).abs().max().item()
+
+    def moved(shift):
+        logits_V = made._plain_logits(tokens, 1)[0]
+        return torch.cat([logits_V[: expected[2] + 1] - shift, logits_V[expected[2] + 1 :]])
+
+    def choice(shift):
+        return int(sampling.choose(moved(shift)[None], None, accept.Sampler(3), [2])[0])
+
+    needed = next(n / 1000 for n in range(1, 9000) if choice(n / 1000) != expected[2])
+    got = [*expected[:2], choice(needed)]
+
+    def decides(shift, gate):
+        monkeypatch.setattr(made, "_logits_of", lambda *_: moved(shift))
+        return made._rounding_decides(gate, "eagle", prompt, sampling, expected, got)
+
+    assert decides(needed, Gate(1.0, drift_allowed=1.01 * needed / largest))
+    assert not decides(needed, Gate(1.0, drift_allowed=0.99 * needed / largest))  # more than rounding
+    assert not decides(0.0, Gate(1.0, drift_allowed=1.0))  # the round did not choose what plain decoding chooses
+    greedy = Sampling(6, frozenset())
+    assert not made._rounding_decides(
+        Gate(0.0, drift_allowed=1.0), "eagle", prompt, greedy, expected, got
+    )  # in fp32 nothing ties
+    assert not made._rounding_decides(Gate(1.0, drift_allowed=1.0), "eagle", prompt, sampling, expected, [*expected, 5])
+
+
+def test_the_logits_that_a_token_was_chosen_from_are_found_again(tiny_recipe, loaded_target, drafts):
     made, prompt = harness_of(tiny_recipe, loaded_target, drafts), [65, 66, 67]
-    sampling = Sampling(4, frozenset(), 1.0, seed=3)
-    p_V = sampling.probabilities(made._plain_logits(prompt, 1))[0].double()
-    chosen = generate.plain(loaded_target, prompt, sampling).tokens[0]
-    number, ends = accept.Sampler(3).number(0), p_V.cumsum(0)
-    gate = Gate(1.0, drift_allowed=(ends[chosen] - number).item() + 1e-6)
-    assert made._rounding_decides(gate, prompt, sampling, [chosen], [chosen + 1])
-    gate.drift_allowed -= 2e-6
-    assert not made._rounding_decides(gate, prompt, sampling, [chosen], [chosen + 1])
-    assert not made._rounding_decides(Gate(0.0), prompt, Sampling(4, frozenset()), [1], [2])  # in fp32 nothing ties
-    assert not made._rounding_decides(Gate(1.0, drift_allowed=1.0), prompt, sampling, [chosen], [chosen, 5])
+    for sampling in (Sampling(12, frozenset()), Sampling(12, frozenset(), 1.0, seed=4)):
+        answer = generate.speculative(loaded_target, drafts["jakiro"], prompt, sampling).tokens
+        for place in range(1, 12):
+            found = made._logits_of("jakiro", prompt, sampling, answer, place)
+            assert torch.allclose(found, made._plain_logits(prompt + answer[:place], 1)[0], atol=1e-4)
+    assert made._logits_of("jakiro", prompt, sampling, [answer[0] + 1, *answer[1:]], 4) is None
 
 
 def test_probabilities_that_are_no_numbers_fail_the_gate(tiny_recipe, loaded_target, drafts):
@@ -172,7 +222,7 @@ def finished(tmp_path, key="k"):
     return units.Finished(tmp_path, key)
 
 
-def test_a_finished_unit_is_kept_and_a_torn_or_foreign_line_is_dropped(tmp_path):
+def test_a_finished_unit_is_kept_and_a_torn_line_is_dropped(tmp_path):
     unit, outcome = Unit("bench", PROMPTS[0], 0.0), Outcome([], {"eagle": Gate(0.0, checked=1)}, False)
     finished(tmp_path).add(unit, outcome)
     path = tmp_path / units.RECORDS
@@ -180,7 +230,9 @@ def test_a_finished_unit_is_kept_and_a_torn_or_foreign_line_is_dropped(tmp_path)
     path.write_text(whole + whole[: len(whole) // 2])
     assert finished(tmp_path).outcomes == {unit.name: outcome}
     assert path.read_text() == whole
-    assert finished(tmp_path, "other settings").outcomes == {} and path.read_text() == ""
+    assert (
+        finished(tmp_path, "other settings").outcomes == {} and path.read_text() == whole
+    )  # kept for whoever goes back
 
 
 def test_what_is_finished_is_not_decoded_again(tiny_recipe, monkeypatch, tmp_path):
@@ -189,6 +241,7 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe, monkeypatch, tmp_pat
     recipe = tiny_recipe.model_copy(update={"eval": config})
     all_units = [Unit("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
     monkeypatch.setattr(units, "units_of", lambda _: all_units)
+    monkeypatch.setattr(units, "key_of", lambda *_: "key")
 
     def fleet(_, __, missing, stop_after):
         for place, unit in enumerate(reversed(missing)):  # in any order

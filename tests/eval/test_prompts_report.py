@@ -185,6 +185,7 @@ def records(method: str, *by_prompt: list[Generation]) -> list[Record]:
     ]
 
 
+EVEN = [n / 50 + 0.01 for n in range(50)]
 PASSED = Gate(0.0, checked=4, identical=4)
 FAILED = Gate(0.0, checked=4, identical=2, near_ties=1)
 
@@ -226,7 +227,7 @@ def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
 def test_speed_does_not_reward_shorter_answers():
     """At T > 0 the two methods' answers differ in length: seconds alone would be no fair measure."""
     drafted, baseline = records("draft", [generation(11, 5.0, [(0, 10)])]), records(PLAIN, [generation(41, 20.0)])
-    figures = report._figures(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1))
+    figures = report._figures(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
     assert figures["speedup"] == 1.0
     assert figures["speedup_interval"] is None
 
@@ -244,7 +245,8 @@ def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
         Gate(0.0),
         Gate(1.0),
         Gate(1.0, checked=4, identical=4),
-        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=2 * EXACT),
+        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=2 * EXACT, places=EVEN),
+        Gate(1.0, drawn=True, checked=4, rounds=2, places=[0.1] * 40),
         Gate(1.0, checked=4, identical=3, rounds=2),
         Gate(1.0, checked=4, identical=4, rounds=2, largest_drift=0.1),
     ],
@@ -254,6 +256,7 @@ def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
         "nothing decoded",
         "no round",
         "distribution differs",
+        "places are not uniform",
         "sampled answers differ",
         "drift",
     ],
@@ -271,7 +274,7 @@ def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
     [
         PASSED,
         Gate(0.0, checked=4, identical=3, near_ties=1),
-        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=EXACT),
+        Gate(1.0, drawn=True, checked=4, rounds=2, largest_error=EXACT, places=EVEN),
         Gate(1.0, checked=4, identical=4, rounds=2),
     ],
     ids=["identical", "near tie", "within rounding", "identical with the same numbers"],

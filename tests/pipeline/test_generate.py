@@ -359,7 +359,9 @@ def test_verifying_a_tree_is_a_plain_forward_of_every_path(loaded_target):
     tree = build_tree(65, *TREE, CPU)
     cache = loaded_target.new_cache(64)
     loaded_target.forward(torch.tensor(prompt), cache)
-    hidden_ND, logits_NV = generate._verify(loaded_target, tree, cache, len(prompt), len(tree.tokens))
+    hidden_ND, logits_NV = generate._verify(
+        loaded_target, tree.tokens_N, cache, *generate._layout(tree, len(prompt), CPU), len(tree.tokens)
+    )
     for node, path in enumerate(paths_of(tree)):
         whole = loaded_target.capture(torch.tensor([[*prompt, *path]]))[0, -1]
         assert torch.allclose(hidden_ND[node], whole, atol=1e-5, rtol=1e-5)
@@ -373,7 +375,7 @@ def test_the_cache_of_an_accepted_path_is_a_fresh_ones(loaded_target, path):
     tree = build_tree(65, *TREE, CPU)
     cache, past = loaded_target.new_cache(64), len(prompt)
     loaded_target.forward(torch.tensor(prompt), cache)
-    generate._verify(loaded_target, tree, cache, past, len(tree.tokens))
+    generate._verify(loaded_target, tree.tokens_N, cache, *generate._layout(tree, past, CPU), len(tree.tokens))
     cache.keep(past, [past, *(past + node for node in path)])
 
     tokens = [*prompt, 65, *(tree.tokens[node] for node in path)]
