@@ -17,11 +17,12 @@ from pipeline.chat import template_fingerprint
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.files import exclusive, read_json, write_text
+from pipeline.packed import pack_linears
 from pipeline.progress import Progress
 from pipeline.provenance import revision
 from pipeline.recipe import Recipe, digest
 from pipeline.sections import TreeConfig
-from pipeline.target import Ends, Target, fingerprint, load_tokenizer, pack_linears
+from pipeline.target import Ends, Target, fingerprint, load_tokenizer
 
 RECORDS, TUNED = "records.jsonl", "tuned.json"
 

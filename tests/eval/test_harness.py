@@ -128,11 +128,11 @@ def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_ta
         tokens, _ = draw(self, draft, q_WKU, count, vocabulary)
         return tokens, draw(self, draft, q_WKU.roll(7, -1), count, vocabulary)[1].clamp_min(1e-9)
 
-    prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(10)]
+    prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
     sharp = {"drawn": with_tree(make_draft(loaded_target, ends, VARIANTS["eagle"]), DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
-    assert sound.passed and len(sound.places) > 600 and sound.fit > 0.01
+    assert sound.passed and len(sound.places) > 350 and sound.fit > 0.01
     monkeypatch.setattr(tree_module._Draws, "_draw", of_another)
     wrong = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert not wrong.passed and wrong.fit < UNLIKELY

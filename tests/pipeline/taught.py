@@ -1,5 +1,7 @@
 """Real drafts for the tiny target: with random weights, or taught one text; and the trees that they grow."""
 
+from functools import cache
+
 import torch
 
 from pipeline.batch import collate
@@ -69,7 +71,12 @@ def make_draft(target, ends, config, seed=0):
 
 
 def greedy(target, prompt, count):
-    return plain(target, prompt, Sampling(count, NEVER)).tokens
+    return list(_greedy(target, tuple(prompt), count))
+
+
+@cache
+def _greedy(target, prompt, count):
+    return tuple(plain(target, list(prompt), Sampling(count, NEVER)).tokens)
 
 
 @torch.inference_mode()

@@ -139,7 +139,7 @@ def emitted_joint(kind, seed, language, shape, rule=None) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution(seed, kind, shape):
     vocabulary = 4 if kind in DRAWN else 5
     language = Language(seed, vocabulary, shape)

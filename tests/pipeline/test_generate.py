@@ -37,8 +37,12 @@ def text(loaded_target):
 
 @pytest.fixture(scope="module")
 def taught_drafts(loaded_target, ends, text):
-    names = ("eagle", "jakiro", "reduced", "dense-ahead", "by-depth", "four-experts", "three-branches")
-    return {name: taught(loaded_target, ends, VARIANTS[name], *text) for name in names}
+    class Taught(dict):
+        def __missing__(self, name):
+            self[name] = taught(loaded_target, ends, VARIANTS[name], *text)
+            return self[name]
+
+    return Taught()
 
 
 # -- temperature 0 --------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from scipy.stats import chisquare
 
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.base import Answer
+from pipeline.packed import pack_linears
 from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
-from pipeline.target import Target, pack_linears
+from pipeline.target import Target
 
-PROMPT, RUNS, KEPT = "The weather today is", 160, 3
+PROMPT, RUNS, KEPT = "The weather today is", 110, 3
 TREES = {
     "best": TreeConfig(depth=2, top_k=2, nodes=5),
     "drawn": TreeConfig(paths=[[0], [1], [0, 0]], siblings="drawn"),

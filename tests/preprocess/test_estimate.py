@@ -15,7 +15,19 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 200), tmp_path / "run")
     tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}
     recipe = write_recipe(tree, tmp_path / "recipe")
-    planned = run_command([sys.executable, "-m", "pipeline", "plan", str(recipe), "--set", "features.batch_tokens=256"])
+    planned = run_command(
+        [
+            sys.executable,
+            "-m",
+            "pipeline",
+            "plan",
+            str(recipe),
+            "--set",
+            "features.batch_tokens=256",
+            "--train-speed",
+            "5000",
+        ]
+    )
     assert planned.returncode == 0, planned.stderr
     figures = json.loads(planned.stdout.splitlines()[-1])
     assert "WARNING" not in planned.stdout
