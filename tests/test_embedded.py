@@ -70,7 +70,7 @@ def test_there_are_164_coding_prompts():
 def test_the_smoke_recipe_from_dump_to_release(tmp_path):
     """Two real DeepSpeed ranks; fp32 greedy answers of both drafts equal plain decoding's on the real target."""
     recipe = "infra/recipes/smoke.toml"
-    sets = ["--set", f"output={tmp_path}", "--set", "train.ranks=2"]
+    sets = ["--set", f"output={tmp_path}", "--set", "train.ranks=2", "--set", "eval.temperatures=[0.0]"]
     done = run_command([sys.executable, "-m", "pipeline", "run", recipe, *sets], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "release/report.json").read_text())
