@@ -24,7 +24,6 @@ from eval.compare import compared
 from eval.harness import Harness, Unit, with_tree
 from eval.units import Method, make_harness, methods_of, units_of
 from pipeline import entry
-from pipeline.decoding.generate import plain
 from pipeline.decoding.tree import draft_forwards
 from pipeline.errors import PipelineError
 from pipeline.files import write_json, write_text
@@ -40,7 +39,6 @@ class Answered:
     """A prompt's answer by the target."""
 
     unit: Unit
-    turn: int
     prompt: list[int]
     answer: list[int]
 
@@ -80,11 +78,7 @@ def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
     found, units = [], units_of(recipe)
     with Progress("the target's answers", len(units), "prompts") as progress:
         for unit in units:
-            for turn, ids in enumerate(harness.with_histories(unit.prompt) or []):
-                sampling = harness.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} 0")
-                tokens = plain(harness.target, ids, sampling).tokens
-                if len(tokens) > 1:
-                    found.append(Answered(unit, turn, ids, tokens))
+            found += [Answered(unit, ids, answer) for ids, answer in harness.plain_answers(unit) if len(answer) > 1]
             progress.advance(1)
     return found
 

@@ -8,7 +8,7 @@ greedy answers, for every method. Units are independent of each other, so they c
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,7 @@ class Harness:
         """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._exact_split, self._warm = exact_split, set()
+        self._histories: dict[Prompt, list[list[int]] | None] = {}
 
     def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
         """All of a unit's answers, and what the gate says of them; `told` is called after each answer."""
@@ -159,6 +160,19 @@ class Harness:
         stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
         return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
 
+    def sampling_of(self, unit: Unit, turn: int, repeat: int) -> Sampling:
+        """The same for every method."""
+        return self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
+
+    def plain_answers(self, unit: Unit) -> Iterator[tuple[list[int], list[int]]]:
+        """The target's own answers that `decode` compares with: (prompt, answer) of each turn and repeat."""
+        for turn, ids in enumerate(self.with_histories(unit.prompt) or []):
+            answer: list[int] = []
+            for repeat in range(self.repeats[unit.temperature > 0]):
+                if unit.temperature > 0 or not repeat:  # greedy ones do not differ
+                    answer = plain(self.target, ids, self.sampling_of(unit, turn, repeat)).tokens
+                yield ids, answer
+
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:
             return plain(self.target, ids, sampling)
@@ -178,6 +192,11 @@ class Harness:
 
     def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
         """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too long."""
+        if prompt not in self._histories:
+            self._histories[prompt] = self._encoded(prompt)
+        return self._histories[prompt]
+
+    def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
         trees = [draft.config.tree for draft in self.methods.values()]
         spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
         room = self.target.config.max_position_embeddings - self._config.max_new_tokens - spare
@@ -197,8 +216,7 @@ class Harness:
         methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         for repeat in range(self.repeats[unit.temperature > 0]):
-            sampling = self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
-            answers = {}
+            sampling, answers = self.sampling_of(unit, turn, repeat), {}
             for number in range(len(methods)):  # each repeat starts with another method
                 method = methods[(number + repeat) % len(methods)]
                 generation = self._one(method, ids, sampling)
@@ -238,7 +256,7 @@ class Harness:
         """
         chain = build_tree(ids[-1], answer[:-1], list(range(len(answer) - 1)), self.target.device)
         logits_TV = self._plain_logits([*ids, *answer[:-1]], len(answer))
-        p_TV = sampling.probabilities(logits_TV, sampling.before(ids, chain, logits_TV.device)).double().cpu()
+        p_TV = sampling.probabilities(logits_TV, sampling.before(ids, [], chain, logits_TV.device)).double().cpu()
         own_T = p_TV.gather(1, torch.tensor(answer)[:, None])
         before_T = (p_TV * (p_TV > own_T)).sum(-1)
         part_T = torch.rand(len(answer), generator=torch.Generator().manual_seed(sampling.seed), dtype=torch.float64)
@@ -259,7 +277,7 @@ class Harness:
         if logits_V is None:
             return False
         tokens = ids + expected[:place]
-        plain_1V, before = self._plain_logits(tokens, 1), sampling.before(tokens, None, logits_V.device)
+        plain_1V, before = self._plain_logits(tokens, 1), sampling.before(tokens, [], None, logits_V.device)
         chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
         return chosen == got[place] and _drift(logits_V[None], plain_1V) <= gate.drift_allowed
 
@@ -301,7 +319,7 @@ class Harness:
         plainly = self._plain_logits([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
         gate.largest_drift = max(gate.largest_drift, _drift(logits_NV[path], plainly))
         if gate.drawn and tree.proposals is not None:
-            before = sampling.before(tokens, tree, logits_NV.device)
+            before = sampling.before(tokens, [], tree, logits_NV.device)
             error = drawn_error(tree, sampling.probabilities(logits_NV, before)[0])
             gate.largest_error = max(gate.largest_error, error if error == error else math.inf)
 

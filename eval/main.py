@@ -13,7 +13,7 @@ import torch
 
 from eval import plots, publish, report
 from eval.harness import pooled
-from eval.units import Method, decode_all, key_of, methods_of, read_tuned, tree_facts
+from eval.units import Job, Method, decode_all, job_of, method_facts, read_tuned
 from pipeline import checkpoint, entry
 from pipeline.drafts import build, parameter_count
 from pipeline.files import read_json, write_json, write_text
@@ -30,15 +30,15 @@ def facts_of(recipe: Recipe, method: Method) -> dict:
     saved = checkpoint.read_config(recipe.draft_dir(method.draft))
     with torch.device("meta"):
         parameters = parameter_count(build(saved.config, saved.shapes))
-    return {"kind": saved.config.kind, "parameters": parameters, "training": saved.training} | tree_facts(method)
+    return {"kind": saved.config.kind, "parameters": parameters, "training": saved.training} | method_facts(method)
 
 
-def measure(recipe: Recipe, methods: dict[str, Method]) -> dict:
+def measure(job: Job) -> dict:
     """Runs the benchmarks and writes report.json, table.md and the plots into the run's eval folder."""
-    fleet = None
+    recipe, methods, fleet = job.recipe, job.methods, None
     if recipe.eval.workers > 1:
         from eval.fleet import decode as fleet  # Ray only where it is wanted
-    outcomes = decode_all(recipe, methods, fleet)
+    outcomes = decode_all(job, fleet)
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
@@ -47,7 +47,7 @@ def measure(recipe: Recipe, methods: dict[str, Method]) -> dict:
     drawn = plots.draw(entries, own, metrics, folder)
     measured = {
         "name": recipe.name,
-        "key": key_of(recipe, methods),
+        "key": job.key,
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
         "definitions": report.explain(),
@@ -74,8 +74,8 @@ def main() -> None:
     if arguments.push:
         publish.require_repository_name(arguments.push)
     path = recipe.eval_dir / publish.REPORT
-    methods = methods_of(recipe)
-    measured = read_json(path) if measured_already(path, key_of(recipe, methods)) else measure(recipe, methods)
+    job = job_of(recipe)
+    measured = read_json(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])
     release = publish.build_release(recipe)
     print(f"release: {release}/")

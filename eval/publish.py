@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from eval import report
 from pipeline import checkpoint, embedded
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, sha256, write_json, write_text
+from pipeline.files import read_json, sha256, write_text
 from pipeline.provenance import public_name
 from pipeline.recipe import Recipe
 from pipeline.sections import TreeConfig
@@ -42,11 +42,7 @@ def build_release(recipe: Recipe) -> Path:
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    for file in (checkpoint.WEIGHTS, "provenance.json"):
-        shutil.copy(source / file, building / file)
-    config = read_json(source / checkpoint.CONFIG)
-    config["draft"]["tree"] = tree_of(recipe, measured).model_dump(mode="json")
-    write_json(building / checkpoint.CONFIG, config)
+    checkpoint.export(source, building, tree_of(recipe, measured))
     for file in (REPORT, "recipe.json"):  # the recipe as it was when measured, decoding trees included
         shutil.copy(recipe.eval_dir / file, building / file)
     if recipe.target.chat_template:

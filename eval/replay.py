@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.tree import ahead_scores, candidates, ranking
+from pipeline.decoding.tree import ahead_scores, candidates, forward_level, ranking
 from pipeline.drafts import Draft
-from pipeline.drafts.base import Answer, DraftState, Frontier
+from pipeline.drafts.base import Answer, DraftState
 from pipeline.sections import TreeConfig
 from pipeline.target import Target
 
@@ -89,10 +89,8 @@ def _forwards(draft: Draft, state: DraftState, answer: Answer, tree: TreeConfig)
         order = scores.sort(descending=True, stable=True).indices[: tree.top_k]
         rows, picks = order // tokens.shape[1], order % tokens.shape[1]
         row_of = {pair: row for row, pair in enumerate(zip(rows.tolist(), picks.tolist(), strict=True))}
-        totals, itself = scores[order], torch.eye(len(order), dtype=torch.bool, device=device)
-        seen = torch.cat([seen[rows], itself], dim=1)
-        frontier = Frontier(tokens.flatten()[order], answer.hidden_WD[rows], seen, depth)
-        answer = draft.step(state, frontier, True)
+        totals = scores[order]
+        answer, seen = forward_level(draft, state, answer, tokens.flatten()[order], rows, seen, depth, last=True)
 
 
 def ranks_at(place: Place, top_k: int, depth: int, parallel: int) -> list[int]:

@@ -17,18 +17,17 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import torch
 
 from eval import replay
 from eval.costs import Costs, measure_costs
-from eval.harness import Harness, with_tree
+from eval.harness import PLAIN, Harness, Unit, pooled, with_tree
 from eval.prompts import HELDOUT, load_prompts
-from eval.units import TUNED, make_harness, methods_of, read_tuned
+from eval.units import make_harness, methods_of, read_tuned
 from pipeline import entry
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.accept import Acceptance
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.files import write_json
@@ -51,20 +50,20 @@ class Prediction:
     speedup: float  # over plain decoding
 
 
-def calibration_prompts(recipe: Recipe, harness: Harness, count: int) -> list[list[int]]:
-    """The last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
+def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
+    """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
     used = max(
         [b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.source == HELDOUT]
         or [0]
     )
-    found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:]
-    encoded = [turns[0] for turns in map(harness.with_histories, found[-count:]) if turns]
-    if not encoded:
+    found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
+    if not found:
         raise PipelineError(
             f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of which the benchmarks "
             f"use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
         )
-    return encoded
+    firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
+    return [Unit("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
 
 
 def predict(walks: list[replay.Walk], costs: Costs, horizons: int, depth: int, sizes: list[int]) -> list[Prediction]:
@@ -89,77 +88,69 @@ def tree_of(draft: Draft, best: Prediction) -> TreeConfig:
 
 
 def measure(
-    harness: Harness, drafts: dict[str, Draft], prompts: list[list[int]], samplings: list[Sampling], repeats: int
-) -> dict:
-    """Milliseconds a token of plain decoding and of each draft, taking turns; and tau."""
-    sums = {name: np.zeros(4) for name in ("plain", *drafts)}  # seconds, tokens, emitted in passes, passes
-    for repeat in range(repeats):
-        for ids in prompts:
-            for sampling in samplings:
-                for number in range(len(sums)):
-                    name = list(sums)[(number + repeat) % len(sums)]
-                    one = (
-                        plain(harness.target, ids, sampling)
-                        if name == "plain"
-                        else speculative(harness.target, drafts[name], ids, sampling)
-                    )
-                    sums[name] += (one.seconds, len(one.tokens) - 1, one.acceptance.tokens, one.acceptance.passes)
+    recipe: Recipe, harness: Harness, drafts: dict[str, Draft], units: list[Unit]
+) -> dict[str, dict[str, float | None]]:
+    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises PipelineError
+    where the losslessness gate fails.
+    """
+    trial = Harness(recipe, harness.target, drafts)
+    records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
+    if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
+        raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
     out = {}
-    for name, (seconds, tokens, emitted, passes) in sums.items():
+    for name in (PLAIN, *drafts):
+        mine = [record.generation for record in records if record.method == name]
+        counts = Acceptance()
+        for one in mine:
+            counts.merge(one.acceptance)
+        seconds, tokens = sum(one.seconds for one in mine), sum(len(one.tokens) - 1 for one in mine)
         out[name] = {
             "ms_per_token": round(1e3 * seconds / tokens, 3),
-            "tau": round(emitted / passes, 4) if passes else None,
+            "tau": round(counts.tau, 4) if counts.passes else None,
         }
+    for one in out.values():
+        one["speedup"] = round(out[PLAIN]["ms_per_token"] / one["ms_per_token"], 4)
     return out
 
 
-def tune(recipe: Recipe, harness: Harness, name: str, prompts: list[list[int]], arguments) -> dict:
+def tune(recipe: Recipe, harness: Harness, name: str, units: list[Unit], arguments) -> dict:
     """Chooses, measures and describes one draft's tree."""
-    draft, target = harness.methods[name], harness.target
-    own = draft.config.tree
-    samplings = [harness.sampling(t, "calibration") for t in recipe.eval.temperatures]
-    costs = measure_costs(
-        target, draft, int(np.median([len(ids) for ids in prompts])), arguments.max_nodes, samplings, prompts[0]
-    )
+    draft = harness.methods[name]
+    answers = [pair for unit in units for pair in harness.plain_answers(unit) if len(pair[1]) > 1]
+    if not answers:
+        raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
+    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
+    context = int(np.median([len(ids) for ids, _ in answers]))
+    costs = measure_costs(harness.target, draft, context, arguments.max_nodes, samplings, answers[0][0])
     print(costs.said())
-    horizons = draft.config.horizons
-    answers = [(ids, plain(target, ids, sampling).tokens) for ids in prompts for sampling in samplings]
-    walks = [
-        replay.collect(target, draft, ids, tokens, arguments.depth, max(TOP_K))
-        for ids, tokens in answers
-        if len(tokens) > 1
-    ]
-    ranked = predict(walks, costs, horizons, arguments.depth, costs.sizes)
-    best = ranked[0]
+    walks = [replay.collect(harness.target, draft, *pair, arguments.depth, max(TOP_K)) for pair in answers]
+    ranked = predict(walks, costs, draft.config.horizons, arguments.depth, costs.sizes)
     print("fastest trees by prediction:")
     for one in ranked[:5]:
         print(
             f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
         )
-    tree = tree_of(draft, best)
-    trial = {"tuned": with_tree(draft, tree), "given": with_tree(draft, own)}
-    found = measure(harness, trial, prompts, samplings, arguments.repeats)
-    plainly = found["plain"]["ms_per_token"]
-    for one in found.values():
-        one["speedup"] = round(plainly / one["ms_per_token"], 4)
-    predicted = plainly / best.speedup  # milliseconds a token, with the machine as fast as it was just now
-    ratio = predicted / found["tuned"]["ms_per_token"]
+    best, tree = ranked[0], tree_of(draft, ranked[0])
+    found = measure(recipe, harness, {"tuned": with_tree(draft, tree), "given": draft}, units)
+    plainly, tuned, given = (found[method] for method in (PLAIN, "tuned", "given"))
+    predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
+    ratio = predicted / tuned["ms_per_token"]
     print(
-        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {found['tuned']['speedup']:.2f}x at {found['tuned']['tau']:.2f} "
-        f"({found['tuned']['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the recipe's tree "
-        f"{found['given']['speedup']:.2f}x at {found['given']['tau']:.2f}"
+        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at {tuned['tau']:.2f} "
+        f"({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the recipe's tree {given['speedup']:.2f}x at "
+        f"{given['tau']:.2f}"
     )
     return {
         "tree": tree.model_dump(mode="json"),
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
-        "measured": found["tuned"],
-        "recipes_tree": found["given"],
-        "plain_ms_per_token": plainly,
+        "measured": tuned,
+        "recipes_tree": given,
+        "plain_ms_per_token": plainly["ms_per_token"],
         "predicted_over_measured": round(ratio, 4),
         "weights_sha256": methods_of(recipe)[name].weights_sha256,
         "dtype": recipe.eval.dtype,
         "temperatures": recipe.eval.temperatures,
-        "prompts": len(prompts),
+        "prompts": len({unit.prompt for unit in units}),
         "hardware": provenance(recipe)["hardware"],
         "costs": asdict(costs),
     }
@@ -176,20 +167,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.max_nodes < 2 or arguments.depth < 1 or arguments.prompts < 1:
         parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    repeats = [f"eval.{key}={arguments.repeats}" for key in ("repeats", "sampled_repeats")]
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *repeats])
     names = [arguments.draft] if arguments.draft else sorted(recipe.draft)
     if unknown := set(names) - set(recipe.draft):
         parser.error(f"--draft {unknown.pop()}: the recipe has {', '.join(sorted(recipe.draft))}")
-    path = recipe.eval_dir / TUNED
+    path = recipe.tuned_file
     known = read_tuned(recipe)
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     own = {name: method for name, method in methods_of(recipe).items() if name in names}
-    harness = make_harness(recipe, own)
-    prompts = calibration_prompts(recipe, harness, arguments.prompts)
-    torch.manual_seed(recipe.seed)
+    harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
     found = {}
     for name in names:
-        found[name] = tune(recipe, harness, name, prompts, arguments)
+        found[name] = tune(recipe, harness, name, units, arguments)
         write_json(path, known | found)
     print(
         json.dumps(

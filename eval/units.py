@@ -15,6 +15,7 @@ from eval.prompts import load_prompts
 from pipeline import checkpoint
 from pipeline.chat import template_fingerprint
 from pipeline.drafts import Draft
+from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.files import exclusive, read_json, write_text
 from pipeline.packed import pack_linears
@@ -22,9 +23,9 @@ from pipeline.progress import Progress
 from pipeline.provenance import revision
 from pipeline.recipe import Recipe, digest
 from pipeline.sections import TreeConfig
-from pipeline.target import Ends, Target, fingerprint, load_tokenizer
+from pipeline.target import Target, fingerprint, load_tokenizer
 
-RECORDS, TUNED = "records.jsonl", "tuned.json"
+RECORDS = "records.jsonl"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def methods_of(recipe: Recipe) -> dict[str, Method]:
         if draft in weights:
             if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
                 raise PipelineError(
-                    f"{recipe.eval_dir / TUNED} was tuned for other weights of {draft}, or for {tuned['dtype']}: run eval/tune.py again, "
+                    f"{recipe.tuned_file} was tuned for other weights of {draft}, or for {tuned['dtype']}: run eval/tune.py again, "
                     "or remove it"
                 )
             found[f"{draft}-tuned"] = Method(draft, weights[draft], TreeConfig.model_validate(tuned["tree"]))
@@ -58,20 +59,36 @@ def methods_of(recipe: Recipe) -> dict[str, Method]:
 
 def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By draft, what eval/tune.py found out; empty when it never ran."""
-    path = recipe.eval_dir / TUNED
-    return read_json(path) if path.exists() else {}
+    return read_json(recipe.tuned_file) if recipe.tuned_file.exists() else {}
 
 
-def key_of(recipe: Recipe, methods: dict[str, Method]) -> str:
-    """Identifies everything that a figure depends on but the hardware, which each outcome names itself: settings, weights, trees, the
-    prompts' and the template's text, the target, and how many share the machine.
+@dataclass(frozen=True)
+class Job:
+    """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome names
+    itself: settings, weights, trees, the prompts' and the template's text, the target, and how many share the machine.
     """
-    trees = {name: [m.draft, m.weights_sha256, m.tree.model_dump(mode="json")] for name, m in methods.items()}
-    prompts = [[unit.benchmark, asdict(unit.prompt)] for unit in units_of(recipe)]
-    template = template_fingerprint(load_tokenizer(recipe.target))
-    shared = [recipe.eval.workers, recipe.eval.gpus_per_worker]
-    found = {"recipe": recipe.hash, "methods": trees, "prompts": prompts, "template": template, "workers": shared}
-    return digest(found | {"target": fingerprint(recipe.target)})
+
+    recipe: Recipe
+    methods: dict[str, Method]
+    units: list[Unit]
+    key: str
+
+
+def job_of(recipe: Recipe) -> Job:
+    methods, units = methods_of(recipe), units_of(recipe)
+    found = {
+        "recipe": recipe.hash,
+        "methods": {name: method_facts(method) for name, method in methods.items()},
+        "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
+        "template": template_fingerprint(load_tokenizer(recipe.target)),
+        "target": fingerprint(recipe.target),
+        "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
+    }
+    return Job(recipe, methods, units, digest(found))
+
+
+def method_facts(method: Method) -> dict[str, Any]:
+    return asdict(method) | {"tree": method.tree.model_dump(mode="json")}
 
 
 def units_of(recipe: Recipe) -> list[Unit]:
@@ -98,7 +115,6 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, D
     ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
     drafts = {}
     for name in names:
-        checkpoint.require_trained_under(recipe, name)
         draft = checkpoint.load(recipe.draft_dir(name), mark, recipe.draft[name].tree).to(target.device, target.dtype)
         draft.bind(ends)
         drafts[name] = draft
@@ -126,14 +142,13 @@ class Finished:
     def __init__(self, folder: Path, key: str):
         self._path, self._key = folder / RECORDS, key
         self.outcomes: dict[tuple[str, str, float], Outcome] = {}
-        kept = []
-        for line in self._path.read_text().splitlines() if self._path.exists() else []:
-            found = _parsed(line)
-            if found:
-                kept.append(line)
-            if found.get("key") == key:
+        text = self._path.read_text() if self._path.exists() else ""
+        whole = [line for line in text.splitlines() if _parsed(line)]
+        for found in map(_parsed, whole):
+            if found["key"] == key:
                 self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
-        write_text(self._path, "".join(f"{line}\n" for line in kept))
+        if (kept := "".join(f"{line}\n" for line in whole)) != text or not text:
+            write_text(self._path, kept)
 
     def add(self, unit: Unit, outcome: Outcome) -> None:
         line = json.dumps({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()})
@@ -150,29 +165,24 @@ def _parsed(line: str) -> dict[str, Any]:
         return {}
 
 
-def decode_all(recipe: Recipe, methods: dict[str, Method], fleet=None) -> list[tuple[str, Outcome]]:
+def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     """Every unit's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
 
     `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
     """
-    units = units_of(recipe)
-    with exclusive(recipe.eval_dir, "evaluation"):
-        finished = Finished(recipe.eval_dir, f"{key_of(recipe, methods)} {revision()}")
-        missing = [unit for unit in units if unit.name not in finished.outcomes]
+    with exclusive(job.recipe.eval_dir, "evaluation"):
+        finished = Finished(job.recipe.eval_dir, f"{job.key} {revision()}")
+        missing = [unit for unit in job.units if unit.name not in finished.outcomes]
         if missing:
-            done = fleet(recipe, methods, missing) if fleet else _here(recipe, methods, missing)
-            with Progress("decode", len(units), "prompts", len(units) - len(missing)) as progress:
+            done = (fleet or _here)(job.recipe, job.methods, missing)
+            with Progress("decode", len(job.units), "prompts", len(job.units) - len(missing)) as progress:
                 for unit, outcome in done:
                     finished.add(unit, outcome)
                     progress.advance(1, benchmark=unit.benchmark, T=unit.temperature)
-    return [(unit.benchmark, finished.outcomes[unit.name]) for unit in units]
+    return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
 
 
 def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
     harness = make_harness(recipe, methods)
     for unit in units:
         yield unit, harness.decode(unit)
-
-
-def tree_facts(method: Method) -> dict[str, Any]:
-    return asdict(method) | {"tree": method.tree.model_dump(mode="json")}

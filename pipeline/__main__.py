@@ -84,7 +84,7 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     found = read_json(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
-    tuned = recipe.eval_dir / "tuned.json"
+    tuned = recipe.tuned_file
     if (read_json(tuned) if tuned.exists() else {}) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():

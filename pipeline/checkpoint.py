@@ -4,6 +4,7 @@ Embedding and head are the target's, referred to by fingerprint. Guarantees: wei
 name) and config.json, written last, names their SHA-256; a checkpoint for another target is refused.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def save(
     }
     write_provenance(folder, recipe, draft=name)
     write_json(folder / CONFIG, config)
+
+
+def export(source: Path, folder: Path, tree: TreeConfig) -> None:
+    """Copies a saved draft into `folder` with the tree that it is to grow by default; its recipe stays behind."""
+    for file in (WEIGHTS, "provenance.json"):
+        shutil.copy(source / file, folder / file)
+    raw = read_json(source / CONFIG)
+    raw["draft"]["tree"] = tree.model_dump(mode="json")
+    write_json(folder / CONFIG, raw)
 
 
 def read_config(folder: Path) -> Saved:

@@ -155,6 +155,11 @@ class Recipe(Section):
         return self.run_dir / "eval"
 
     @property
+    def tuned_file(self) -> Path:
+        """The trees that eval/tune.py chose."""
+        return self.eval_dir / "tuned.json"
+
+    @property
     def release_dir(self) -> Path:
         return self.run_dir / "release"
 

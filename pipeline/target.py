@@ -3,7 +3,6 @@
 Works on any full-attention `AutoModelForCausalLM` through its own forward; holds no private copy of a model.
 """
 
-import copy
 import hashlib
 import json
 import threading
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from pipeline import embedded
 from pipeline.cache import TreeCache
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
+from pipeline.ends import Ends, LMHead, head_effects
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.recipe import Recipe
@@ -101,56 +101,6 @@ def resolve_device(name: str) -> torch.device:
     if name in ("cuda", "spread") and not torch.cuda.is_available():
         raise PipelineError(f"target.device={name!r}, but torch sees no CUDA device here: use 'auto' or 'cpu'")
     return torch.device("cpu" if name == "cpu" else "cuda")
-
-
-class LMHead(nn.Module):
-    """The target's logits from its post-final-norm hidden state, in the arithmetic of the stored weights.
-
-    ``weight_VD``, optional bias, and the two after-effects some families have: a scale and a soft cap.
-    """
-
-    def __init__(
-        self, weight_VD: Tensor, bias_V: Tensor | None = None, scale: float = 1.0, softcap: float | None = None
-    ):
-        super().__init__()
-        self.linear = nn.Linear(*reversed(weight_VD.shape), bias=bias_V is not None, device="meta")
-        self.linear.weight = nn.Parameter(weight_VD, requires_grad=False)
-        if bias_V is not None:
-            self.linear.bias = nn.Parameter(bias_V, requires_grad=False)
-        self.scale, self.softcap = scale, softcap
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.linear(hidden)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def restricted(self, ids_U: Tensor) -> "LMHead":
-        """The same head over the ids of a reduced vocabulary."""
-        bias = self.linear.bias
-        return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
-
-
-def _head_effects(config: Any) -> dict[str, float | None]:
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    if getattr(config, "logits_scaling", None):  # Granite
-        scale = 1.0 / config.logits_scaling
-    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma
-
-
-@dataclass
-class Ends:
-    """The target's frozen embedding and head: all that training a draft needs of the target."""
-
-    embedding_VD: Tensor
-    head: LMHead
-    fingerprint: str
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
-        head = copy.deepcopy(self.head).to(device, dtype)  # Module.to moves in place, and the head may be the target's
-        return Ends(self.embedding_VD.to(device, dtype), head, self.fingerprint)
 
 
 def weight_files(where: Source) -> dict[str, Path]:
@@ -249,7 +199,7 @@ def load_ends(config: TargetConfig) -> Ends:
             raise PipelineError(f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete")
         with safe_open(files[name], "pt") as tensors:
             read[role] = tensors.get_tensor(name)
-    head = LMHead(read["head"], read.get("bias"), **_head_effects(text))
+    head = LMHead(read["head"], read.get("bias"), **head_effects(text))
     return Ends(read["embedding"], head, fingerprint(config))
 
 
@@ -288,7 +238,7 @@ class Target:
         self.device = (
             output.weight.device
         )  # of a spread target the last; its own hooks take inputs to where they belong
-        self.head = LMHead(output.weight, output.bias, **_head_effects(self.config))
+        self.head = LMHead(output.weight, output.bias, **head_effects(self.config))
         self.embedding_VD = self.model.get_input_embeddings().weight
         self._require_split(config.model)
 

@@ -8,9 +8,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
+from pipeline.ends import Ends
 from pipeline.recipe import Recipe
 from pipeline.sections import TargetConfig
-from pipeline.target import Ends, Target, fingerprint
+from pipeline.target import Target, fingerprint
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 
 

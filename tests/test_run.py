@@ -13,12 +13,11 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.publish import require_repository_name
-from eval.units import load_drafts, methods_of
+from eval.units import make_harness, methods_of
 from pipeline.__main__ import stages
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
-from pipeline.target import Target
 from tests.hub import Hub
 from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
 
@@ -187,7 +186,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(finished, tmp_path, 
         return
     changed_recipe = load_recipe(recipe, [f"output={copy}", *sets])
     with pytest.raises(PipelineError, match=message):
-        load_drafts(changed_recipe, Target(changed_recipe.target, "float32"), sorted(changed_recipe.draft))
+        make_harness(changed_recipe, methods_of(changed_recipe))
 
 
 def test_a_name_that_the_hub_cannot_hold_is_refused_before_anything_is_measured():

@@ -12,13 +12,14 @@ from torch.utils.tensorboard import SummaryWriter
 from pipeline import checkpoint
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
+from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import FeatureStore, Manifest, require_whole
 from pipeline.files import exclusive, write_text
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
-from pipeline.target import Ends, load_config
+from pipeline.target import load_config
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import Engine, add_sums
 

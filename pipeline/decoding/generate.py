@@ -62,10 +62,13 @@ class Sampling:
             return self.processed(logits_NV, before_NL).argmax(-1)
         return sampler.choose(self.probabilities(logits_NV, before_NL), places)
 
-    def before(self, tokens: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
-        """``before_NL``: `tokens`, and behind them each node's path; rows are filled up with a token they hold anyway."""
+    def before(self, prompt: list[int], answer: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
+        """``before_NL``: prompt and answer so far, and behind them each node's path; rows are filled up with a token that they hold
+        anyway. None where nothing asks for it.
+        """
         if self.repetition_penalty == 1.0:
             return None
+        tokens = [*prompt, *answer]
         if tree is None:
             return torch.tensor([tokens], device=device)
         paths = [[tree.tokens[n] for n in tree.path_to(node)] for node in range(len(tree.tokens))]
@@ -157,7 +160,7 @@ def plain(target: Target, prompt: list[int], sampling: Sampling) -> Generation:
     watch = Stopwatch(target.device, exact=False)
     tokens: list[int] = []
     while True:
-        before = sampling.before([*prompt, *tokens], None, target.device)
+        before = sampling.before(prompt, tokens, None, target.device)
         new, done = sampling.trimmed(
             sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist(), len(tokens)
         )
@@ -186,7 +189,7 @@ def speculative(
     )
     watch = Stopwatch(target.device, exact_split)
     timed = _Timed(draft, watch)
-    before = sampling.before(prompt, None, target.device)
+    before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
     out.tokens, done = sampling.trimmed([first], 0)
@@ -201,7 +204,7 @@ def speculative(
         hidden_ND, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
-        path, bonus = _accept(tree, logits_NV, sampling, sampler, [*prompt, *out.tokens], len(out.tokens))
+        path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)
         cache.keep(past, [past, *(past + node for node in path)])
         hidden_TD = hidden_ND[[0, *path]]
         inputs = [*(tree.tokens[node] for node in path), bonus]
@@ -228,12 +231,12 @@ def _verify(
 
 
 def _accept(
-    tree: Tree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler, tokens: list[int], answered: int
+    tree: Tree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler, prompt: list[int], answer: list[int]
 ) -> tuple[list[int], int]:
-    before = sampling.before(tokens, tree, logits_NV.device)
+    before = sampling.before(prompt, answer, tree, logits_NV.device)
     if tree.proposals is not None:
         return accept_drawn(tree, sampling.probabilities(logits_NV, before), sampler)
-    places = [answered + depth for depth in tree.depths]
+    places = [len(answer) + depth for depth in tree.depths]
     if logits_NV.device.type != "cpu":
         following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
         return accept_best(tree, following.__getitem__)

@@ -5,7 +5,9 @@ A tree of best candidates is a deterministic function of the context, a static t
 why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -115,6 +117,24 @@ def ahead_scores(answer: Answer, level: int) -> Tensor:
     return answer.ahead_WU[level - 1].float().log_softmax(-1)
 
 
+def forward_level(
+    draft: Draft,
+    state: DraftState,
+    answer: Answer,
+    tokens_W: Tensor,
+    rows_W: Tensor,
+    seen: Tensor,
+    depth: int,
+    last: bool,
+) -> tuple[Answer, Tensor]:
+    """Forwards W nodes below rows of the forward before, which gave `answer` and whose nodes saw `seen`: the answer to them, and
+    what they see.
+    """
+    itself = torch.eye(len(tokens_W), dtype=torch.bool, device=seen.device)
+    seen = torch.cat([seen[rows_W], itself], dim=1)
+    return draft.step(state, Frontier(tokens_W, answer.hidden_WD[rows_W], seen, depth), last), seen
+
+
 # -- dynamic ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,11 +181,7 @@ def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeCo
         numbers, scores, rows = level.first + order, level.scores[order], level.rows[order]
         first = level.first + len(level.tokens)
         if depth <= last:
-            itself = torch.eye(len(order), dtype=torch.bool, device=device)
-            seen = torch.cat([seen[rows], itself], dim=1)
-            answer = draft.step(
-                state, Frontier(level.tokens[order], answer.hidden_WD[rows], seen, depth), depth == last
-            )
+            answer, seen = forward_level(draft, state, answer, level.tokens[order], rows, seen, depth, depth == last)
             ranked, scored = ranking(answer, spec)
             rows = torch.arange(len(order), device=device)
         else:
@@ -209,18 +225,20 @@ class _Draws:
         self._by_expert, self._processing, self._chance = spec.siblings == "drawn-by-expert", processing, chance
         self._mixed = spec.candidates == "mixture"
 
-    def of(self, draft: Draft, answer: Answer, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``."""
-        if self._by_expert or self._mixed:
-            q_WKU = self._processing.probabilities(answer.experts_WKU.flatten(0, 1)).view_as(answer.experts_WKU).float()
+    def of(self, draft: Draft, answer: Answer, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+        """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own: ``tokens
+        (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each parent draws for itself.
+        """
+        if beyond > 0:
+            q_WKU = self._processing.probabilities(answer.ahead_WU[beyond - 1][rows])[:, None]
+        elif self._by_expert or self._mixed:
+            logits_WKU = answer.experts_WKU[rows]
+            q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU).float()
             if self._mixed:
-                q_WKU = (answer.log_weights_WK.float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
+                q_WKU = (answer.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
         else:
-            q_WKU = self._processing.probabilities(answer.next_WU)[:, None]
-        return self._draw(draft, q_WKU, count, vocabulary)
-
-    def ahead(self, draft: Draft, logits_WU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-        return self._draw(draft, self._processing.probabilities(logits_WU)[:, None], count, vocabulary)
+            q_WKU = self._processing.probabilities(answer.next_WU[rows])[:, None]
+        return self._draw(draft, q_WKU, count, draft.shapes["vocab_size"])
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         q_WKV = _over_target_ids(draft, q_WKU.double(), vocabulary)
@@ -245,59 +263,70 @@ def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
     return whole
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """The nodes of one depth of a static tree."""
+
+    paths: tuple[tuple[int, ...], ...]
+    inner: tuple[int, ...]  # places in it of those that have children
+    siblings: int  # most that one parent has
+
+
+@cache
+def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
+    """By depth, from 1. Worked out once for a tree, not once a round."""
+    parents, out = {path[:-1] for path in paths}, []
+    for depth in range(1, 1 + max(map(len, paths))):
+        level = tuple(path for path in paths if len(path) == depth)
+        inner = tuple(place for place, path in enumerate(level) if path in parents)
+        out.append(_Layer(level, inner, 1 + max(path[-1] for path in level)))
+    return tuple(out)
+
+
 def _grow_static(
     draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig, draws: _Draws | None
 ) -> Tree:
     """Level by level along `static_paths`; only nodes that have children are forwarded."""
-    device, paths = answer.next_WU.device, [tuple(path) for path in static_paths(spec.paths)]
-    levels = [[path for path in paths if len(path) == depth] for depth in range(1, spec.depth + 1)]
-    last, vocabulary = draft_forwards(spec) - 1, draft.shapes["vocab_size"]
+    device, paths = answer.next_WU.device, tuple(tuple(path) for path in static_paths(spec.paths))
+    last = draft_forwards(spec) - 1
     rows = {(): 0}  # path -> row of the forward whose answer its children come from
     tokens_of, proposals_of = [], []
     seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
-    for depth, level in enumerate(levels):  # the children of the nodes at `depth`
-        count = 1 + max(path[-1] for path in level)
-        beyond = depth - last
+    for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
+        parents = list(dict.fromkeys(path[:-1] for path in layer.paths))
+        parent_rows = _index([rows[parent] for parent in parents], device)
         if draws:
-            if beyond <= 0:
-                found, proposals = draws.of(draft, answer, count, vocabulary)
-            else:  # each parent draws for itself, from what its forwarded ancestor expects there
-                parents = list(dict.fromkeys(path[:-1] for path in level))
-                found, proposals = draws.ahead(
-                    draft, answer.ahead_WU[beyond - 1][_index([rows[p] for p in parents], device)], count, vocabulary
-                )
-                drawn_row = {parent: place for place, parent in enumerate(parents)}
+            found, proposals = draws.of(draft, answer, parent_rows, depth - last, layer.siblings)
         else:
-            ranked, scored = ranking(answer, spec) if beyond <= 0 else (ahead_scores(answer, beyond),) * 2
-            found = candidates(draft, ranked, scored, count)[0]
-            found = torch.nn.functional.pad(
-                found, (0, count - found.shape[1]), value=-1
-            )  # a vocabulary smaller than that
-        own = drawn_row if draws and beyond > 0 else rows
-        source, rank = _index([own[path[:-1]] for path in level], device), _index([path[-1] for path in level], device)
+            found, proposals = _best(draft, answer, spec, depth - last, layer.siblings)[parent_rows], None
+        place_of = {parent: place for place, parent in enumerate(parents)}
+        source, rank = (_index(x, device) for x in zip(*((place_of[p[:-1]], p[-1]) for p in layer.paths), strict=True))
         tokens = found[source, rank]
         tokens_of.append(tokens)
         if draws:
             proposals_of.append(proposals[source, rank])
-        inner = (
-            [place for place, path in enumerate(level) if any(p[:-1] == path for p in levels[depth + 1])]
-            if depth + 1 < spec.depth
-            else []
-        )
+        above = [rows[layer.paths[place][:-1]] for place in layer.inner]
         if depth < last:
-            chosen = _index(inner, device)
-            parent_rows = _index([rows[level[place][:-1]] for place in inner], device)
-            seen = torch.cat([seen[parent_rows], torch.eye(len(inner), dtype=torch.bool, device=device)], dim=1)
-            frontier = Frontier(tokens[chosen].clamp_min(0), answer.hidden_WD[parent_rows], seen, depth + 1)
-            answer = draft.step(state, frontier, depth + 1 == last)
-            rows = {level[place]: row for row, place in enumerate(inner)}
-        else:
-            rows = {level[place]: rows[level[place][:-1]] for place in inner}
+            chosen = tokens[_index(layer.inner, device)].clamp_min(0)
+            answer, seen = forward_level(
+                draft, state, answer, chosen, _index(above, device), seen, depth + 1, depth + 1 == last
+            )
+            above = range(len(above))
+        rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
     return _collect(root, paths, torch.cat(tokens_of).tolist(), torch.cat(proposals_of) if draws else None, device)
 
 
+def _best(draft: Draft, answer: Answer, spec: TreeConfig, beyond: int, count: int) -> Tensor:
+    """The `count` best tokens of each row of the last forward (W, count), `beyond` levels below its own candidates; -1 where the
+    vocabulary has no more.
+    """
+    ranked, scored = ranking(answer, spec) if beyond <= 0 else (ahead_scores(answer, beyond),) * 2
+    found = candidates(draft, ranked, scored, count)[0]
+    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
+
+
 def _collect(
-    root: int, paths: list[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
+    root: int, paths: Sequence[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
 ) -> Tree:
     """Leaves out the nodes that nothing was left for (-1, or a rank that the vocabulary does not have), and what is below them."""
     places: dict[tuple[int, ...], int] = {(): 0}
@@ -312,5 +341,5 @@ def _collect(
     return tree
 
 
-def _index(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long).to(device, non_blocking=True)

@@ -18,10 +18,11 @@ from transformers import DynamicCache
 from pipeline.batch import Batch
 from pipeline.cache import TreeCache
 from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rotary
+from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.losses import Prediction, branch_sums
 from pipeline.sections import BranchLoss, DraftBase
-from pipeline.target import Ends, additive
+from pipeline.target import additive
 
 AHEAD = ("next", "ahead", "ahead_3", "ahead_4", "ahead_5")  # names of the branches, by horizon
 

@@ -235,13 +235,12 @@ def test_a_finished_unit_is_kept_and_a_torn_line_is_dropped(tmp_path):
     )  # kept for whoever goes back
 
 
-def test_what_is_finished_is_not_decoded_again(tiny_recipe, monkeypatch, tmp_path):
+def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     """Whatever stops the command, each prompt is decoded once."""
     asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
     recipe = tiny_recipe.model_copy(update={"eval": config})
     all_units = [Unit("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
-    monkeypatch.setattr(units, "units_of", lambda _: all_units)
-    monkeypatch.setattr(units, "key_of", lambda *_: "key")
+    job = units.Job(recipe, {}, all_units, "key")
 
     def fleet(_, __, missing, stop_after):
         for place, unit in enumerate(reversed(missing)):  # in any order
@@ -251,7 +250,7 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe, monkeypatch, tmp_pat
             yield unit, Outcome([], {}, left_out=unit.temperature > 0)
 
     with pytest.raises(KeyboardInterrupt):
-        units.decode_all(recipe, {}, lambda *given: fleet(*given, stop_after=3))
-    found = units.decode_all(recipe, {}, lambda *given: fleet(*given, stop_after=None))
+        units.decode_all(job, lambda *given: fleet(*given, stop_after=3))
+    found = units.decode_all(job, lambda *given: fleet(*given, stop_after=None))
     assert sorted(asked) == sorted(unit.name for unit in all_units)
     assert [outcome.left_out for _, outcome in found] == [False, False, True, True]  # in the recipe's order

@@ -1,16 +1,12 @@
-"""Drafts whose answers are scripted, and every outcome of what is random."""
+"""Drafts whose answers are scripted."""
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TypeVar
 
 import torch
 
 from pipeline.decoding.tree import draft_forwards, grow
 from pipeline.drafts.base import Answer, DraftState
 from pipeline.sections import TreeConfig
-
-T = TypeVar("T")
 
 
 class ScriptedDraft:
@@ -82,40 +78,3 @@ def two_experts(first, second, balance=0.6):
     """Experts from two scripts, routed alike everywhere."""
     weights = torch.tensor([balance, 1 - balance]).log()
     return lambda path: (torch.stack([first(path), second(path)]), weights)
-
-
-class Script:
-    """A `Chance` that replays choices and then takes the first possible one; the weight is what they are worth together."""
-
-    def __init__(self, choices: list[int]):
-        self.choices, self.options, self.weight = choices, [], 1.0
-
-    def choose(self, probabilities: list[float]) -> int:
-        possible = [number for number, p in enumerate(probabilities) if p > 0]
-        place = len(self.options)
-        if place == len(self.choices):
-            self.choices.append(0)
-        self.options.append(len(possible))
-        chosen = possible[self.choices[place]]
-        self.weight *= probabilities[chosen]
-        return chosen
-
-    def accept(self, probability: float) -> bool:
-        return self.choose([1 - probability, probability]) == 1
-
-    def draw_rows(self, q_WV):
-        return torch.tensor([self.choose(row) if sum(row) > 0 else 0 for row in q_WV.tolist()])
-
-
-def every_outcome(decide: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
-    """Runs `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
-    choices: list[int] = []
-    while True:
-        script = Script(choices)
-        result = decide(script)
-        yield result, script.weight
-        while choices and choices[-1] == script.options[len(choices) - 1] - 1:
-            choices.pop()
-        if not choices:
-            return
-        choices[-1] += 1

@@ -6,11 +6,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from eval.exact import every_outcome
 from pipeline.decoding import accept
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn, legacy_tau
 from pipeline.decoding.tree import build_tree
 from pipeline.sections import TreeConfig
-from tests.pipeline.scripted import ScriptedDraft, every_outcome, noise_by_path, paths_of, two_experts
+from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
+from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.sections import JakiroConfig, TargetConfig, TreeConfig
-from pipeline.target import Ends, Target, fingerprint, load_ends
+from pipeline.target import Target, fingerprint, load_ends
 from tests.kit import byte_tokenizer
 
 SMALL = {

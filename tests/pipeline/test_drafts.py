@@ -8,9 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.jakiro import MixtureOfExperts
 from pipeline.drafts.layers import layer_config, shapes_of
+from pipeline.ends import Ends, LMHead
 from pipeline.errors import PipelineError
 from pipeline.sections import EagleConfig, JakiroConfig
-from pipeline.target import Ends, LMHead
 
 
 def shapes(width, mlp, heads, kv, vocabulary=32000, **more):

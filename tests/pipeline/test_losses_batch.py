@@ -9,10 +9,10 @@ from pipeline import losses
 from pipeline.batch import collate, trained, uniform_noise
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
+from pipeline.ends import LMHead
 from pipeline.features.schema import Row
 from pipeline.losses import Prediction, branch_sums
 from pipeline.sections import EagleConfig, JakiroConfig
-from pipeline.target import LMHead
 
 D, V = 6, 11
 
