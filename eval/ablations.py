@@ -3,7 +3,7 @@
     python -m eval.ablations RECIPE [--seeds 3] [--against METHOD] [--out FOLDER]
 
 Dumps once, trains every draft of the recipe once a seed (what is done is not done again), lets the target answer the
-benchmarks' prompts once, and replays those answers with each method's tree (eval/replay.py: the tokens and rounds of decoding, counted
+benchmarks' prompts once, and replays those answers with each method's tree (pipeline/decoding/replay.py: the tokens and rounds of decoding, counted
 without verifying). Writes ablations.json, ablations.md and ablations.png. The last line is JSON.
 """
 
@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from eval import plots, replay
+from eval import plots
 from eval.compare import compared
-from eval.harness import Harness, Unit, with_tree
+from eval.harness import Harness, Unit
 from eval.units import Method, make_harness, methods_of, units_of
 from pipeline import entry
+from pipeline.decoding import replay
 from pipeline.decoding.tree import draft_forwards
 from pipeline.errors import PipelineError
 from pipeline.files import write_json, write_text
@@ -95,14 +96,14 @@ def replayed(
         for names in groups.values():
             trees = {name: methods[name].tree for name in names}
             depth, top_k = (max(getattr(tree, key) for tree in trees.values()) for key in ("depth", "top_k"))
-            draft = with_tree(harness.methods[names[0]], trees[names[0]])
+            draft = harness.methods[names[0]].with_tree(trees[names[0]])
             for one in answers:
-                walk = replay.collect(harness.target, draft, one.prompt, one.answer, depth, 2 * top_k)
+                walk = harness.walk(draft, one.prompt, one.answer, depth, 2 * top_k)
                 for name, tree in trees.items():
-                    tokens, rounds = replay.walk(walk.ranks(tree.top_k, tree.depth, tree.parallel), tree.nodes)
+                    found = replay.walk(walk.ranks(tree.top_k, tree.depth, tree.parallel), tree.nodes)
                     counts = out.setdefault((one.unit.benchmark, one.unit.temperature, name), {})
                     had = counts.get(one.unit.prompt.question_id, (0, 0))
-                    counts[one.unit.prompt.question_id] = had[0] + tokens, had[1] + rounds
+                    counts[one.unit.prompt.question_id] = had[0] + found.tokens, had[1] + found.passes
                 progress.advance(1, method=names[0])
     return out
 

@@ -5,7 +5,6 @@ times by all methods in turn, with the same random numbers; a later turn continu
 greedy answers, for every method. Units are independent of each other, so they can be finished one by one, anywhere.
 """
 
-import copy
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 from eval.exact import drawn_error
 from eval.prompts import Prompt
 from pipeline.chat import prompt_ids
+from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance, Sampler
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
@@ -26,7 +26,6 @@ from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.provenance import hardware
 from pipeline.recipe import Recipe
-from pipeline.sections import TreeConfig
 from pipeline.target import Target, fixed_capacity
 
 PLAIN = "plain"
@@ -121,13 +120,6 @@ class Outcome:
         return cls(records, gates, raw["left_out"], raw["hardware"])
 
 
-def with_tree(draft: Draft, tree: TreeConfig) -> Draft:
-    """The same draft, its weights shared, that grows other trees."""
-    other = copy.copy(draft)
-    other.config = draft.config.with_tree(tree)
-    return other
-
-
 class Harness:
     def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Draft], exact_split: bool = False):
         """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
@@ -172,6 +164,12 @@ class Harness:
                 if unit.temperature > 0 or not repeat:  # greedy ones do not differ
                     answer = plain(self.target, ids, self.sampling_of(unit, turn, repeat)).tokens
                 yield ids, answer
+
+    def walk(self, draft: Draft, prompt: list[int], answer: list[int], depth: int, top_k: int) -> replay.Walk:
+        """The draft's largest tree below every token of an answer of the target's own."""
+        tokens = prompt + answer
+        hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
+        return replay.collect(draft, hidden_TD, tokens, len(prompt), depth, top_k)
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:

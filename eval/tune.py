@@ -5,7 +5,7 @@ python eval/tune.py RECIPE [--draft NAME]
 Measured: the target's time for verifying n tokens, a draft forward's for w nodes, and what a round costs beside them.
 Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at all of
 its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its candidates, so how
-far each would have been accepted there is counted, not estimated (eval/replay.py). Least predicted time a token wins.
+far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py). Least predicted time a token wins.
 What was chosen is written to eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases it.
 The last line is JSON.
 """
@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from eval import replay
 from eval.costs import Costs, measure_costs
-from eval.harness import PLAIN, Harness, Unit, pooled, with_tree
+from eval.harness import PLAIN, Harness, Unit, pooled
 from eval.prompts import HELDOUT, load_prompts
 from eval.units import make_harness, methods_of, read_tuned
 from pipeline import entry
+from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
@@ -75,9 +75,11 @@ def predict(walks: list[replay.Walk], costs: Costs, horizons: int, depth: int, s
                 most = 1 + top_k + top_k * top_k * (levels - 1)
                 ranks = [walk.ranks(top_k, levels, parallel) for walk in walks]
                 for nodes in [n for n in sizes if levels + 1 <= n <= most]:
-                    tokens, rounds = (sum(x) for x in zip(*(replay.walk(r, nodes) for r in ranks), strict=True))
-                    seconds = costs.round(levels, top_k, nodes, parallel) * rounds / tokens
-                    out.append(Prediction(levels, top_k, nodes, parallel, tokens / rounds, costs.plain / seconds))
+                    counts = Acceptance()
+                    for found in ranks:
+                        counts.merge(replay.walk(found, nodes))
+                    seconds = costs.round(levels, top_k, nodes, parallel) / counts.tau
+                    out.append(Prediction(levels, top_k, nodes, parallel, counts.tau, costs.plain / seconds))
     return sorted(out, key=lambda one: -one.speedup)
 
 
@@ -123,7 +125,7 @@ def tune(recipe: Recipe, harness: Harness, name: str, units: list[Unit], argumen
     context = int(np.median([len(ids) for ids, _ in answers]))
     costs = measure_costs(harness.target, draft, context, arguments.max_nodes, samplings, answers[0][0])
     print(costs.said())
-    walks = [replay.collect(harness.target, draft, *pair, arguments.depth, max(TOP_K)) for pair in answers]
+    walks = [harness.walk(draft, *pair, arguments.depth, max(TOP_K)) for pair in answers]
     ranked = predict(walks, costs, draft.config.horizons, arguments.depth, costs.sizes)
     print("fastest trees by prediction:")
     for one in ranked[:5]:
@@ -131,7 +133,7 @@ def tune(recipe: Recipe, harness: Harness, name: str, units: list[Unit], argumen
             f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
         )
     best, tree = ranked[0], tree_of(draft, ranked[0])
-    found = measure(recipe, harness, {"tuned": with_tree(draft, tree), "given": draft}, units)
+    found = measure(recipe, harness, {"tuned": draft.with_tree(tree), "given": draft}, units)
     plainly, tuned, given = (found[method] for method in (PLAIN, "tuned", "given"))
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]

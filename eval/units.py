@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.harness import Harness, Outcome, Unit, with_tree
+from eval.harness import Harness, Outcome, Unit
 from eval.prompts import load_prompts
 from pipeline import checkpoint
 from pipeline.chat import template_fingerprint
@@ -105,7 +105,7 @@ def make_harness(recipe: Recipe, methods: dict[str, Method], exact_split: bool =
         pack(target, drafts)
     if recipe.eval.compile:
         target.compile()
-    grown = {name: with_tree(drafts[m.draft], m.tree) for name, m in methods.items()}
+    grown = {name: drafts[m.draft].with_tree(m.tree) for name, m in methods.items()}
     return Harness(recipe, target, grown, exact_split)
 
 

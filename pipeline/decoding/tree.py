@@ -126,13 +126,14 @@ def forward_level(
     seen: Tensor,
     depth: int,
     last: bool,
+    prefix_W: Tensor | None = None,
 ) -> tuple[Answer, Tensor]:
     """Forwards W nodes below rows of the forward before, which gave `answer` and whose nodes saw `seen`: the answer to them, and
     what they see.
     """
     itself = torch.eye(len(tokens_W), dtype=torch.bool, device=seen.device)
     seen = torch.cat([seen[rows_W], itself], dim=1)
-    return draft.step(state, Frontier(tokens_W, answer.hidden_WD[rows_W], seen, depth), last), seen
+    return draft.step(state, Frontier(tokens_W, answer.hidden_WD[rows_W], seen, depth, prefix_W), last), seen
 
 
 # -- dynamic ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 A draft answers with branches: horizon 1 is the feature of the next position, horizon 2 the one after it.
 """
 
+import copy
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rot
 from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.losses import Prediction, branch_sums
-from pipeline.sections import BranchLoss, DraftBase
+from pipeline.sections import BranchLoss, DraftBase, TreeConfig
 from pipeline.target import additive
 
 AHEAD = ("next", "ahead", "ahead_3", "ahead_4", "ahead_5")  # names of the branches, by horizon
@@ -43,6 +44,7 @@ class Frontier:
     hidden_WD: Tensor  # the feature that stands before each node: its parent's answer
     seen_WC: Tensor  # bool over the tree nodes forwarded so far and this level's own: ancestors and itself
     depth: int  # of these nodes; the root's children have depth 1
+    prefix_W: Tensor | None = None  # how many verified inputs each sees, from the first on; all of them by default
 
 
 @dataclass
@@ -122,6 +124,12 @@ class Draft(nn.Module):
         assert self.draft_token_ids is not None and self.draft_token_ids.shape == ids_U.shape
         self.draft_token_ids.copy_(ids_U)
 
+    def with_tree(self, tree: TreeConfig) -> "Draft":
+        """The same draft, its weights shared, that grows other trees."""
+        other = copy.copy(self)
+        other.config = self.config.with_tree(tree)
+        return other
+
     def bind(self, ends: Ends) -> None:
         """Gives the draft its target's ends; after weights and vocabulary are in place."""
         head = ends.head if self.draft_token_ids is None else ends.head.restricted(self.draft_token_ids)
@@ -198,8 +206,10 @@ class Draft(nn.Module):
         )
 
     @torch.inference_mode()
-    def start(self, state: DraftState, hidden_TD: Tensor, tokens_T: Tensor, last: bool = False) -> Answer:
-        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last (W=1).
+    def start(
+        self, state: DraftState, hidden_TD: Tensor, tokens_T: Tensor, last: bool = False, answers: int = 1
+    ) -> Answer:
+        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last W = `answers`.
 
         `last`: no `step` follows, so that the branches ahead are wanted.
         """
@@ -213,15 +223,17 @@ class Draft(nn.Module):
         positions = torch.arange(past, past + count, device=device)[None]
         u = self._trunk(hidden_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
-        return self._answer(u[0, -1:], 0, last)
+        return self._answer(u[0, -answers:], 0, last)
 
     @torch.inference_mode()
     def step(self, state: DraftState, frontier: Frontier, last: bool = False) -> Answer:
-        """One forward for the frontier's W nodes; each sees the verified prefix, its ancestors and itself."""
-        device, width = frontier.hidden_WD.device, len(frontier.tokens_W)
-        prefix = torch.ones(width, state.verified, dtype=torch.bool, device=device)
+        """One forward for the frontier's W nodes; each sees its verified prefix, its ancestors and itself."""
+        device, prefix_W = frontier.hidden_WD.device, frontier.prefix_W
+        if prefix_W is None:
+            prefix_W = torch.full((len(frontier.tokens_W),), state.verified, device=device)
+        prefix = torch.arange(state.verified, device=device) < prefix_W[:, None]
         mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.hidden_WD.dtype)[None, None]
-        positions = torch.full((1, width), state.verified + frontier.depth - 1, device=device)
+        positions = (prefix_W + (frontier.depth - 1))[None]
         u = self._trunk(frontier.hidden_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
         return self._answer(u[0], frontier.depth, last)
 

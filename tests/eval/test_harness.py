@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval import exact, units
-from eval.harness import EXACT, PLAIN, UNLIKELY, Gate, Harness, Outcome, Unit, pooled, with_tree
+from eval.harness import EXACT, PLAIN, UNLIKELY, Gate, Harness, Outcome, Unit, pooled
 from eval.prompts import Prompt
 from pipeline.decoding import accept, generate
 from pipeline.decoding import tree as tree_module
@@ -34,7 +34,7 @@ def drafts(loaded_target, ends, tiny_recipe):
             draft.set_vocabulary(torch.arange(config.vocabulary))
         draft.bind(ends)
         made[name] = draft.eval().requires_grad_(False)
-    made["drawn"] = with_tree(made["eagle"], DRAWN)
+    made["drawn"] = made["eagle"].with_tree(DRAWN)
     return made
 
 
@@ -129,7 +129,7 @@ def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_ta
         return tokens, draw(self, draft, q_WKU.roll(7, -1), count, vocabulary)[1].clamp_min(1e-9)
 
     prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
-    sharp = {"drawn": with_tree(make_draft(loaded_target, ends, VARIANTS["eagle"]), DRAWN)}
+    sharp = {"drawn": make_draft(loaded_target, ends, VARIANTS["eagle"]).with_tree(DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert sound.passed and len(sound.places) > 350 and sound.fit > 0.01

@@ -1,0 +1,140 @@
+"""How far dynamic trees would have been accepted along the target's own text, counted from stored features: no verification.
+
+A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). And a smaller
+tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level, fewer levels. So below
+every token of a text one large tree is grown, many places at a time, and every smaller tree is selected from its scores. One
+simplification: a node that the small tree forwards and the large one did not has no children here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.tree import ahead_scores, candidates, forward_level, ranking
+from pipeline.drafts import Draft
+from pipeline.drafts.base import Answer, DraftState
+from pipeline.sections import TreeConfig
+
+ABSENT = 1 << 30
+FORWARDED = 256  # nodes of one level that are forwarded together, over places
+
+
+@dataclass
+class _Level:
+    """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best first."""
+
+    rows: (
+        np.ndarray
+    )  # (A, W_above * k): which forward a candidate of the level above became, -1 for none; empty at the root
+    tokens: list[np.ndarray]  # by horizon (A, W, k)
+    scores: list[np.ndarray]  # log-probabilities, likewise
+
+
+@dataclass
+class Walk:
+    """One text: the draft's forwards below each of its A places, and the tokens that the target went on with."""
+
+    levels: list[list[_Level]]  # by block of places, then by depth
+    following_AS: np.ndarray  # -1 beyond the text's end
+
+    def ranks(self, top_k: int, depth: int, parallel: int) -> np.ndarray:
+        """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT where the tree
+        does not hold them. A tree of N nodes accepts those below N - 1.
+        """
+        out, first = [], 0
+        for block in self.levels:
+            count = len(block[0].tokens[0])
+            following = self.following_AS[first : first + count, :depth]
+            out.append(_ranks(block, following, top_k, depth, parallel))
+            first += count
+        return np.concatenate(out)
+
+
+@torch.inference_mode()
+def collect(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int, depth: int, top_k: int) -> Walk:
+    """Grows the largest tree, of the kind of candidates that the draft's own has, below every token from ``tokens[begin]`` to the
+    last but one, as decoding does there: from the target's features `hidden_TD` (at least all but the last two). `begin` is at least 1.
+    """
+    parallel = min(draft.config.horizons, depth)
+    tree = TreeConfig(
+        depth=depth, top_k=top_k, nodes=depth + 1, candidates=draft.config.tree.candidates, parallel=parallel
+    )
+    draft, state, fed, levels = draft.with_tree(tree), DraftState(), 0, []
+    ends = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
+    for first in range(0, len(ends), block := max(1, FORWARDED // top_k)):
+        block_ends = ends[first : first + block]
+        upto = block_ends[-1]
+        fresh = torch.tensor(tokens[fed + 1 : upto + 1], device=hidden_TD.device)
+        answer = draft.start(state, hidden_TD[fed:upto], fresh, True, len(block_ends))
+        fed = upto
+        prefix_A = torch.tensor(list(block_ends), device=hidden_TD.device)
+        levels.append(_levels(draft, state, answer, prefix_A, tree))
+    padded = np.array([*tokens, *[-1] * depth])
+    return Walk(levels, np.stack([padded[end + 1 : end + 1 + depth] for end in ends]))
+
+
+def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
+    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead."""
+    device, places, width, out = prefix_A.device, len(prefix_A), 1, []
+    totals_AW, seen = torch.zeros(places, 1, device=device), torch.zeros(places, 0, dtype=torch.bool, device=device)
+    rows = np.zeros((places, 0), dtype=np.int64)
+    for depth in range(1, tree.depth + 1):
+        own = candidates(draft, *ranking(answer, tree), tree.top_k)
+        ahead = [ahead_scores(answer, level) for level in range(1, tree.parallel)]
+        both = zip(own, *(candidates(draft, scores, scores, tree.top_k) for scores in ahead), strict=True)
+        tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
+        out.append(_Level(rows, tokens, scores))
+        if depth == tree.depth:
+            return out
+        wide, gained = own[0].shape[1], own[1].view(places, width, -1)
+        scores_AC = (totals_AW[:, :, None] + gained).flatten(1)
+        order_AW = scores_AC.sort(descending=True, stable=True).indices[:, : tree.top_k]
+        above = order_AW // wide + torch.arange(places, device=device)[:, None] * width
+        chosen = own[0].view(places, -1).gather(1, order_AW).flatten()
+        totals_AW, width = scores_AC.gather(1, order_AW), order_AW.shape[1]
+        rows = np.full(scores_AC.shape, -1)
+        np.put_along_axis(rows, order_AW.cpu().numpy(), np.arange(width)[None], axis=1)
+        prefix_W = prefix_A.repeat_interleave(width)
+        answer, seen = forward_level(draft, state, answer, chosen, above.flatten(), seen, depth, True, prefix_W)
+    return out
+
+
+def _ranks(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int, parallel: int) -> np.ndarray:
+    """See `Walk.ranks`."""
+    places = len(following_AS)
+    each = np.arange(places)[:, None]
+    # A level's nodes: their forward's row (-1: none), their cumulative score, and whether they lie on the target's path.
+    rows, scores, true = (np.full((places, 1), start) for start in (0, 0.0, True))
+    pool, on_path, last = [], [], depth - parallel
+    for level in range(depth):
+        forwarded, horizon = block[min(level, last)], max(level - last, 0)
+        tokens, gained = (x[horizon][each, rows][:, :, :top_k] for x in (forwarded.tokens, forwarded.scores))
+        children = tokens.shape[2]
+        total = np.where(rows[:, :, None] < 0, -np.inf, scores[:, :, None] + gained).reshape(places, -1)
+        children_true = ((tokens == following_AS[:, level, None, None]) & true[:, :, None]).reshape(places, -1)
+        pool.append(total)
+        on_path.append(np.where(children_true, total, -np.inf).max(1))
+        order = np.argsort(-total, axis=1, kind="stable")[:, :top_k]
+        scores, true = (np.take_along_axis(x, order, 1) for x in (total, children_true))
+        rows = np.take_along_axis(rows, order // children, 1)
+        if level < last:
+            below = block[level + 1].rows
+            collected = forwarded.tokens[0].shape[2]
+            rows = np.take_along_axis(below, rows * collected + order % children, 1)
+        rows = np.where(np.isfinite(scores), rows, -1)
+    whole_AC, found_AS = np.concatenate(pool, axis=1), np.stack(on_path, axis=1)
+    ranks = (whole_AC[:, None, :] > found_AS[:, :, None]).sum(-1)
+    return np.maximum.accumulate(np.where(np.isfinite(found_AS), ranks, ABSENT), axis=1)
+
+
+def walk(ranks_AS: np.ndarray, nodes: int) -> Acceptance:
+    """What decoding the text with a tree of so many nodes would count: each round starts where the one before it ended."""
+    accepted_A, out, place = (ranks_AS < nodes - 1).sum(1).tolist(), Acceptance(), 0
+    while place < len(accepted_A):
+        emitted = min(accepted_A[place] + 1, len(accepted_A) - place)  # what is beyond the text's end is not counted
+        out.add_pass(min(accepted_A[place], emitted), emitted)
+        place += emitted
+    return out

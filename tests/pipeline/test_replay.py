@@ -1,0 +1,55 @@
+"""The replay counts what decoding then does: not an estimate."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.decoding import replay
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.generate import Sampling, plain, speculative
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, shaped, taught
+
+
+@pytest.fixture(scope="module")
+def text(loaded_target):
+    prompt = prompt_of(3)
+    return prompt, greedy(loaded_target, prompt, 48)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["eagle", "jakiro", "three-branches", "reduced"])
+def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
+    """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
+    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=60)
+    prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=2)
+    answer = plain(loaded_target, prompt, sampling).tokens
+    tokens = prompt + answer
+    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
+    walk = replay.collect(draft, hidden_TD[:-2], tokens, len(prompt), 4, 24)
+    horizons, taus = draft.config.horizons, set()
+    for top_k, depth, nodes, parallel in [
+        (1, 3, 4, 1),
+        (4, 1, 5, 1),
+        (3, 2, 6, 1),
+        (3, 3, 9, 1),
+        (4, 4, 16, 1),
+        (2, 3, 6, 2),
+        (4, 4, 14, 2),
+        (3, 3, 9, 3),
+    ]:
+        if parallel <= horizons:
+            draft.config = shaped(draft.config, top_k=top_k, depth=depth, nodes=nodes, parallel=parallel)
+            got = speculative(loaded_target, draft, prompt, sampling).acceptance
+            assert replay.walk(walk.ranks(top_k, depth, parallel), nodes) == got
+            taus.add(got.tau)
+    assert len(taus) > 2 and max(taus) > 1.1
+
+
+def test_a_walk_by_hand():
+    """Ranks of the target's own tokens among the candidates, at five places."""
+    ranks = np.array([[0, 3], [5, 5], [1, 2], [0, 0], [9, 9]])
+    # Ranks below 4: two of place 0, then place 3: two, of which one is beyond the end.
+    assert replay.walk(ranks, 5) == Acceptance(5, 2, [2, 2, 2])
+    # Below 2: one of place 0, one of place 2, none of place 4.
+    assert replay.walk(ranks, 3) == Acceptance(5, 3, [3, 2])
+    assert replay.walk(ranks, 1) == Acceptance(5, 5, [5])
