@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, and waiting threads must not spin
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest

@@ -1,5 +1,6 @@
 """What tests share: a tiny random target saved like a real one, recipes and dialogues for it, the commands of the stages."""
 
+import contextlib
 import json
 import os
 import signal
@@ -176,6 +177,26 @@ def kill_when_exists(command: list[str], path: Path) -> None:
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def ray_processes(folder: str) -> list[tuple[int, str]]:
+    """(pid, command line) of the Ray nodes whose temporary folder is `folder`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if folder in words:
+            found.append((int(entry.name), words))
+    return found
+
+
+def stop_ray(folder: str) -> None:
+    """`ray stop` would stop every cluster of the machine."""
+    for pid, _ in ray_processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def free_port() -> int:

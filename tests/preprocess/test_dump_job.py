@@ -23,6 +23,7 @@ from tests.kit import (
     recipe_tree,
     run_command,
     save_tiny_target,
+    stop_ray,
     write_recipe,
     write_sharegpt,
 )
@@ -212,5 +213,5 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "60 records = " in done.stdout
     finally:
-        subprocess.run([ray, "stop", "--force"], env=environment, capture_output=True)
+        stop_ray(str(short_folder))
     assert checksums(tmp_path / "run" / "features") == expected

@@ -14,7 +14,17 @@ from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
 from preprocess.pool import Pool, _first_line, _History
 from preprocess.task import ShardTask
-from tests.kit import BIN, dump_command, free_port, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import (
+    BIN,
+    dump_command,
+    free_port,
+    ray_processes,
+    recipe_tree,
+    run_command,
+    stop_ray,
+    write_recipe,
+    write_sharegpt,
+)
 
 pytestmark = pytest.mark.real
 
@@ -191,21 +201,9 @@ def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
                 recipe, tmp_path, f"{ANYWHERE} and before == 0", what, RAY_ADDRESS=address, **cluster
             )
         finally:
-            run_command([str(BIN / "ray"), "stop", "--force"], **cluster)
+            stop_ray(short)
     assert done.returncode == 0, done.stderr
     assert faults >= 1 and content(tmp_path) == content(undisturbed)
-
-
-def ray_processes(folder: str) -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if folder in words:
-            found.append((int(entry.name), words))
-    return found
 
 
 def test_an_error_while_loading_keeps_its_message(recipe, tmp_path):
