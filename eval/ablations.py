@@ -142,28 +142,32 @@ def result(
 
 
 def table(results: list[dict], against: str) -> str:
-    """Markdown: a line a method, a column a benchmark and temperature: tau, and in brackets its difference with a 95% interval over
-    prompts and the range of the seeds' differences. An interval over prompts does not hold the seeds' variance: see both.
+    """Markdown, a line a method: its mean tau over all benchmarks and temperatures with the mean difference to `against`, and that of
+    each seed; then the differences one by one, with a 95% interval over prompts. Such an interval does not hold the seeds'
+    variance: see both.
     """
     cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
     methods = list(dict.fromkeys(r["method"] for r in results))
-    head = ["method", "forwards", "seeds", *(f"{name}, T = {t:g}" for name, t in cells)]
+    names = [f"{name}, T = {t:g}" for name, t in cells]
+    head = ["method", "forwards", "mean tau", "mean difference (by seed)", *names]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for method in methods:
-        mine = {(r["benchmark"], r["temperature"]): r for r in results if r["method"] == method}
-        one = next(iter(mine.values()))
-        row = [method, str(one["draft_forwards"]), str(len(one["seeds"]))]
-        for cell in cells:
-            r = mine[cell]
-            between = ""
-            if method != against and r["interval"] is not None:
-                spread = min(r["difference_by_seed"]), max(r["difference_by_seed"])
-                between = " ({:+.3f} [{:+.3f}, {:+.3f}]; seeds {:+.3f} to {:+.3f})".format(
-                    r["difference"], *r["interval"], *spread
-                )
-            row.append(f"{r['tau']:.3f}{between}")
+        mine = [
+            r for cell in cells for r in results if (r["benchmark"], r["temperature"], r["method"]) == (*cell, method)
+        ]
+        row = [method, str(mine[0]["draft_forwards"]), f"{np.mean([r['tau'] for r in mine]):.3f}"]
+        if method == against:
+            row += ["", *(f"tau {r['tau']:.3f}" for r in mine)]
+        else:
+            by_seed = ", ".join(f"{x:+.3f}" for x in np.mean([r["difference_by_seed"] for r in mine], axis=0))
+            row.append(f"{np.mean([r['difference'] for r in mine]):+.3f} ({by_seed})")
+            row += [f"{r['difference']:+.3f}{_bracketed(r['interval'])}" for r in mine]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+def _bracketed(interval: list[float] | None) -> str:
+    return "" if interval is None else " [{:+.3f}, {:+.3f}]".format(*interval)
 
 
 def main() -> None:

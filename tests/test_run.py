@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -352,4 +353,11 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     assert got == want  # at temperature 0 the replay of seed 0 is what decoding measured
     assert (tmp_path / "all/seed-1/features/manifest.json").stat().st_nlink == 2
     assert (tmp_path / "all/ablations.png").stat().st_size > 5000
-    assert "| one-level | 1 | 2 |" in (tmp_path / "all/ablations.md").read_text()
+    line = next(
+        x for x in (tmp_path / "all/ablations.md").read_text().splitlines() if x.startswith("| one-level | 1 |")
+    )
+    mine = [one for one in figures if one["method"] == "one-level"]
+    assert (
+        f"| {np.mean([one['tau'] for one in mine]):.3f} | {np.mean([one['difference'] for one in mine]):+.3f} (" in line
+    )
+    assert line.count("[") == 2 and line.count("|") == 7  # two cells, with their intervals
