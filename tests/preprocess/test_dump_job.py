@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,6 +208,10 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
         submit = [ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--working-dir", ".", "--"]
         script = ["python", "preprocess/dump_features.py", str(recipe)]
         lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
+        deadline = time.monotonic() + 60  # `ray start` returns before the agent that takes jobs is there
+        while "No available agent" in lost.stdout + lost.stderr and time.monotonic() < deadline:
+            time.sleep(1)
+            lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
         assert lost.returncode != 0 and "temporary copy of the checkout" in lost.stdout + lost.stderr
         sets = ["--set", f"output={tmp_path / 'run'}", "--set", "features.workers=3"]  # one more than there is room for
         done = run_command([*submit, *script, *sets], **cluster)
