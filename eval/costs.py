@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from pipeline.target import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
-REPEATS = 11
+REPEATS = 21
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,24 @@ class Costs:
 
 @torch.inference_mode()
 def measure_costs(
-    target: Target, draft: Draft, context: int, max_nodes: int, samplings: list[Sampling], prompt: list[int]
-) -> Costs:
-    """Medians over interleaved repeats, behind a prompt of `context` tokens."""
+    target: Target,
+    drafts: dict[str, Draft],
+    context: int,
+    max_nodes: int,
+    samplings: list[Sampling],
+    prompt: list[int],
+) -> dict[str, Costs]:
+    """By draft. Medians over interleaved repeats, behind a prompt of `context` tokens; what the target costs is measured once for all
+    drafts, so that their trees are chosen on equal terms.
+    """
     device = target.device
     sizes = [size for size in SIZES if size <= max_nodes]
     cache = target.new_cache(context + max_nodes)
     tokens = torch.arange(context + max_nodes, device=device) % 1000 + 5
     hidden_TD = target.forward(tokens[:context], cache)
-    state = DraftState()
-    draft.start(state, hidden_TD, tokens[:context])
-    begun = state.verified
+    states = {name: DraftState() for name in drafts}
+    for name, draft in drafts.items():
+        draft.start(states[name], hidden_TD, tokens[:context])
 
     def verify(size: int) -> None:
         seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
@@ -65,36 +73,41 @@ def measure_costs(
         ).argmax(-1).tolist()
         cache.keep(context)
 
-    def start(count: int) -> None:
-        draft.start(state, hidden_TD[:count], tokens[:count], True).next_WU.argmax(-1).tolist()
-        state.verified = begun
+    def start(name: str, count: int) -> None:
+        drafts[name].start(states[name], hidden_TD[:count], tokens[:count], True).next_WU.argmax(-1).tolist()
+        states[name].verified = context
 
-    def step(width: int) -> None:
-        state.cache.keep(begun)
+    def step(name: str, width: int) -> None:
+        states[name].cache.keep(context)
         eye = torch.eye(width, dtype=torch.bool, device=device)
-        draft.step(state, Frontier(tokens[:width], hidden_TD[:width], eye, 1), True).next_WU.argmax(-1).tolist()
+        frontier = Frontier(tokens[:width], hidden_TD[:width], eye, 1)
+        drafts[name].step(states[name], frontier, True).next_WU.argmax(-1).tolist()
 
     def plain() -> None:
         target.head(target.forward(tokens[:1], cache)[0]).argmax(-1).tolist()
         cache.keep(context)
 
-    tasks: dict[tuple[str, int], Callable[[], None]] = {("verify", n): lambda n=n: verify(n) for n in sizes}
-    tasks |= {("step", w): lambda w=w: step(w) for w in WIDTHS} | {("start", 2): lambda: start(2), ("plain", 1): plain}
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
+    tasks: dict[tuple, Callable[[], None]] = {("verify", n): partial(verify, n) for n in sizes}
+    tasks |= {("step", name, w): partial(step, name, w) for name in drafts for w in WIDTHS}
+    tasks |= {("start", name): partial(start, name, 2) for name in drafts} | {("plain",): plain}
+    times: dict[tuple, list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
             begin = time.perf_counter()
             task()
             times[key].append(time.perf_counter() - begin)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
-    rest = []
-    for sampling in samplings:
-        one = speculative(target, draft, prompt, sampling, exact_split=True)
-        rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
-    return Costs(
-        median["plain", 1],
-        {n: median["verify", n] for n in sizes},
-        {w: median["step", w] for w in WIDTHS},
-        median["start", 2],
-        statistics.fmean(rest),
-    )
+    out = {}
+    for name, draft in drafts.items():
+        rest = []
+        for sampling in samplings:
+            one = speculative(target, draft, prompt, sampling, exact_split=True)
+            rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
+        out[name] = Costs(
+            median["plain",],
+            {n: median["verify", n] for n in sizes},
+            {w: median["step", name, w] for w in WIDTHS},
+            median["start", name],
+            statistics.fmean(rest),
+        )
+    return out

@@ -115,15 +115,25 @@ def measure(
     return out
 
 
-def tune(recipe: Recipe, harness: Harness, name: str, units: list[Unit], arguments) -> dict:
-    """Chooses, measures and describes one draft's tree."""
-    draft = harness.methods[name]
+def answered(harness: Harness, units: list[Unit]) -> list[tuple[list[int], list[int]]]:
+    """The target's answers of two tokens and more. Raises PipelineError when there are none."""
     answers = [pair for unit in units for pair in harness.plain_answers(unit) if len(pair[1]) > 1]
     if not answers:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
-    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
-    context = int(np.median([len(ids) for ids, _ in answers]))
-    costs = measure_costs(harness.target, draft, context, arguments.max_nodes, samplings, answers[0][0])
+    return answers
+
+
+def tune(
+    recipe: Recipe,
+    harness: Harness,
+    name: str,
+    units: list[Unit],
+    answers: list[tuple[list[int], list[int]]],
+    costs: Costs,
+    arguments,
+) -> dict:
+    """Chooses, measures and describes one draft's tree."""
+    draft = harness.methods[name]
     print(costs.said())
     walks = [harness.walk(draft, *pair, arguments.depth, max(TOP_K)) for pair in answers]
     ranked = predict(walks, costs, draft.config.horizons, arguments.depth, costs.sizes)
@@ -179,9 +189,12 @@ def main() -> None:
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     own = {name: method for name, method in methods_of(recipe).items() if name in names}
     harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
-    found = {}
+    answers, found = answered(harness, units), {}
+    context = int(np.median([len(ids) for ids, _ in answers]))
+    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
+    costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, answers[0][0])
     for name in names:
-        found[name] = tune(recipe, harness, name, units, arguments)
+        found[name] = tune(recipe, harness, name, units, answers, costs[name], arguments)
         write_json(path, known | found)
     print(
         json.dumps(
