@@ -79,7 +79,7 @@ def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
     found, units = [], units_of(recipe)
     with Progress("the target's answers", len(units), "prompts") as progress:
         for unit in units:
-            found += [Answered(unit, ids, answer) for ids, answer in harness.plain_answers(unit) if len(answer) > 1]
+            found += [Answered(unit, *pair) for pair in harness.plain_answers(unit)]
             progress.advance(1)
     return found
 
@@ -95,10 +95,11 @@ def replayed(
     with Progress("replay", len(groups) * len(answers), "answers") as progress:
         for names in groups.values():
             trees = {name: methods[name].tree for name in names}
-            depth, top_k = (max(getattr(tree, key) for tree in trees.values()) for key in ("depth", "top_k"))
+            largest = (max(getattr(tree, key) for tree in trees.values()) for key in ("depth", "top_k", "parallel"))
+            depth, top_k, parallel = largest
             draft = harness.methods[names[0]].with_tree(trees[names[0]])
             for one in answers:
-                walk = harness.walk(draft, one.prompt, one.answer, depth, 2 * top_k)
+                walk = harness.walk(draft, one.prompt, one.answer, depth, 2 * top_k, parallel)
                 for name, tree in trees.items():
                     found = replay.walk(walk.ranks(tree.top_k, tree.depth, tree.parallel), tree.nodes)
                     counts = out.setdefault((one.unit.benchmark, one.unit.temperature, name), {})

@@ -73,8 +73,8 @@ def measure_costs(
         ).argmax(-1).tolist()
         cache.keep(context)
 
-    def start(name: str, count: int) -> None:
-        drafts[name].start(states[name], hidden_TD[:count], tokens[:count], True).next_WU.argmax(-1).tolist()
+    def start(name: str) -> None:
+        drafts[name].start(states[name], hidden_TD[:2], tokens[:2], True).next_WU.argmax(-1).tolist()
         states[name].verified = context
 
     def step(name: str, width: int) -> None:
@@ -89,7 +89,7 @@ def measure_costs(
 
     tasks: dict[tuple, Callable[[], None]] = {("verify", n): partial(verify, n) for n in sizes}
     tasks |= {("step", name, w): partial(step, name, w) for name in drafts for w in WIDTHS}
-    tasks |= {("start", name): partial(start, name, 2) for name in drafts} | {("plain",): plain}
+    tasks |= {("start", name): partial(start, name) for name in drafts} | {("plain",): plain}
     times: dict[tuple, list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
@@ -104,7 +104,7 @@ def measure_costs(
             one = speculative(target, draft, prompt, sampling, exact_split=True)
             rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
         out[name] = Costs(
-            median["plain",],
+            median[("plain",)],
             {n: median["verify", n] for n in sizes},
             {w: median["step", name, w] for w in WIDTHS},
             median["start", name],

@@ -157,19 +157,22 @@ class Harness:
         return self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
 
     def plain_answers(self, unit: Unit) -> Iterator[tuple[list[int], list[int]]]:
-        """The target's own answers that `decode` compares with: (prompt, answer) of each turn and repeat."""
+        """The target's own answers that `decode` compares with, of two tokens and more: (prompt, answer) of each turn and repeat."""
         for turn, ids in enumerate(self.with_histories(unit.prompt) or []):
             answer: list[int] = []
             for repeat in range(self.repeats[unit.temperature > 0]):
                 if unit.temperature > 0 or not repeat:  # greedy ones do not differ
                     answer = plain(self.target, ids, self.sampling_of(unit, turn, repeat)).tokens
-                yield ids, answer
+                if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
+                    yield ids, answer
 
-    def walk(self, draft: Draft, prompt: list[int], answer: list[int], depth: int, top_k: int) -> replay.Walk:
+    def walk(
+        self, draft: Draft, prompt: list[int], answer: list[int], depth: int, top_k: int, parallel: int
+    ) -> replay.Walk:
         """The draft's largest tree below every token of an answer of the target's own."""
         tokens = prompt + answer
         hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
-        return replay.collect(draft, hidden_TD, tokens, len(prompt), depth, top_k)
+        return replay.collect(draft, hidden_TD, tokens, len(prompt), depth, top_k, parallel)
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:

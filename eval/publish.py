@@ -15,7 +15,7 @@ from eval import report
 from pipeline import checkpoint, embedded
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, sha256, write_text
-from pipeline.provenance import public_name
+from pipeline.provenance import RECIPE, public_name
 from pipeline.recipe import Recipe
 from pipeline.sections import TreeConfig
 
@@ -42,9 +42,8 @@ def build_release(recipe: Recipe) -> Path:
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    checkpoint.export(source, building, tree_of(recipe, measured))
-    for file in (REPORT, "recipe.json"):  # the recipe as it was when measured, decoding trees included
-        shutil.copy(recipe.eval_dir / file, building / file)
+    checkpoint.export(source, building, tree_of(recipe, measured), recipe.eval_dir / RECIPE)
+    shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
     if recipe.target.chat_template:
         shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
     drawn = [recipe.eval_dir / plot for plot in measured["plots"]]

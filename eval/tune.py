@@ -117,7 +117,7 @@ def measure(
 
 def answered(harness: Harness, units: list[Unit]) -> list[tuple[list[int], list[int]]]:
     """The target's answers of two tokens and more. Raises PipelineError when there are none."""
-    answers = [pair for unit in units for pair in harness.plain_answers(unit) if len(pair[1]) > 1]
+    answers = [pair for unit in units for pair in harness.plain_answers(unit)]
     if not answers:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     return answers
@@ -135,7 +135,8 @@ def tune(
     """Chooses, measures and describes one draft's tree."""
     draft = harness.methods[name]
     print(costs.said())
-    walks = [harness.walk(draft, *pair, arguments.depth, max(TOP_K)) for pair in answers]
+    parallel = min(draft.config.horizons, arguments.depth)
+    walks = [harness.walk(draft, *pair, arguments.depth, max(TOP_K), parallel) for pair in answers]
     ranked = predict(walks, costs, draft.config.horizons, arguments.depth, costs.sizes)
     print("fastest trees by prediction:")
     for one in ranked[:5]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.drafts import Draft, build
 from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, read_json, sha256, write_json
-from pipeline.provenance import public_name, write_provenance
+from pipeline.provenance import PROVENANCE, public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.sections import DraftConfig, TreeConfig
 
@@ -67,10 +67,10 @@ def save(
     write_json(folder / CONFIG, config)
 
 
-def export(source: Path, folder: Path, tree: TreeConfig) -> None:
-    """Copies a saved draft into `folder` with the tree that it is to grow by default; its recipe stays behind."""
-    for file in (WEIGHTS, "provenance.json"):
-        shutil.copy(source / file, folder / file)
+def export(source: Path, folder: Path, tree: TreeConfig, recipe_file: Path) -> None:
+    """Copies a saved draft into `folder`, with the tree that it is to grow by default and the recipe that it was measured under."""
+    for file in (source / WEIGHTS, source / PROVENANCE, recipe_file):
+        shutil.copy(file, folder / file.name)
     raw = read_json(source / CONFIG)
     raw["draft"]["tree"] = tree.model_dump(mode="json")
     write_json(folder / CONFIG, raw)

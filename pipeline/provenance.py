@@ -15,6 +15,7 @@ from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
 ROOT = Path(__file__).resolve().parent.parent
+PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # beside every artifact
 
 
 def revision() -> str:
@@ -69,8 +70,8 @@ def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
-    write_json(folder / "provenance.json", provenance(recipe, **facts))
-    write_json(folder / "recipe.json", resolved)
+    write_json(folder / PROVENANCE, provenance(recipe, **facts))
+    write_json(folder / RECIPE, resolved)
 
 
 def _public(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, ShardR
 from pipeline.features.store import Store, store_of
 from pipeline.files import exclusive, write_text
 from pipeline.progress import Progress
-from pipeline.provenance import public_name, write_provenance
+from pipeline.provenance import PROVENANCE, RECIPE, public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
@@ -150,7 +150,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     for path in folder.glob("features-*.arrow"):
         if path.name not in known:  # of an earlier plan whose manifest is gone
             path.unlink()
-    for name in (REJECTED, HELDOUT_PROMPTS, "recipe.json", "provenance.json"):
+    for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete = True
     ledger.save()

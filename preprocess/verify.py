@@ -20,6 +20,7 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
 from pipeline.features.store import fetch, store_of
 from pipeline.progress import Progress
+from pipeline.provenance import RECIPE
 from pipeline.recipe import load_recipe
 from pipeline.target import Target, fingerprint
 from preprocess.driver import dump
@@ -27,7 +28,6 @@ from preprocess.driver import dump
 # Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token of
 # another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
-RECIPE = "recipe.json"
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:

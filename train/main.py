@@ -5,6 +5,7 @@ DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two C
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def main() -> None:
                 print(line)
     finally:
         dist.destroy_process_group()
+    # DeepSpeed keeps references to the process groups, so their threads outlive them; one that still held a tensor when Python
+    # tears itself down would abort a rank whose work is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

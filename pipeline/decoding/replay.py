@@ -26,9 +26,7 @@ FORWARDED = 256  # nodes of one level that are forwarded together, over places
 class _Level:
     """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best first."""
 
-    rows: (
-        np.ndarray
-    )  # (A, W_above * k): which forward a candidate of the level above became, -1 for none; empty at the root
+    rows: np.ndarray  # (A, W_above * k): the forward that a candidate of the level above became, or -1
     tokens: list[np.ndarray]  # by horizon (A, W, k)
     scores: list[np.ndarray]  # log-probabilities, likewise
 
@@ -54,11 +52,13 @@ class Walk:
 
 
 @torch.inference_mode()
-def collect(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int, depth: int, top_k: int) -> Walk:
+def collect(
+    draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int, depth: int, top_k: int, parallel: int
+) -> Walk:
     """Grows the largest tree, of the kind of candidates that the draft's own has, below every token from ``tokens[begin]`` to the
-    last but one, as decoding does there: from the target's features `hidden_TD` (at least all but the last two). `begin` is at least 1.
+    last but one, as decoding does there: from the target's features `hidden_TD` (at least all but the last two). `begin` is at least 1;
+    `depth`, `top_k` and `parallel` are the most that will be asked for.
     """
-    parallel = min(draft.config.horizons, depth)
     tree = TreeConfig(
         depth=depth, top_k=top_k, nodes=depth + 1, candidates=draft.config.tree.candidates, parallel=parallel
     )
@@ -83,7 +83,7 @@ def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, t
     rows = np.zeros((places, 0), dtype=np.int64)
     for depth in range(1, tree.depth + 1):
         own = candidates(draft, *ranking(answer, tree), tree.top_k)
-        ahead = [ahead_scores(answer, level) for level in range(1, tree.parallel)]
+        ahead = [ahead_scores(answer, level) for level in range(1, min(tree.parallel, tree.depth - depth + 1))]
         both = zip(own, *(candidates(draft, scores, scores, tree.top_k) for scores in ahead), strict=True)
         tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
         out.append(_Level(rows, tokens, scores))

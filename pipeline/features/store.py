@@ -18,7 +18,7 @@ from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
 from pipeline.files import atomic_path, sha256
 from pipeline.progress import Progress
-from pipeline.provenance import public_name
+from pipeline.provenance import RECIPE, public_name
 from pipeline.recipe import Recipe
 
 
@@ -131,7 +131,7 @@ def fetch(recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool =
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
                 progress.advance(1)
-        for name in (HELDOUT_PROMPTS, "recipe.json"):
+        for name in (HELDOUT_PROMPTS, RECIPE):
             store.get(name, folder)
         manifest.save(folder)
 

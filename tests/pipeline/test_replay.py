@@ -25,7 +25,7 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
     hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
-    walk = replay.collect(draft, hidden_TD[:-2], tokens, len(prompt), 4, 24)
+    walk = replay.collect(draft, hidden_TD[:-2], tokens, len(prompt), 4, 24, draft.config.horizons)
     horizons, taus = draft.config.horizons, set()
     for top_k, depth, nodes, parallel in [
         (1, 3, 4, 1),

@@ -199,6 +199,7 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
         f"--port={free_port()}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={free_port()}",  # Ray's default is one for all clusters of a machine
     ]
     started = subprocess.run(
         [*start, "--num-cpus=2", "--node-ip-address=127.0.0.1"], env=environment, capture_output=True, text=True
@@ -207,11 +208,11 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
         assert started.returncode == 0, started.stderr
         submit = [ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--working-dir", ".", "--"]
         script = ["python", "preprocess/dump_features.py", str(recipe)]
-        lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
-        deadline = time.monotonic() + 60  # `ray start` returns before the agent that takes jobs is there
-        while "No available agent" in lost.stdout + lost.stderr and time.monotonic() < deadline:
-            time.sleep(1)
+        for _ in range(20):  # `ray start` returns before the agent that takes jobs is there
             lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
+            if "No available agent" not in lost.stdout + lost.stderr:
+                break
+            time.sleep(1)
         assert lost.returncode != 0 and "temporary copy of the checkout" in lost.stdout + lost.stderr
         sets = ["--set", f"output={tmp_path / 'run'}", "--set", "features.workers=3"]  # one more than there is room for
         done = run_command([*submit, *script, *sets], **cluster)

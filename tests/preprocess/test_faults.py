@@ -183,7 +183,7 @@ def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
         address = f"127.0.0.1:{free_port()}"
         cluster = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
-        ray = [str(BIN / "ray"), "start", "--num-cpus=1", "--disable-usage-stats"]
+        ray = [str(BIN / "ray"), "start", "--num-cpus=1", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
         try:
             for more in (
                 ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false"],
