@@ -92,20 +92,21 @@ def replayed(
     groups: dict[tuple[str, str], list[str]] = {}  # methods that grow selections of one large tree
     for name, method in methods.items():
         groups.setdefault((method.draft, method.tree.candidates), []).append(name)
-    with Progress("replay", len(groups) * len(answers), "answers") as progress:
-        for names in groups.values():
-            trees = {name: methods[name].tree for name in names}
-            largest = (max(getattr(tree, key) for tree in trees.values()) for key in ("depth", "top_k", "parallel"))
-            depth, top_k, parallel = largest
-            draft = harness.methods[names[0]].with_tree(trees[names[0]])
-            for one in answers:
-                walk = harness.walk(draft, one.prompt, one.answer, depth, 2 * top_k, parallel)
-                for name, tree in trees.items():
+    grown = []
+    for names in groups.values():
+        trees = [methods[name].tree for name in names]
+        depth, top_k, parallel = (max(getattr(tree, key) for tree in trees) for key in ("depth", "top_k", "parallel"))
+        grown.append((harness.methods[names[0]], depth, 2 * top_k, parallel))
+    with Progress("replay", len(answers), "answers") as progress:
+        for one in answers:
+            for names, walk in zip(groups.values(), harness.walks(grown, one.prompt, one.answer), strict=True):
+                for name in names:
+                    tree = methods[name].tree
                     found = replay.walk(walk.ranks(tree.top_k, tree.depth, tree.parallel), tree.nodes)
                     counts = out.setdefault((one.unit.benchmark, one.unit.temperature, name), {})
                     had = counts.get(one.unit.prompt.question_id, (0, 0))
                     counts[one.unit.prompt.question_id] = had[0] + found.tokens, had[1] + found.passes
-                progress.advance(1, method=names[0])
+            progress.advance(1)
     return out
 
 

@@ -166,13 +166,15 @@ class Harness:
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
                     yield ids, answer
 
-    def walk(
-        self, draft: Draft, prompt: list[int], answer: list[int], depth: int, top_k: int, parallel: int
-    ) -> replay.Walk:
-        """The draft's largest tree below every token of an answer of the target's own."""
+    def walks(
+        self, grown: list[tuple[Draft, int, int, int]], prompt: list[int], answer: list[int]
+    ) -> list[replay.Walk]:
+        """Each draft's largest tree (depth, top-k, parallel levels) below every token of an answer of the target's own, which is forwarded once for
+        all of them.
+        """
         tokens = prompt + answer
         hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
-        return replay.collect(draft, hidden_TD, tokens, len(prompt), depth, top_k, parallel)
+        return [replay.collect(draft, hidden_TD, tokens, len(prompt), *largest) for draft, *largest in grown]
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:

@@ -128,16 +128,14 @@ def tune(
     harness: Harness,
     name: str,
     units: list[Unit],
-    answers: list[tuple[list[int], list[int]]],
+    walks: list[replay.Walk],
     costs: Costs,
-    arguments,
+    depth: int,
 ) -> dict:
     """Chooses, measures and describes one draft's tree."""
     draft = harness.methods[name]
     print(costs.said())
-    parallel = min(draft.config.horizons, arguments.depth)
-    walks = [harness.walk(draft, *pair, arguments.depth, max(TOP_K), parallel) for pair in answers]
-    ranked = predict(walks, costs, draft.config.horizons, arguments.depth, costs.sizes)
+    ranked = predict(walks, costs, draft.config.horizons, depth, costs.sizes)
     print("fastest trees by prediction:")
     for one in ranked[:5]:
         print(
@@ -194,8 +192,11 @@ def main() -> None:
     context = int(np.median([len(ids) for ids, _ in answers]))
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, answers[0][0])
-    for name in names:
-        found[name] = tune(recipe, harness, name, units, answers, costs[name], arguments)
+    depth, drafts = arguments.depth, [harness.methods[name] for name in names]
+    grown = [(draft, depth, max(TOP_K), min(draft.config.horizons, depth)) for draft in drafts]
+    walks = zip(*(harness.walks(grown, *pair) for pair in answers), strict=True)
+    for name, of_draft in zip(names, walks, strict=True):
+        found[name] = tune(recipe, harness, name, units, list(of_draft), costs[name], depth)
         write_json(path, known | found)
     print(
         json.dumps(
