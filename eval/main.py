@@ -15,6 +15,7 @@ from eval import plots, publish, report
 from eval.harness import pooled
 from eval.units import Job, Method, decode_all, job_of, method_facts, read_tuned
 from pipeline import checkpoint, entry
+from pipeline.curves import METRICS
 from pipeline.drafts import build, parameter_count
 from pipeline.files import read_json, write_json, write_text
 from pipeline.provenance import provenance, public_name, write_provenance
@@ -42,7 +43,7 @@ def measure(job: Job) -> dict:
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
-    metrics = {name: recipe.draft_dir(name) / "metrics.jsonl" for name in recipe.draft}
+    metrics = {name: recipe.draft_dir(name) / METRICS for name in recipe.draft}
     own = {name: m.tree.depth - m.tree.parallel + 1 for name, m in methods.items() if m.tree.parallel > 1}
     drawn = plots.draw(entries, own, metrics, folder)
     measured = {

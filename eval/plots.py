@@ -1,6 +1,5 @@
 """The release's three pictures: acceptance by depth, tau and speed by benchmark, loss curves."""
 
-import json
 from pathlib import Path
 
 import matplotlib
@@ -9,13 +8,14 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
+from pipeline.curves import COLOURS, draw_training
 
 
 def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
     """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_plot_depth(entries, parallel, folder), _plot_bars(entries, folder), _plot_losses(metrics, folder)]
+    drawn = [_plot_depth(entries, parallel, folder), _plot_bars(entries, folder)]
+    drawn.append(draw_training(metrics, folder / "loss_curves.png"))
     plt.close("all")
     return drawn
 
@@ -124,47 +124,3 @@ def draw_differences(results: list[dict], against: str, path: Path) -> Path:
     _save(figure, path)
     plt.close(figure)
     return path
-
-
-def _plot_losses(metrics: dict[str, Path], folder: Path) -> Path:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    for number, (name, path) in enumerate(sorted(metrics.items())):
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        colour = COLOURS[number % 6]
-        train = [line for line in lines if line["kind"] == "train"]
-        held = [line for line in lines if line["kind"] == "validation"]
-        tokens = {line["step"]: line["trained_tokens"] for line in train}
-        for axis, key in zip(axes, ("next_classification", "next_agreement"), strict=True):
-            if train:
-                smooth = _smoothed([line[key] for line in train])
-                axis.plot(
-                    [line["trained_tokens"] for line in train],
-                    smooth,
-                    color=colour,
-                    lw=1,
-                    alpha=0.6,
-                    label=f"{name}, training",
-                )
-            axis.plot(
-                [tokens[line["step"]] for line in held],
-                [line[key] for line in held],
-                "o-",
-                ms=4,
-                color=colour,
-                label=f"{name}, held out",
-            )
-    axes[0].set(xlabel="trained tokens", ylabel="cross-entropy, next token")
-    axes[1].set(xlabel="trained tokens", ylabel="top-1 agreement with the target")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.suptitle("training: mean of the last 20 steps; steps in the curve: the dialogues are seen again", fontsize=9)
-    axes[0].legend(fontsize=8)
-    return _save(figure, folder / "loss_curves.png")
-
-
-def _smoothed(values: list[float], window: int = 20) -> np.ndarray:
-    """Trailing mean over at most `window` steps."""
-    sums = np.cumsum([0.0, *values])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[begins]) / (ends - begins)

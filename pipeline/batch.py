@@ -3,7 +3,8 @@
 Input i is the pair (f_i, t_{i+1}); a branch of horizon h answers at i with f_{i+h} and t_{i+1+h}.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,20 +15,36 @@ from pipeline.features.schema import Row
 
 @dataclass
 class Batch:
-    """B dialogues padded on the right. T counts inputs: one less than the longest dialogue's tokens."""
+    """B rows padded on the right, each of one dialogue or of several, packed one behind the other. T counts inputs: one less than
+    a dialogue's tokens.
+    """
 
     hidden_BTD: Tensor  # f_i, with noise
     tokens_BT: Tensor  # t_{i+1}
     labels_BTD: Tensor  # f_{i+1}: the label of horizon 1 at i; of horizon h at i + 1 - h
     trained: dict[int, Tensor]  # horizon -> bool (B, T): input i has a trained label at this horizon
     totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
+    begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
+    documents: list[list[str]] = field(default_factory=list)  # each row's document ids
+
+    def _each(self, change) -> "Batch":
+        tensors = {name: change(getattr(self, name)) for name in ("hidden_BTD", "tokens_BT", "labels_BTD")}
+        begins = None if self.begins_BT is None else change(self.begins_BT)
+        trained = {h: change(mask) for h, mask in self.trained.items()}
+        return replace(self, **tensors, trained=trained, begins_BT=begins)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
+        return self._each(lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True))
 
-        trained = {h: moved(mask) for h, mask in self.trained.items()}
-        return Batch(moved(self.hidden_BTD), moved(self.tokens_BT), moved(self.labels_BTD), trained, self.totals)
+    def pinned(self) -> "Batch":
+        """In memory that a GPU reads by itself, so that `to` does not wait."""
+        return self._each(Tensor.pin_memory)
+
+    def emptied(self) -> "Batch":
+        """The same shape without content: its losses and gradients are 0."""
+        trained = {h: torch.zeros_like(mask) for h, mask in self.trained.items()}
+        nothing = torch.zeros_like(self.hidden_BTD)
+        return replace(self, hidden_BTD=nothing, labels_BTD=nothing, trained=trained)
 
 
 def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
@@ -47,25 +64,40 @@ def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
 
 
 def collate(
-    rows: list[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: list[Tensor] | None = None
+    rows: Sequence[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: list[Tensor] | None = None
 ) -> Batch:
-    """Pads and shifts. `noises` (one T-1 x D tensor a row) are added to the input features, never to the labels."""
-    inputs = max(len(row.input_ids) for row in rows) - 1
-    width = rows[0].hidden_TD.shape[1]
-    hidden = torch.zeros(len(rows), inputs, width)
-    labels = torch.zeros(len(rows), inputs, width)
-    tokens = torch.zeros(len(rows), inputs, dtype=torch.long)
-    masks = {h: torch.zeros(len(rows), inputs, dtype=torch.bool) for h in horizons}
-    for b, row in enumerate(rows):
-        n = len(row.input_ids) - 1
-        hidden[b, :n] = row.hidden_TD[:-1]
-        labels[b, :n] = row.hidden_TD[1:]
-        tokens[b, :n] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
-        if noises is not None:
-            hidden[b, :n] += noises[b]
-        for h in horizons:
-            masks[h][b, :n] = torch.from_numpy(trained(row.loss_mask, h, rule))
-    return Batch(hidden, tokens, labels, masks, totals)
+    """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
+    batch = collate_packed([[row] for row in rows], horizons, rule, totals, None if noises is None else iter(noises))
+    return replace(batch, begins_BT=None)
+
+
+def collate_packed(
+    packed: list[list[Row]], horizons: list[int], rule: str, totals: dict[int, int], noises=None, width: int = 0
+) -> Batch:
+    """Pads, to at least `width` inputs, and shifts. `noises` yields what is added to each dialogue's input features, never to
+    its labels.
+    """
+    inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
+    shape = len(packed), inputs
+    hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1])
+    labels = torch.zeros_like(hidden)
+    tokens, begins = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
+    for b, rows in enumerate(packed):
+        begin = 0
+        for row in rows:
+            here = slice(begin, begin + len(row.input_ids) - 1)
+            hidden[b, here] = row.hidden_TD[:-1]
+            labels[b, here] = row.hidden_TD[1:]
+            tokens[b, here] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
+            if noises is not None:
+                hidden[b, here] += next(noises)
+            for h in horizons:
+                masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
+            begins[b, here] = begin
+            begin = here.stop
+        begins[b, begin:] = begin
+    return Batch(hidden, tokens, labels, masks, totals, begins, [[row.doc_id for row in rows] for rows in packed])
 
 
 def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:

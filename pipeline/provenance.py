@@ -67,11 +67,16 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
+    write_json(folder / PROVENANCE, provenance(recipe, **facts))
+    write_json(folder / RECIPE, public_recipe(recipe))
+
+
+def public_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe without local paths and credentials."""
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
-    write_json(folder / PROVENANCE, provenance(recipe, **facts))
-    write_json(folder / RECIPE, resolved)
+    return resolved
 
 
 def _public(value: Any) -> Any:

@@ -66,6 +66,16 @@ class Recipe(Section):
                 f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
                 + (f" x train.ranks={ranks}" if ranks > 1 else "")
             )
+        if not self.data.calibration_prompts:
+            for key, plain in (("keep", "last"), ("patience", None), ("decode", "never")):
+                if getattr(self.train, key) != plain:
+                    raise ValueError(
+                        f"train.{key}={getattr(self.train, key)!r} goes by the answers to calibration prompts, but data.calibration_prompts=0"
+                    )
+        if self.train.pack_tokens and self.train.pack_tokens < self.data.max_length - 1:
+            raise ValueError(
+                f"train.pack_tokens={self.train.pack_tokens} has no room for a dialogue of data.max_length={self.data.max_length} tokens"
+            )
         if self.eval.compile and self.target.device == "spread":
             raise ValueError(
                 "eval.compile=true, but target.device='spread': a spread target cannot be compiled into one graph"
@@ -125,10 +135,13 @@ class Recipe(Section):
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 
     def train_hash(self, draft: str) -> str:
-        """What one draft's weights depend on. Its decoding tree, the number of ranks and schedules of I/O are not."""
-        schedules = {"ranks", "checkpoint_every", "validate_every", "verify_checksums"}
-        train = self.train.model_dump(mode="json", exclude=schedules)
-        config = self.draft[draft].model_dump(mode="json", exclude={"tree"})
+        """What one draft's weights depend on. The number of ranks, schedules of I/O and what only watches are not, nor its decoding
+        tree and when it is validated, unless the estimated tau decides which weights are kept.
+        """
+        apart = {"ranks", "checkpoint_every", "verify_checksums", "recompute", "decode", "tracker"}
+        watched = self.train.keep == "best" or self.train.patience is not None
+        train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
+        config = self.draft[draft].model_dump(mode="json", exclude=set() if watched else {"tree"})
         return digest({"dump": self.dump_hash, "seed": self.seed, "draft": config, "train": train})
 
     def with_features(self, **changes: Any) -> "Recipe":

@@ -42,6 +42,9 @@ class DataConfig(Section):
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
     heldout_prompts: Positive = 80  # held-out dialogues whose first turn may serve as an evaluation prompt
+    calibration_prompts: Annotated[int, Field(ge=0)] = (
+        16  # more of them, whose answers by the target tell training its tau
+    )
 
 
 class FeaturesConfig(Section):
@@ -49,6 +52,7 @@ class FeaturesConfig(Section):
 
     stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
     auxiliary_layers: list[Positive] = []  # decoder layers (from 1) whose outputs are stored, too
+    answer_tokens: Positive = 64  # at most, of the target's answer to a calibration prompt
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
     workers: Positive = 1
@@ -282,8 +286,11 @@ class TrainConfig(Section):
     """Optimisation. Defaults are the paper's, and from its code where the paper is silent."""
 
     epochs: Positive = 20
-    global_batch: Positive = 16  # dialogues per optimiser step, over all ranks
-    micro_batch: Positive = 4  # dialogues per forward of one rank
+    global_batch: Positive = 16  # rows per optimiser step, over all ranks
+    micro_batch: Positive = 4  # rows per forward of one rank
+    pack_tokens: Positive | None = (
+        None  # tokens of a row that holds several dialogues; default: each row is one dialogue
+    )
     ranks: Positive | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -296,8 +303,16 @@ class TrainConfig(Section):
     mask: Literal["predicted", "legacy"] = "predicted"  # legacy: train where t_i, not t_{i+1+h}, is the assistant's
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
+    recompute: bool = False  # activations again in the backward instead of keeping them
+    not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out
     checkpoint_every: Positive = 500  # steps
     validate_every: Positive = 500
+    keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau
+    patience: Positive | None = None  # validations without a larger estimated tau after which training ends
+    decode: Literal["never", "last", "always"] = (
+        "never"  # at which validations the target decodes the calibration prompts
+    )
+    tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
     verify_checksums: bool = True
     deepspeed: dict[
         str, Any

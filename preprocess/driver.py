@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, ShardRecord, damage
+from pipeline.features.shards import ANSWERS, HELDOUT_PROMPTS, MANIFEST, SPLITS, Manifest, ShardRecord, damage
 from pipeline.features.store import Store, store_of
 from pipeline.files import exclusive, write_text
 from pipeline.progress import Progress
@@ -170,9 +170,11 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     lines.append(
         f"{counts['records']} records{windows} = {counts['accepted']} accepted + {total} rejected ({rejected}) + skipped ({skipped})"
     )
-    for split in ("train", "validation"):
+    for split in SPLITS:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
+    answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")
+    lines.append(f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens")
     size = sum(shard.bytes for shard in manifest.shards) / 1e6
     where = public_name(recipe.features.store) if recipe.features.store else recipe.features_dir
     lines.append(f"{len(manifest.shards)} shards, {size:,.0f} MB in {where}")

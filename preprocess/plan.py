@@ -16,9 +16,11 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
+
 from pipeline import chat
 from pipeline.errors import PipelineError
-from pipeline.features.shards import ShardRecord
+from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
 from pipeline.recipe import Recipe
 from pipeline.sections import DataConfig, TargetConfig
 from pipeline.target import load_tokenizer
@@ -75,7 +77,8 @@ class Plan:
     skipped: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
-    _open: dict[str, list[Document]] = field(default_factory=lambda: {"train": [], "validation": []})
+    calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training's sake
+    _open: dict[str, list[Document]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
     _train_tokens: int = 0
     _unusable: list[tuple[str, str]] = field(default_factory=list)
@@ -114,6 +117,9 @@ class Plan:
         for split, documents in self._open.items():
             if documents:
                 yield self._close(split)
+        size = self.recipe.features.rows_per_shard
+        for index, first in enumerate(range(0, len(self.calibration), size)):
+            yield ShardTask(ANSWERS, index, self.calibration[first : first + size])
 
     def _dialogues(self) -> Iterator[tuple[Dialogue, Callable[[], Encoded]]]:
         """Every dialogue of the intake, in order, and what gives its pieces: here and now, or from the planning processes."""
@@ -160,13 +166,20 @@ class Plan:
         return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
 
     def _offer_prompt(self, dialogue) -> None:
-        """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted."""
-        if len(self.prompts) == self.recipe.data.heldout_prompts:
+        """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted; after these, as
+        long as it leaves room to answer, a calibration prompt. So no figure of training looks at what evaluation measures.
+        """
+        data = self.recipe.data
+        if len(self.prompts) == data.heldout_prompts and len(self.calibration) == data.calibration_prompts:
             return
         question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
-        length = len(chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}]))
-        if length <= self.recipe.data.max_length:
-            self.prompts.append({"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]})
+        ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
+        if len(self.prompts) < data.heldout_prompts:
+            if len(ids) <= data.max_length:
+                self.prompts.append({"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]})
+        elif len(ids) + self.recipe.features.answer_tokens <= data.max_length:
+            mask = np.zeros(len(ids), np.uint8)
+            self.calibration.append(Document(dialogue.doc_id, np.array(ids, np.int32), mask))
 
     def _close(self, split: str) -> ShardTask:
         task = ShardTask(split, self._indices[split], self._open[split])
@@ -176,6 +189,9 @@ class Plan:
 
     def accounting(self, shards: list[ShardRecord]) -> dict:
         """Counts by fate: records + windows = accepted + rejected + skipped, exactly."""
+        shards = [
+            shard for shard in shards if shard.split != ANSWERS
+        ]  # those are of dialogues that are counted already
         late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)

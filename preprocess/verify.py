@@ -17,7 +17,7 @@ import torch
 from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
+from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
 from pipeline.features.store import fetch, store_of
 from pipeline.progress import Progress
 from pipeline.provenance import RECIPE
@@ -125,7 +125,8 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
         target = Target(recipe.target, recipe.target.dtype)
         errors = {
             doc_id: error
-            for split in SPLITS
+            for split in (*SPLITS, ANSWERS)
+            if manifest.total(split, "rows")
             for doc_id, error in recomputed(FeatureStore(folder, split, manifest.spec), target, rows).items()
         }
         of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))

@@ -12,8 +12,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
-from pipeline.features.shards import ShardRecord, write_shard
+from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
 from pipeline.features.store import store_of
 from pipeline.recipe import Recipe
 from pipeline.target import Target
@@ -95,13 +96,33 @@ class FeatureWorker:
             if document.doc_id in task.suspects:
                 self._compute([document])
         rejected = dict(task.set_aside)
+        if task.split == ANSWERS:
+            task, fingerprint = self._answered(task), task.fingerprint
+        else:
+            fingerprint = task.fingerprint
         rows = self.rows(task, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
         if self._store is not None:
             self._tell(())  # what goes wrong from here on is no dialogue's fault
             self._store.put(self._folder / record.name)
             (self._folder / record.name).unlink()
-        return replace(record, documents=task.fingerprint)
+        return replace(record, documents=fingerprint)
+
+    def _answered(self, task: ShardTask) -> ShardTask:
+        """The prompts with the target's greedy answers behind them, by the same loop that evaluation decodes plainly with; the
+        mask is on the answers.
+        """
+        sampling = Sampling(self._settings.answer_tokens, frozenset(self._target.stop_ids()))
+        whole = []
+        for document in task.documents:
+            if document.doc_id in task.set_aside:
+                continue
+            self._tell((document.doc_id,))
+            answer = plain(self._target, document.input_ids.tolist(), sampling).tokens
+            tokens = np.concatenate([document.input_ids, np.array(answer, np.int32)])
+            mask = np.arange(len(tokens)) >= len(document.input_ids)
+            whole.append(Document(document.doc_id, tokens, mask.astype(np.uint8)))
+        return replace(task, documents=whole)
 
     def _forward(self, batch: list[Document]) -> torch.Tensor:
         """``states_BTSD`` of a batch (`Target.capture_all`), in the target's dtype, on its device."""

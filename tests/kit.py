@@ -89,8 +89,9 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "heldout_fraction": 0.2,
             "validation_dialogues": 8,
             "heldout_prompts": 4,
+            "calibration_prompts": 4,
         },
-        "features": {"rows_per_shard": 8, "batch_tokens": 512},
+        "features": {"rows_per_shard": 8, "batch_tokens": 512, "answer_tokens": 12},
         "draft": {
             "jakiro": {
                 "kind": "jakiro",

@@ -1,18 +1,26 @@
 """Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks.
 
-Terms: a global batch is `train.global_batch` dialogues and one optimiser step; a micro-batch is one forward of one rank.
+Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch is
+`train.global_batch` rows and one optimiser step; a micro-batch is one forward of one rank.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from pipeline.batch import Batch, collate, trained, uniform_noise
+from pipeline.batch import Batch, collate, collate_packed, trained, uniform_noise
 from pipeline.errors import PipelineError
+from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
 from pipeline.sections import TrainConfig
+
+AHEAD = 2  # steps that are read while one computes
+WINDOW = 1024  # dialogues among which rows are packed
 
 
 class Batches:
@@ -24,60 +32,101 @@ class Batches:
                 f"train.global_batch={config.global_batch} is no multiple of micro_batch x ranks = {config.micro_batch} x "
                 f"{ranks}: change one of them"
             )
-        if len(store) < config.global_batch:
-            raise PipelineError(
-                f"{len(store)} training dialogues do not fill one global batch of {config.global_batch}: "
-                "dump more, or lower train.global_batch"
-            )
         self._store, self._config, self._horizons, self._seed = store, config, horizons, seed
         self._rank, self._ranks = rank, ranks
+        self._rows = packed(store, config.pack_tokens, seed) if config.pack_tokens else [[n] for n in range(len(store))]
+        if len(self._rows) < config.global_batch:
+            what = (
+                f"training dialogues, packed into {len(self._rows)} rows,"
+                if config.pack_tokens
+                else "training dialogues"
+            )
+            raise PipelineError(
+                f"{len(store)} {what} do not fill one global batch of {config.global_batch}: "
+                "dump more, or lower train.global_batch"
+            )
         self.accumulation = config.global_batch // (config.micro_batch * ranks)
-        self.steps_per_epoch = len(store) // config.global_batch
+        self.steps_per_epoch = len(self._rows) // config.global_batch
         self.steps = self.steps_per_epoch * config.epochs
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))  # an epoch and its order
 
-    def rows_of(self, step: int) -> list[int]:
-        """The global batch of a step, longest dialogue first. An epoch leaves out the rest that fills no batch."""
+    def rows_of(self, step: int) -> list[list[int]]:
+        """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills no batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._store))
-        rows = order[place * self._config.global_batch :][: self._config.global_batch].tolist()
-        return sorted(rows, key=lambda row: (-len(self._store.row(row).input_ids), row))
+        if self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+        chosen = self._order[1][place * self._config.global_batch :][: self._config.global_batch].tolist()
+        tokens = {row: sum(len(self._store.row(n).input_ids) for n in self._rows[row]) for row in chosen}
+        return [self._rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
+
+    @property
+    def dialogues(self) -> int:
+        """How many the first epoch takes in; where rows are packed, later ones may leave out others."""
+        return sum(len(row) for step in range(self.steps_per_epoch) for row in self.rows_of(step))
 
     def micro_batches(self, step: int) -> list[Batch]:
         rows = self.rows_of(step)
-        totals = self._totals(rows)
+        totals = self._totals([number for row in rows for number in row])
         size, epoch = self._config.micro_batch, step // self.steps_per_epoch
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
-            out.append(self._collate(rows[first : first + size], totals, epoch))
+            batch = self._collate(rows[first : first + size], totals, epoch)
+            out.append(batch.pinned() if torch.cuda.is_available() else batch)
         return out
 
-    def _totals(self, rows: list[int]) -> dict[int, int]:
-        masks = [self._store.row(row).loss_mask for row in rows]
+    def _totals(self, numbers: list[int]) -> dict[int, int]:
+        masks = [self._store.row(number).loss_mask for number in numbers]
         return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
 
-    def _collate(self, numbers: list[int], totals: dict[int, int], epoch: int) -> Batch:
-        rows = [self._store.row(number) for number in numbers]
+    def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int) -> Batch:
+        read = [[self._store.row(number) for number in row] for row in rows]
         noises = None
         if self._config.noise:
-            noises = [
-                uniform_noise(row, self._config.noise, self._config.noise_scaling, (self._seed, epoch, number))
-                for row, number in zip(rows, numbers, strict=True)
-            ]
-        return collate(rows, self._horizons, self._config.mask, totals, noises)
+            pairs = [pair for row in zip(rows, read, strict=True) for pair in zip(*row, strict=True)]
+            noises = (self._noise(number, row, epoch) for number, row in pairs)
+        width = self._config.pack_tokens or 0
+        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width)
+        return batch if width else replace(batch, begins_BT=None)
 
-    def documents(self, step: int) -> list[str]:
-        return [self._store.row(row).doc_id for row in self.rows_of(step)]
+    def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
+        return uniform_noise(row, self._config.noise, self._config.noise_scaling, (self._seed, epoch, number))
 
     def from_step(self, first: int) -> Iterator[tuple[int, list[Batch]]]:
-        """(step, micro-batches) from `first` to the end; the next step is read while this one computes."""
+        """(step, micro-batches) from `first` to the end; the next steps are read while this one computes."""
         with ThreadPoolExecutor(1) as reader:
-            ahead = reader.submit(self.micro_batches, first) if first < self.steps else None
+            ahead = deque(reader.submit(self.micro_batches, step) for step in range(first, self.steps)[:AHEAD])
             for step in range(first, self.steps):
-                ready = ahead.result()
-                if step + 1 < self.steps:
-                    ahead = reader.submit(self.micro_batches, step + 1)
+                ready = ahead.popleft().result()
+                if step + AHEAD < self.steps:
+                    ahead.append(reader.submit(self.micro_batches, step + AHEAD))
                 yield step, ready
+
+
+def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
+    """Every dialogue in one row of at most so many inputs: windows of the shuffled dialogues, in each first-fit by falling length.
+
+    The same for all epochs, which shuffle the rows. Raises PipelineError for a dialogue that fits no row.
+    """
+    lengths = np.array([len(store.row(number).input_ids) - 1 for number in range(len(store))])
+    if lengths.max() > tokens:
+        raise PipelineError(
+            f"train.pack_tokens={tokens}, but dialogue {store.row(int(lengths.argmax())).doc_id} has {lengths.max()} inputs: raise it to "
+            "data.max_length"
+        )
+    order, rows = np.random.default_rng((seed, 0x7061636B)).permutation(len(store)), []
+    for first in range(0, len(order), WINDOW):
+        window = order[first : first + WINDOW]
+        filled: list[list[int]] = []
+        room = np.full(len(window), tokens)
+        for number in window[np.argsort(-lengths[window], kind="stable")].tolist():
+            row = int(np.argmax(room >= lengths[number]))  # the first that has room
+            if row == len(filled):
+                filled.append([])
+            filled[row].append(number)
+            room[row] -= lengths[number]
+        rows += filled
+    return rows
 
 
 def validation_batches(
@@ -92,12 +141,8 @@ def validation_batches(
         begin = first + rank * size
         rows = [store.row(number) for number in range(begin, min(begin + size, len(store)))]
         totals = dict.fromkeys(horizons, 1)
-        if rows:
-            yield collate(rows, horizons, config.mask, totals)
-        else:
-            filler = collate([store.row(0)], horizons, config.mask, totals)
-            filler.trained = {h: torch.zeros_like(mask) for h, mask in filler.trained.items()}
-            yield filler
+        batch = collate(rows or [store.row(0)], horizons, config.mask, totals)
+        yield batch if rows else batch.emptied()
 
 
 def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> torch.Tensor:

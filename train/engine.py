@@ -1,7 +1,11 @@
 """DeepSpeed, and nothing else of it anywhere: building the engine, one optimiser step, resume state."""
 
+import math
 import os
 import shutil
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES
 
 RESUME = "resume.json"  # the only truth about which resume state is whole
+BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
+PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -29,7 +35,7 @@ def start_distributed() -> None:
         # while it compiles leaves a lock that every later one waits for without end, and each rank leaves 69 MB in
         # /dev/shm for good.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed()
+        deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
         local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
@@ -78,7 +84,15 @@ def _merge(base: dict, over: dict, where: str) -> dict:
 class Engine:
     """A draft under DeepSpeed."""
 
-    def __init__(self, draft: Draft, config: TrainConfig, accumulation: int, steps: int, train_hash: str):
+    def __init__(self, draft: Draft, config: TrainConfig, accumulation: int, steps: int, folder: Path, train_hash: str):
+        """Continues from the resume state in `folder`, if there is one; then `step` and `progress` say where that is.
+
+        Raises PipelineError for the state of another recipe.
+        """
+        self._folder, self._train_hash, self._config = folder, train_hash, config
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        state = self._found_state()
+        universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
         optimizer = torch.optim.AdamW(
             draft.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -93,28 +107,76 @@ class Engine:
             model=draft,
             optimizer=optimizer,
             lr_scheduler=schedule,
-            config=deepspeed_config(config, accumulation),
+            config=deepspeed_config(config, accumulation)
+            | ({"checkpoint": {"load_universal": True}} if universal else {}),
             dist_init_required=False,
         )
-        self._draft, self._config, self._train_hash = draft, config, train_hash
-        self._accumulation = accumulation
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._draft, self._accumulation = draft, accumulation
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
+        self.left_out: list[str] = []  # of the last step: what was not finite
+        self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
+        if state:
+            self._load(self._universal(state["tag"]) if universal else state["tag"])
 
-    def step(self, batches: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
+    def advance(self, batches: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
         """One optimiser step over this rank's micro-batches; returns its raw loss sums, by branch.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
-        which is multiplied back here, so that the gradient is that of one large batch.
+        which is multiplied back here, so that the gradient is that of one large batch. Raises PipelineError where a loss is not finite, or
+        leaves that turn's micro-batches out on all ranks (`left_out`), as the recipe says.
         """
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
+        self.left_out = []
         for batch in batches:
-            loss, sums = self._engine(batch.to(self.device, self.dtype))
+            batch = batch.to(self.device, self.dtype)
+            loss, sums = self._engine(batch)
+            if not self._finite_everywhere(loss):
+                self.left_out += self._blame(batch, sums)
+                batch = batch.emptied()
+                loss, sums = self._engine(batch)
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
             add_sums(pooled, sums)
+        self.step += 1
         return pooled
+
+    def _finite_everywhere(self, loss: torch.Tensor) -> bool:
+        bad = (~loss.detach().isfinite()).to(torch.int32)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return not bad.item()
+
+    def _blame(self, batch: Batch, sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+        """What is not finite, over all ranks, by dialogue. Raises PipelineError unless it may be left out."""
+        mine = [
+            f"the stored features of dialogue {' or '.join(ids)}"
+            for ids, *states in zip(batch.documents, batch.hidden_BTD, batch.labels_BTD, strict=True)
+            if ids and not all(state.isfinite().all() for state in states)
+        ]
+        named = ", ".join(doc_id for ids in batch.documents for doc_id in ids)
+        mine += [
+            f"the {name} loss of branch {branch!r} on dialogues {named}"
+            for branch, parts in sums.items()
+            for name, value in parts.items()
+            if not mine and not value.isfinite()
+        ]
+        worn = not self.weights_finite()
+        found = self.gathered((mine, worn))
+        blamed = [line for lines, _ in found for line in lines] or ["the loss"]
+        worn = any(worn for _, worn in found)
+        if worn or self._config.not_finite == "stop":
+            why = "the draft's weights are not finite any more; on the way there " if worn else "not finite: "
+            raise PipelineError(
+                f"step {self.step + 1}: {why}{'; '.join(blamed)}. Features: dump that shard again (python -m preprocess.verify). Else lower "
+                "train.learning_rate, or train in bfloat16 or float32 if this was float16; train.not_finite='skip' leaves such "
+                "batches out. Run again to resume from the last saved state"
+            )
+        return blamed
+
+    def weights_finite(self) -> bool:
+        """Of this rank's share."""
+        shares = (getattr(p, "ds_tensor", p) for p in self._draft.parameters())
+        return all(bool(share.detach().isfinite().all()) for share in shares)
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> dict[str, dict[str, torch.Tensor]]:
@@ -122,7 +184,7 @@ class Engine:
         return self._engine(batch.to(self.device, self.dtype))[1]
 
     def total(self, pooled: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
-        """Sums over all ranks."""
+        """Sums over all ranks, in an order that does not depend on their dictionaries'."""
         names = [(b, name) for b, parts in sorted(pooled.items()) for name in sorted(parts)]
         flat = torch.stack([pooled[b][name].double() for b, name in names])
         dist.all_reduce(flat)
@@ -131,6 +193,12 @@ class Engine:
             out.setdefault(b, {})[name] = value
         return out
 
+    def gathered(self, mine: Any) -> list[Any]:
+        """Every rank's, in the order of ranks."""
+        found: list = [None] * self.ranks
+        dist.all_gather_object(found, mine)
+        return found
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -138,57 +206,85 @@ class Engine:
         return self._engine.get_lr()[0]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The full state dict on rank 0; every rank takes part (ZeRO-3 gathers)."""
-        if self._config.zero_stage == 3:
-            return self._engine._zero3_consolidated_16bit_state_dict() or {}
-        return self._draft.state_dict()
+        """A copy of the full state dict, on every rank; all take part (ZeRO-3 gathers)."""
+        parameters = list(self._draft.parameters()) if self._config.zero_stage == 3 else []
+        with deepspeed.zero.GatheredParameters(parameters, enabled=bool(parameters)):
+            return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
 
     # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
 
-    def save_resume(self, folder: Path, step: int, progress: dict[str, Any]) -> None:
-        """Saves after `step` steps; then points `resume.json` at it; then removes the one before."""
-        tag = f"step-{step:07d}"
+    def save_resume(self, progress: dict[str, Any]) -> None:
+        """Saves what is needed to go on from here; then points `resume.json` at it; then removes the one before.
+
+        Raises PipelineError where the weights are not finite: the state before is kept.
+        """
+        folder, tag = self._folder, f"step-{self.step:07d}"
+        if not self._finite_everywhere(torch.tensor(0.0 if self.weights_finite() else math.nan, device=self.device)):
+            raise PipelineError(
+                f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train in bfloat16 or "
+                "float32 if this was float16, in another output folder; the resume state before it is kept"
+            )
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
-                f"the resume state of step {step} cannot be written to {folder}: {error}. The state before it is kept: make "
+                f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is kept: make "
                 "room and run again"
             ) from None
         self.barrier()
         if self.rank == 0:
             state = {
                 "tag": tag,
-                "step": step,
+                "step": self.step,
                 "ranks": self.ranks,
                 "train_hash": self._train_hash,
                 "progress": progress,
             }
             write_json(folder / RESUME, state)
-            for old in folder.glob("step-*"):
+            best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
+            for old in [*folder.glob("step-*"), *folder.glob("universal-*")]:
                 if old.name != tag:
                     shutil.rmtree(old)
+            for old in folder.glob(BEST.replace("{step:07d}", "*")):
+                if old.name != best:
+                    old.unlink()
         self.barrier()
 
-    def resume(self, folder: Path) -> tuple[int, dict[str, Any]]:
-        """(finished steps, progress); (0, {}) when there is nothing to resume. Raises PipelineError for a foreign state."""
+    def _found_state(self) -> dict[str, Any] | None:
+        """What `resume.json` says. Raises PipelineError for the state of other settings."""
+        folder = self._folder
         if not (folder / RESUME).exists():
-            return 0, {}
+            return None
         state = read_json(folder / RESUME)
         if state["train_hash"] != self._train_hash:
             raise PipelineError(
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run has "
                 f"{self._train_hash}). Use the recipe it was started with, or another output folder"
             )
-        if self._config.zero_stage and state["ranks"] != self.ranks:
-            raise PipelineError(
-                f"{folder} was saved by {state['ranks']} ranks under ZeRO-{self._config.zero_stage}, which splits its state by "
-                f"rank; this run has {self.ranks}. Resume with {state['ranks']} ranks, or start over in another output folder"
-            )
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=state["tag"])
+        return state
+
+    def _load(self, tag: str) -> None:
+        loaded, _ = self._engine.load_checkpoint(str(self._folder), tag=tag)
         if loaded is None:
-            raise PipelineError(f"{folder / state['tag']} cannot be loaded; remove {folder} to train from the start")
-        return state["step"], state["progress"]
+            raise PipelineError(f"{self._folder / tag} cannot be loaded; remove {self._folder} to train from the start")
+
+    def _universal(self, tag: str) -> str:
+        """ZeRO splits the state by rank; for another number of ranks DeepSpeed's own tool takes it apart by parameter."""
+        made = self._folder / f"universal-{tag}"
+        if self.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+            folders = ["--input_folder", str(self._folder / tag), "--output_folder", str(made)]
+            done = subprocess.run([*command, *workers, *folders], capture_output=True, text=True, check=False)
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise PipelineError(
+                    f"{self._folder / tag} was saved by another number of ranks and cannot be converted for {self.ranks}: {last}. Resume "
+                    "with as many ranks as before, or start over in another output folder"
+                )
+        self.barrier()
+        return made.name
 
 
 def add_sums(pooled: dict, sums: dict) -> None:

@@ -1,57 +1,32 @@
 """Training one draft, from its shards to its checkpoint."""
 
-import json
 import math
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from safetensors.torch import load_file, save_file
 
 from pipeline import checkpoint
+from pipeline.curves import METRICS, draw_training
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import FeatureStore, Manifest, require_whole
-from pipeline.files import exclusive, write_text
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, require_whole
+from pipeline.files import atomic_path, exclusive
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
 from pipeline.target import load_config
+from train import acceptance
 from train.data import Batches, coverage, frequent_tokens, validation_batches
-from train.engine import Engine, add_sums
+from train.engine import BEST, Engine, add_sums
+from train.tracking import Metrics, open_tracker
 
-METRICS, RESUME_STATE = "metrics.jsonl", "resume"
-
-
-class Metrics:
-    """metrics.jsonl is the truth, TensorBoard a view of it. Lines beyond the resumed step are dropped. Rank 0 only."""
-
-    def __init__(self, folder: Path, resumed: int):
-        self._path = folder / METRICS
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= resumed] if resumed else []
-        write_text(self._path, "".join(f"{line}\n" for line in kept))
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        self._board.close()
-
-
-def _step_of(line: str) -> float:
-    """Infinite for a line that was torn when the disk filled or the power went."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+RESUME_STATE, PLOT = "resume", "training.png"
 
 
 def train(recipe: Recipe, name: str, ends: Ends, expected: FeatureSpec, rank: int, ranks: int) -> str | None:
@@ -68,24 +43,42 @@ def _train(
         checkpoint.require_trained_under(recipe, name)
         return f"{name}: trained already, in {folder}"
     _require_whole_shards(recipe, rank, ranks)
-    store = FeatureStore(recipe.features_dir, "train", expected)
-    heldout = FeatureStore(recipe.features_dir, "validation", expected)
+    store, heldout, answers = stores(recipe, expected)
     draft = new_draft(recipe, name, ends, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft.horizons, recipe.seed, rank, ranks)
-    engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, recipe.train_hash(name))
-    draft.bind(ends.to(engine.device, engine.dtype))
-    run = _Run(recipe, folder, engine, draft, parameters, batches, heldout)
+    state = folder / RESUME_STATE
+    engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, state, recipe.train_hash(name))
+    ends = ends.to(engine.device, engine.dtype)
+    draft.bind(ends)
+    run = _Run(recipe, name, engine, draft, ends, batches, heldout, answers)
     run.to_the_end()
-    facts = run.facts()
+    facts, weights = {"parameters": parameters, **run.facts()}, run.kept_weights()
     if draft.config.vocabulary:
         facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
-    weights = engine.weights()
     if rank == 0:
+        draw_training({name: folder / METRICS}, folder / PLOT)
         checkpoint.save(folder, draft, weights, recipe, name, facts)
-        shutil.rmtree(folder / RESUME_STATE)
+        shutil.rmtree(state)
     engine.barrier()
-    return f"{name}: {facts['parameters']:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
+    return f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
+
+
+def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, FeatureStore, FeatureStore | None]:
+    """The dump's training and held-out dialogues, and the target's answers to calibration prompts where it has any.
+
+    Raises PipelineError where the recipe's keys need answers that are not there.
+    """
+    store, heldout = (FeatureStore(recipe.features_dir, split, expected) for split in ("train", "validation"))
+    if Manifest.load(recipe.features_dir).total(ANSWERS, "rows"):
+        return store, heldout, FeatureStore(recipe.features_dir, ANSWERS, expected)
+    config = recipe.train
+    if config.keep == "best" or config.patience or config.decode != "never":
+        raise PipelineError(
+            f"{recipe.features_dir} holds no answers to calibration prompts, by which train.keep, train.patience and train.decode go: the "
+            "source had no held-out dialogues left for them. Lower data.heldout_prompts or raise data.heldout_fraction, and dump again"
+        )
+    return store, heldout, None
 
 
 def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Draft:
@@ -93,6 +86,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Dra
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
     draft = build(config, shapes)
+    draft.recompute = recipe.train.recompute
     draft.initialise(recipe.seed)
     if config.vocabulary:
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], config.vocabulary))
@@ -113,51 +107,78 @@ class _Run:
     def __init__(
         self,
         recipe: Recipe,
-        folder: Path,
+        name: str,
         engine: Engine,
         draft: Draft,
-        parameters: int,
+        ends: Ends,
         batches: Batches,
         heldout: FeatureStore,
+        answers: FeatureStore | None,
     ):
-        self._recipe, self._config, self._folder = recipe, recipe.train, folder
-        self._engine, self._draft, self._batches, self._heldout = engine, draft, batches, heldout
-        self._parameters = parameters
-        self._step, progress = engine.resume(folder / RESUME_STATE)
-        self._trained_tokens = progress.get("trained_tokens", 0)
-        self._validation: dict[str, float] = progress.get("validation", {})
-        self._metrics = Metrics(folder, self._step) if engine.rank == 0 else None
+        self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
+        self._engine, self._draft, self._ends, self._batches = engine, draft, ends, batches
+        self._heldout, self._answers = heldout, answers
+        self._trained_tokens = engine.progress.get("trained_tokens", 0)
+        self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
+        self._validation: dict[str, float] = engine.progress.get("validation", {})
+        self._best: dict[str, Any] | None = engine.progress.get("best")
+        self._stale = engine.progress.get("stale", 0)  # validations since the best one
+        self._decoder: acceptance.Decoder | None = None
+        self._metrics = None
+        if engine.rank == 0:
+            tracker = open_tracker(recipe, name, self._folder)
+            self._metrics = Metrics(self._folder, engine.step, tracker)
+
+    @property
+    def _is_done(self) -> bool:
+        """At the last step, or where no more is to be had."""
+        patience = self._config.patience
+        return self._engine.step == self._batches.steps or (patience is not None and self._stale >= patience)
 
     def to_the_end(self) -> None:
-        quiet = self._engine.rank != 0
-        with Progress(f"train {self._folder.name}", self._batches.steps, "steps", self._step, quiet) as progress:
-            for step, micro_batches in self._batches.from_step(self._step):
-                progress.advance(1, **self._one_step(step, micro_batches))
+        quiet, first = self._engine.rank != 0, self._engine.step
+        with Progress(f"train {self._folder.name}", self._batches.steps, "steps", first, quiet) as progress:
+            begin, before = time.monotonic(), self._trained_tokens
+            for _, micro_batches in self._batches.from_step(first):
+                if self._is_done:  # before it began: resumed after the last validation
+                    break
+                shown = self._one_step(micro_batches)
+                speed = (self._trained_tokens - before) / (time.monotonic() - begin)
+                progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}"})
         if self._metrics:
             self._metrics.close()
 
-    def _one_step(self, step: int, micro_batches) -> dict[str, str]:
+    def _one_step(self, micro_batches) -> dict[str, str]:
         rate = self._engine.learning_rate()
-        sums = self._engine.total(self._engine.step(micro_batches))
-        values = self._averages(sums)
-        if not math.isfinite(values["loss"]):
-            raise PipelineError(
-                f"step {step + 1}: the loss is {values['loss']} on dialogues {self._batches.documents(step)[:8]}: lower "
-                "train.learning_rate, or train in bfloat16 or float32 if this was float16. Run again to resume"
-            )
-        self._step = step + 1
+        sums = self._engine.total(self._engine.advance(micro_batches))
+        values, step = self._averages(sums), self._engine.step
         self._trained_tokens += int(sums["next"]["positions"])
+        if self._engine.left_out:
+            self._left_out += len(self._engine.left_out)
+            self._write("left_out", {"what": self._engine.left_out})
+        self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
+        last = step == self._batches.steps
+        if last or step % self._config.validate_every == 0:
+            self._validate(last)
+        if self._is_done or step % self._config.checkpoint_every == 0:
+            self._engine.save_resume(self._progress())
+        shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
+        if "estimated_tau" in self._validation:
+            shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
+        return shown
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "trained_tokens": self._trained_tokens,
+            "left_out": self._left_out,
+            "validation": self._validation,
+            "best": self._best,
+            "stale": self._stale,
+        }
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._metrics:
-            self._metrics.write(
-                "train", self._step, {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens}
-            )
-        last = self._step == self._batches.steps
-        if last or self._step % self._config.validate_every == 0:
-            self._validate()
-        if last or self._step % self._config.checkpoint_every == 0:
-            progress = {"trained_tokens": self._trained_tokens, "validation": self._validation}
-            self._engine.save_resume(self._folder / RESUME_STATE, self._step, progress)
-        return {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
+            self._metrics.write(kind, self._engine.step, values)
 
     def _averages(self, sums: dict[str, dict[str, float]]) -> dict[str, float]:
         """Global loss and, per branch, its averages over trained positions; "agreement" is top-1 against the target."""
@@ -172,7 +193,9 @@ class _Run:
             out[f"{branch}_agreement"] = part["agree"] / count
         return {"loss": loss, **out}
 
-    def _validate(self) -> None:
+    # -- validation ------------------------------------------------------------------------------------------------
+
+    def _validate(self, last: bool) -> None:
         pooled: dict = {}
         share = validation_batches(
             self._heldout, self._config, self._draft.horizons, self._engine.rank, self._engine.ranks
@@ -180,17 +203,65 @@ class _Run:
         for batch in share:
             add_sums(pooled, self._engine.measure(batch))
         self._validation = self._averages(self._engine.total(pooled))
-        if self._metrics:
-            self._metrics.write("validation", self._step, self._validation)
+        if self._answers is not None:
+            self._validation |= self._acceptance(last)
+        self._validation["trained_tokens"] = self._trained_tokens
+        if self._best is not None and self._best["step"] == self._engine.step:
+            self._best["validation"] = self._validation
+        self._write("validation", self._validation)
+
+    def _acceptance(self, last: bool) -> dict[str, float]:
+        """The estimate of tau, and what decoding says where the recipe wants it; remembers the best weights."""
+        weights = self._engine.weights()
+        draft = build(self._draft.config, self._draft.shapes)  # whole, whatever ZeRO does with the one that trains
+        draft = draft.to(self._engine.device, self._engine.dtype)
+        draft.load_state_dict(weights)
+        draft.eval().bind(self._ends)
+        found = self._engine.gathered(acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks))
+        for other in found[1:]:
+            for name, counts in found[0].items():
+                counts.merge(other[name])
+        values = acceptance.figures(found[0])
+        self._remember(values["estimated_tau"], weights)
+        if self._config.decode == "always" or (self._config.decode == "last" and (last or self._is_done)):
+            decoded = None
+            if self._engine.rank == 0:
+                self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers)
+                decoded = self._decoder.tau(draft)
+            values["decoded_tau"] = self._engine.gathered(decoded)[0]
+        return values
+
+    def _remember(self, tau: float, weights: dict) -> None:
+        if self._best is not None and not tau > self._best["tau"]:
+            self._stale += 1
+            return
+        self._stale = 0
+        self._best = {"tau": tau, "step": self._engine.step, "trained_tokens": self._trained_tokens}
+        if self._config.keep == "best" and self._engine.rank == 0:
+            contiguous = {name: value.cpu().contiguous() for name, value in weights.items()}
+            with atomic_path(self._best_file()) as temporary:
+                save_file(contiguous, temporary)
+
+    def _best_file(self) -> Path:
+        return self._folder / RESUME_STATE / BEST.format(step=self._best["step"])
+
+    # -- what remains ----------------------------------------------------------------------------------------------
+
+    def kept_weights(self) -> dict:
+        """The checkpoint's weights: of the last step, or of the best validation. Every rank takes part."""
+        weights = self._engine.weights()
+        return load_file(self._best_file()) if self._config.keep == "best" and self._engine.rank == 0 else weights
 
     def facts(self) -> dict[str, Any]:
-        """What was done, for the checkpoint and its card."""
-        return {
-            "parameters": self._parameters,
-            "steps": self._step,
-            "epochs": self._config.epochs,
-            "trained_tokens": self._trained_tokens,
-            "dialogues": self._batches.steps_per_epoch * self._config.global_batch,
+        """What was done, for the checkpoint and its card; of the kept weights where these are not the last."""
+        last = {"step": self._engine.step, "trained_tokens": self._trained_tokens, "validation": self._validation}
+        kept = self._best if self._config.keep == "best" else last
+        facts = {
+            "steps": kept["step"],
+            "epochs": math.ceil(kept["step"] / self._batches.steps_per_epoch),
+            "trained_tokens": kept["trained_tokens"],
+            "dialogues": self._batches.dialogues,
             "ranks": self._engine.ranks,
-            "validation": {key: round(value, 5) for key, value in self._validation.items()},
+            "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
+        return facts | ({"left_out": self._left_out} if self._left_out else {})

@@ -1,6 +1,7 @@
-"""How far dynamic trees would have been accepted along the target's own text, counted from stored features: no verification.
+"""How far trees would have been accepted along the target's own text, counted from stored features: no verification.
 
-A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). And a smaller
+A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). So `decoded`
+needs no target to count what decoding the text counts, for any tree. For many dynamic trees at once: a smaller
 tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level, fewer levels. So below
 every token of a text one large tree is grown, many places at a time, and every smaller tree is selected from its scores. One
 simplification: a node that the small tree forwards and the large one did not has no children here.
@@ -12,14 +13,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.tree import ahead_scores, candidates, forward_level, ranking
+from pipeline.decoding.accept import Acceptance, accept_best
+from pipeline.decoding.tree import (
+    ahead_scores,
+    candidates,
+    draft_forwards,
+    forward_level,
+    grow,
+    ranking,
+)
 from pipeline.drafts import Draft
 from pipeline.drafts.base import Answer, DraftState
 from pipeline.sections import TreeConfig
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
+
+
+@torch.inference_mode()
+def decoded(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int) -> Acceptance:
+    """What greedy decoding with the draft's own tree counts from ``tokens[begin]``, the prompt's own token, to the last one. `hidden_TD` are
+    the target's features there (at least all but the last).
+    """
+    out, state, fed, end = Acceptance(), DraftState(), 0, begin
+    while end < len(tokens) - 1:  # `end`: the last emitted token
+        fresh = torch.tensor(tokens[fed + 1 : end + 1], device=hidden_TD.device)
+        answer = draft.start(state, hidden_TD[fed:end], fresh, draft_forwards(draft.config.tree) == 1)
+        tree, following = grow(draft, state, tokens[end], answer), [*tokens[end + 1 :], -1]
+        path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
+        fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
+        out.add_pass(min(len(path), emitted), emitted)
+        end += emitted
+    return out
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from pipeline.batch import Batch
@@ -86,6 +87,7 @@ class Draft(nn.Module):
         # ends are neither trained nor saved.
         self._rope = [rotary(llama)]
         self._ends: list[Ends] = []
+        self.recompute = False  # in the backward, what the forward of a training pass kept
         if config.vocabulary:
             if config.vocabulary > llama.vocab_size:
                 raise PipelineError(
@@ -157,21 +159,40 @@ class Draft(nn.Module):
         In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention sees what
         a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
         """
-        tokens_BT = batch.tokens_BT
-        count = tokens_BT.shape[1]
-        positions = torch.arange(count, device=tokens_BT.device)[None]
-        cache = DynamicCache() if self.config.rollout > 1 else None
-        heads = self.heads(self._trunk(batch.hidden_BTD, tokens_BT, positions, None, cache), 0)
+        heads, keys_values = self._pass(1, batch, batch.hidden_BTD, ())
         found = {name: Prediction(h, [f]) for h, (name, f) in enumerate(zip(AHEAD, heads.ahead, strict=False), start=1)}
         found |= self.expert_predictions(heads)
-        hidden_BTD = heads.ahead[0]
         for number in range(2, self.config.rollout + 1):
-            before_BTD = torch.cat([batch.hidden_BTD[:, :1], hidden_BTD[:, :-1]], dim=1)
-            mask = additive(rollout_sees(number, count, tokens_BT.device), before_BTD.dtype)[None, None]
-            u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
-            hidden_BTD = self.heads(u, number - 1).ahead[0]
-            found[f"own_{number}"] = Prediction(1, [hidden_BTD])
+            before_BTD = torch.cat([batch.hidden_BTD[:, :1], heads.ahead[0][:, :-1]], dim=1)
+            if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
+                first = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
+                before_BTD = torch.where(first[:, :, None], batch.hidden_BTD, before_BTD)
+            heads, keys_values = self._pass(number, batch, before_BTD, keys_values)
+            found[f"own_{number}"] = Prediction(1, [heads.ahead[0]])
         return found
+
+    def _pass(
+        self, number: int, batch: Batch, before_BTD: Tensor, keys_values: tuple[Tensor, ...]
+    ) -> tuple[Heads, tuple[Tensor, ...]]:
+        """Pass `number` of a roll-out on the features `before_BTD`: its heads, and keys and values of all passes so far."""
+        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        mask = None
+        if number > 1 or begins_BT is not None:
+            mask = additive(rollout_sees(number, places, begins_BT), before_BTD.dtype)[:, None]
+
+        def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
+            cache = DynamicCache() if self.config.rollout > 1 else None  # a new one: it may run twice
+            if keys_values:
+                cache.update(*keys_values, 0)
+            positions = places[None] if begins_BT is None else places - begins_BT
+            u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
+            seen = () if cache is None else (cache.layers[0].keys, cache.layers[0].values)
+            return self.heads(u, number - 1), seen
+
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
+        return run(before_BTD, *keys_values)
 
     def expert_predictions(self, heads: Heads) -> dict[str, Prediction]:
         """Trained branches of the experts, where the draft has any."""
@@ -238,9 +259,14 @@ class Draft(nn.Module):
         return self._answer(u[0], frontier.depth, last)
 
 
-def rollout_sees(number: int, count: int, device: torch.device) -> Tensor:
-    """Bool (T, number * T): what position i sees in pass `number`, over the keys of all passes so far."""
-    places = torch.arange(count, device=device)
-    behind = places[:, None] - places[None, :]  # i - j
+def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None) -> Tensor:
+    """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its own dialogue
+    only, where `begins_BT` says that a row holds several.
+    """
+    behind = places_T[:, None] - places_T[None, :]  # i - j
     blocks = [behind >= number - 1, *(behind == number - earlier for earlier in range(2, number + 1))]
-    return torch.cat(blocks, dim=1)
+    sees = torch.cat(blocks, dim=1)[None]
+    if begins_BT is None:
+        return sees
+    same = begins_BT[:, :, None] == begins_BT[:, None, :]
+    return sees & same.repeat(1, 1, number)

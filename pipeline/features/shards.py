@@ -21,6 +21,7 @@ from pipeline.files import atomic_path, read_json, sha256, write_json
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")
+ANSWERS = "answers"  # a split beside these: the target's own greedy answers to the calibration prompts
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The shift by one, the masks and the losses, against slow implementations that cannot share their mistakes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pipeline import losses
-from pipeline.batch import collate, trained, uniform_noise
+from pipeline.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.ends import LMHead
@@ -362,6 +364,53 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
             part = regression * sums[branch]["regression"] + classification * sums[branch]["classification"]
             want += part.item() / totals[horizon]
     assert loss == pytest.approx(want, rel=1e-6)
+
+
+def gradient_of(draft, batch):
+    draft.zero_grad()
+    loss, sums = draft.loss(batch)
+    loss.backward()
+    return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
+
+
+def test_packed_dialogues_do_not_see_each_other(draft):
+    """Two rows of two dialogues are four rows of one: loss, sums and gradient."""
+    rows, totals = wide_rows(), {1: 30, 2: 25}
+    loss, sums, gradient = gradient_of(draft, collate(rows, draft.horizons, "predicted", totals))
+    both = collate_packed([rows[:2], rows[2:]], draft.horizons, "predicted", totals, width=30)
+    packed_loss, packed_sums, packed_gradient = gradient_of(draft, both)
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-6)
+    for branch in draft.branch_losses():
+        for name, value in sums[branch].items():
+            assert packed_sums[branch][name].item() == pytest.approx(value.item(), rel=1e-5)
+    seen = gradient_of(draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))  # as if each row were one
+    assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
+    rows, totals = wide_rows(), {1: 30, 2: 25}
+    for batch in (
+        collate(rows, draft.horizons, "predicted", totals),
+        collate_packed([rows], draft.horizons, "predicted", totals),
+    ):
+        kept, _, gradient = gradient_of(draft, batch)
+        draft.recompute, calls = True, []
+        hook = draft.layers[0].post_attention_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        again, _, recomputed = gradient_of(draft, batch)
+        draft.recompute = False
+        hook.remove()
+        assert kept == again and torch.equal(gradient, recomputed)
+        assert len(calls) == 2 * draft.config.rollout
+
+
+def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
+    batch = collate(wide_rows(), draft.horizons, "predicted", {1: 30, 2: 25})
+    batch.hidden_BTD[1, 2] = float("nan")
+    assert not torch.isfinite(draft.loss(batch)[0])
+    loss, sums, gradient = gradient_of(draft, batch.emptied())
+    assert loss == 0 and not gradient.any()
+    assert not any(value for parts in sums.values() for value in parts.values())
 
 
 def test_padding_changes_no_sum(draft):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.errors import PipelineError
 from pipeline.provenance import write_provenance
@@ -354,11 +355,31 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     recipe = Recipe.model_validate(tree)
-    schedules = {f"train.{key}" for key in ("ranks", "checkpoint_every", "validate_every", "verify_checksums")}
+    apart = ("ranks", "checkpoint_every", "validate_every", "verify_checksums", "recompute", "decode", "tracker")
+    schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
     expected -= NOT_WHAT_SHARDS_HOLD | schedules | leaves(recipe, "draft.jakiro.tree.")
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
     assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
+    watched = Recipe.model_validate({**tree, "train": {**tree["train"], "keep": "best"}})  # the estimated tau decides
+    expected |= {"train.validate_every"} | leaves(recipe, "draft.jakiro.tree.")
+    assert changing(watched, lambda r: r.train_hash("jakiro")) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"calibration_prompts": 0}, "train": {"keep": "best"}}, "train.keep='best' goes by the answers"),
+        ({"data": {"calibration_prompts": 0}, "train": {"patience": 2}}, "train.patience=2 goes by the answers"),
+        ({"data": {"calibration_prompts": 0}, "train": {"decode": "last"}}, "train.decode='last' goes by the answers"),
+        ({"train": {"pack_tokens": 100}}, "train.pack_tokens=100 has no room for a dialogue of data.max_length=160"),
+    ],
+)
+def test_training_keys_that_contradict_the_data_are_refused(tree, changes, message):
+    for section, values in changes.items():
+        tree[section] |= values
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        Recipe.model_validate(tree)
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -372,6 +393,7 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
         "heldout_fraction",
         "validation_dialogues",
         "heldout_prompts",
+        "calibration_prompts",
     }
     expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - {
         "target.device",

@@ -7,6 +7,7 @@ import torch
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.sections import TreeConfig
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, shaped, taught
 
 
@@ -43,6 +44,28 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
             assert replay.walk(walk.ranks(top_k, depth, parallel), nodes) == got
             taus.add(got.tau)
     assert len(taus) > 2 and max(taus) > 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("eagle", {"depth": 3, "top_k": 3, "nodes": 9}),
+        ("eagle", {"depth": 3, "top_k": 1, "nodes": 4}),
+        ("eagle", {"paths": "eagle-1"}),
+        ("jakiro", {"depth": 3, "top_k": 3, "nodes": 9, "parallel": 2}),
+        ("jakiro", {"paths": "eagle-1", "parallel": 2}),
+        ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
+        ("reduced", {"depth": 2, "top_k": 2, "nodes": 4, "parallel": 2}),
+    ],
+)
+def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, ends, text, name, tree):
+    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=60).with_tree(TreeConfig(**tree))
+    prompt, count = text[0], 40
+    want = speculative(loaded_target, draft, prompt, Sampling(count, NEVER))
+    tokens = prompt + want.tokens
+    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
+    got = replay.decoded(draft, hidden_TD[:-1], tokens, len(prompt))
+    assert got == want.acceptance and got.tau > 1.1
 
 
 def test_a_walk_by_hand():

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.chat import encode
+from pipeline.decoding.generate import Sampling, plain
 from pipeline.errors import PipelineError
-from pipeline.features.shards import FeatureStore, Manifest, ShardRecord
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec
 from preprocess.dialogues import clean, held_out, record_id
@@ -193,8 +194,10 @@ def test_windows_of_long_dialogues_are_documents_of_their_own_and_accounted_for(
 def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):
     plan, tasks = planned(recipe_for(source))
     counts = plan.accounting(as_if_written(tasks, drop=1))
-    assert counts["rejected"] == {"features_not_finite": len(tasks)}
-    assert counts["accepted"] == sum(len(task.documents) for task in tasks) - len(tasks)
+    shards = [task for task in tasks if task.split != ANSWERS]  # those are counted apart
+    assert len(shards) == len(tasks) - 1
+    assert counts["rejected"] == {"features_not_finite": len(shards)}
+    assert counts["accepted"] == sum(len(task.documents) for task in shards) - len(shards)
 
 
 def test_a_lost_dialogue_is_noticed(source):
@@ -268,6 +271,51 @@ def test_more_prompts_than_validation_dialogues_can_be_had(source):
     plan, tasks = planned(recipe_for(source, data={"validation_dialogues": 2, "heldout_prompts": 6}))
     assert len(plan.prompts) == 6
     assert len(documents_of(tasks, "validation")) == 2
+
+
+def test_calibration_prompts_are_those_behind_the_evaluation_prompts(source):
+    plan, tasks = planned(recipe_for(source, data={"heldout_prompts": 3, "calibration_prompts": 4}))
+    held = [f"doc{number}" for number in range(60) if held_out(f"doc{number}", 0.2)]
+    (task,) = [task for task in tasks if task.split == ANSWERS]
+    assert [prompt["question_id"] for prompt in plan.prompts] == held[:3]
+    assert [document.doc_id for document in task.documents] == held[3:7]
+    assert not any(document.loss_mask.any() for document in task.documents)
+    assert task == tasks[-1]
+    none, tasks = planned(recipe_for(source, data={"calibration_prompts": 0}))
+    assert not none.calibration and all(task.split != ANSWERS for task in tasks)
+
+
+def test_a_calibration_prompt_leaves_room_for_its_answer(source):
+    whole = [len(document.input_ids) for document in planned(recipe_for(source))[0].calibration]
+    most = 160 - max(whole)  # of an answer beside the longest of them
+    changed = recipe_for(source, features={"answer_tokens": most + 1})
+    left = [len(document.input_ids) for document in planned(changed)[0].calibration]
+    assert left and max(left) + most + 1 <= 160 and left != whole
+
+
+def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_target, loaded_target):
+    recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
+    folder = recipe.features_dir
+    folder.mkdir(parents=True)
+    (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
+    worker = FeatureWorker(recipe, folder, feature_spec(recipe))
+    record = worker.work(task)
+    assert record.documents == task.fingerprint  # of the prompts: what a dump that goes on compares
+    Manifest(feature_spec(recipe), [record], complete=True).save(folder)
+    store = FeatureStore(folder, ANSWERS, feature_spec(recipe))
+    prompts = {document.doc_id: document.input_ids.tolist() for document in task.documents}
+    assert len(store) == len(prompts) == 4
+    for number in range(len(store)):
+        row = store.row(number)
+        prompt = prompts[row.doc_id]
+        answer = plain(loaded_target, prompt, Sampling(12, frozenset(loaded_target.stop_ids()))).tokens
+        assert row.input_ids.tolist() == prompt + answer
+        assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
+        own = loaded_target.capture(torch.tensor([prompt + answer]))[0]
+        assert torch.allclose(row.hidden_TD, own, atol=1e-5)
+    (doc_id, *_) = prompts
+    aside = worker.work(replace(task, set_aside={doc_id: "kills_workers"}))
+    assert aside.rows == 3 and aside.rejected == {doc_id: "kills_workers"}
 
 
 def test_a_prompt_longer_than_a_dialogue_may_be_is_not_offered(tmp_path):

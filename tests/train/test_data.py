@@ -9,7 +9,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
 from pipeline.sections import TrainConfig
-from train.data import Batches, coverage, frequent_tokens, validation_batches
+from train.data import Batches, coverage, frequent_tokens, packed, validation_batches
 
 WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
@@ -48,6 +48,10 @@ def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batch
     return Batches(store, config(**changes), list(horizons), seed, rank, ranks)
 
 
+def dialogues_of(one: Batches, step: int) -> list[int]:
+    return [number for row in one.rows_of(step) for number in row]
+
+
 def numbers_in(batch) -> list[int]:
     return batch.tokens_BT[:, 0].tolist()
 
@@ -68,7 +72,7 @@ def test_an_epoch_uses_every_dialogue_at_most_once(store):
     assert (one.steps_per_epoch, one.steps) == (4, 12)  # 37 dialogues: five stay out of each epoch
     left_out = []
     for epoch in range(3):
-        rows = [row for step in range(4 * epoch, 4 * epoch + 4) for row in one.rows_of(step)]
+        rows = [row for step in range(4 * epoch, 4 * epoch + 4) for row in dialogues_of(one, step)]
         assert len(rows) == len(set(rows)) == 32
         assert set(rows) <= set(range(37))
         left_out.append(set(range(37)) - set(rows))
@@ -94,7 +98,7 @@ def test_ranks_and_micro_batches_share_out_exactly_the_global_batch(store, ranks
             assert len(parts) == share.accumulation == 8 // (ranks * micro)
             assert all(len(part.tokens_BT) == micro for part in parts)
             found += [number for part in parts for number in numbers_in(part)]
-        assert sorted(found) == sorted(reference.rows_of(step))
+        assert sorted(found) == sorted(dialogues_of(reference, step))
 
 
 def contents(parts):
@@ -128,7 +132,7 @@ def test_totals_count_the_whole_global_batch(store, rule):
     for step in range(one.steps):
         totals = [part.totals for part in one.micro_batches(step)]
         for horizon in (1, 2):
-            want = sum(int(trained(dialogue(row).loss_mask, horizon, rule).sum()) for row in one.rows_of(step))
+            want = sum(int(trained(dialogue(row).loss_mask, horizon, rule).sum()) for row in dialogues_of(one, step))
             assert {total[horizon] for total in totals} == {want}
 
 
@@ -149,7 +153,7 @@ def test_the_trained_positions_of_all_shares_sum_to_the_totals(store):
 def test_the_longest_dialogues_share_a_micro_batch(store):
     one = batches(store)
     for step in range(one.steps):
-        lengths = [len(dialogue(row).input_ids) for row in one.rows_of(step)]
+        lengths = [len(dialogue(row).input_ids) for row in dialogues_of(one, step)]
         assert lengths == sorted(lengths, reverse=True)
 
 
@@ -179,9 +183,66 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(store):
         assert all(contents(parts) == contents(one.micro_batches(step)) for step, parts in got)
 
 
-def test_documents_names_the_dialogues_of_a_step(store):
+def test_a_batch_names_its_dialogues(store):
     one = batches(store)
-    assert one.documents(3) == [f"doc{row}" for row in one.rows_of(3)]
+    named = [ids for part in one.micro_batches(3) for ids in part.documents]
+    assert named == [[f"doc{row}"] for row in dialogues_of(one, 3)]
+
+
+# -- packed rows ----------------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_hold_every_dialogue_once_and_overflow_never(store):
+    rows = packed(store, 20, seed=3)
+    inputs = {n: len(dialogue(n).input_ids) - 1 for n in range(37)}
+    assert sorted(n for row in rows for n in row) == list(range(37))
+    filled = [sum(inputs[n] for n in row) for row in rows]
+    assert max(filled) <= 20 and len(rows) <= sum(inputs.values()) / 20 * 11 / 9 + 1  # first-fit decreasing's bound
+    assert rows == packed(store, 20, seed=3) != packed(store, 20, seed=4)
+
+
+def test_a_dialogue_longer_than_a_row_is_refused_by_name(store):
+    with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
+        packed(store, 6, seed=0)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
+def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, micro):
+    """All ranks get the same number of tokens in every step; what a dialogue trains on, noise included, is the same."""
+    changes = {"pack_tokens": 20, "global_batch": 4, "noise": 0.3}
+
+    def seen(ranks, micro):
+        out = {}
+        for rank in range(ranks):
+            one = batches(store, rank=rank, ranks=ranks, micro_batch=micro, **changes)
+            for step in range(one.steps):
+                for part in one.micro_batches(step):
+                    assert part.tokens_BT.shape == (micro, 20)
+                    for b, ids in enumerate(part.documents):
+                        out[step, tuple(ids)] = [
+                            part.hidden_BTD[b].tolist(), part.labels_BTD[b].tolist(), part.begins_BT[b].tolist(),
+                            part.trained[2][b].tolist(), part.totals,
+                        ]  # fmt: skip
+        return out
+
+    assert seen(ranks, micro) == seen(1, 2)
+
+
+def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
+    one = batches(store, pack_tokens=20, global_batch=4, noise=0)
+    (part, *_) = one.micro_batches(0)
+    for b, ids in enumerate(part.documents):
+        begin = 0
+        for doc_id in ids:
+            row = dialogue(int(doc_id.removeprefix("doc")))
+            here = slice(begin, begin + len(row.input_ids) - 1)
+            assert torch.equal(part.hidden_BTD[b, here], row.hidden_TD[:-1])
+            assert torch.equal(part.labels_BTD[b, here], row.hidden_TD[1:])
+            assert part.trained[1][b, here].tolist() == trained(row.loss_mask, 1, "predicted").tolist()
+            assert part.begins_BT[b, here].tolist() == [begin] * (here.stop - begin)
+            begin = here.stop
+        assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)
+    assert one.dialogues == sum(len(row) for step in range(one.steps_per_epoch) for row in one.rows_of(step))
 
 
 def test_too_few_dialogues_are_refused(tmp_path):

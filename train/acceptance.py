@@ -1,0 +1,80 @@
+"""tau while training: how far the draft's tree, and a chain of the same depth, would be accepted along the target's own answers.
+
+The answers are the target's greedy ones to calibration prompts, which the dump stored with their features. A tree of best
+candidates accepts the target's own tokens as far as it holds them, whatever verifies it; so the estimate counts, from true
+features where decoding has true ones and from the draft's own elsewhere, what decoding these prompts counts. `Decoder` decodes
+them, to show it.
+"""
+
+import os
+
+import torch
+
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.replay import decoded
+from pipeline.drafts import Draft
+from pipeline.ends import Ends
+from pipeline.features.shards import FeatureStore
+from pipeline.recipe import Recipe
+from pipeline.sections import TreeConfig
+from pipeline.target import Target
+
+
+def chain_of(tree: TreeConfig) -> TreeConfig:
+    """One candidate a level, as deep as the tree."""
+    return TreeConfig(
+        depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel, candidates=tree.candidates
+    )
+
+
+def estimate(draft: Draft, answers: FeatureStore, rank: int, ranks: int) -> dict[str, Acceptance]:
+    """Counts of this rank's share of the answers, for the draft's tree and for its chain. The draft holds whole weights."""
+    device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
+    chain = draft.with_tree(chain_of(draft.config.tree))
+    out = {"tree": Acceptance(), "chain": Acceptance()}
+    for number in range(rank, len(answers), ranks):
+        row = answers.row(number)
+        hidden_TD, tokens = row.hidden_TD.to(device, dtype), row.input_ids.tolist()
+        begin = int(row.loss_mask.argmax())
+        for name, grown in (("tree", draft), ("chain", chain)):
+            out[name].merge(decoded(grown, hidden_TD, tokens, begin))
+    return out
+
+
+def figures(found: dict[str, Acceptance]) -> dict[str, float]:
+    """What goes into metrics.jsonl: taus, and the acceptance at each depth given the depth before it."""
+    out = {"estimated_tau": found["tree"].tau, "estimated_chain_tau": found["chain"].tau}
+    for name, counts in found.items():
+        out |= {f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)}
+    return out
+
+
+class Decoder:
+    """The target, loaded beside the training: decodes the calibration prompts as evaluation does."""
+
+    def __init__(self, recipe: Recipe, answers: FeatureStore):
+        self._target = Target(recipe.target, recipe.target.dtype)
+        self._answers = answers
+        self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
+
+    def tau(self, draft: Draft) -> float:
+        """Of greedy decoding with the draft's tree; the draft's weights are cast to the target's dtype. On a CPU with the cores of
+        the ranks that wait meanwhile.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            return self._decoded(draft).tau
+        finally:
+            torch.set_num_threads(threads)
+
+    def _decoded(self, draft: Draft) -> Acceptance:
+        target, counts = self._target, Acceptance()
+        draft = draft.to(target.device, target.dtype)
+        draft.bind(Ends(target.embedding_VD, target.head, draft.ends.fingerprint))
+        for number in range(len(self._answers)):
+            row = self._answers.row(number)
+            prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
+            counts.merge(speculative(target, draft, prompt, self._sampling).acceptance)
+        return counts

@@ -1,0 +1,118 @@
+"""Where training says how it goes: metrics.jsonl is the truth, TensorBoard and one more tracker by choice are views of it."""
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from pipeline.curves import METRICS
+from pipeline.errors import PipelineError
+from pipeline.files import write_text
+from pipeline.provenance import public_recipe
+from pipeline.recipe import Recipe, digest
+
+PROJECT = "jakiro"
+
+
+class Tracker(Protocol):
+    def log(self, values: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _WandB:
+    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+        self._run = package.init(
+            project=PROJECT, name=name, id=mark, resume="allow", config=config, dir=str(folder), save_code=False
+        )
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+        self._package = package
+        package.init(project=PROJECT, name=f"{name}-{mark}", config=config, resume="allow")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._package.log(values, step=step)
+
+    def close(self) -> None:
+        self._package.finish()
+
+
+class _MLflow:
+    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+        self._package = package
+        package.set_experiment(PROJECT)
+        tag = "jakiro.id"
+        known = package.search_runs(filter_string=f"tags.`{tag}` = '{mark}'", max_results=1, output_format="list")
+        if known:
+            package.start_run(run_id=known[0].info.run_id)
+        else:
+            package.start_run(run_name=name, tags={tag: mark})
+            package.log_dict(config, "recipe.json")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._package.log_metrics(values, step=step)
+
+    def close(self) -> None:
+        self._package.end_run()
+
+
+TRACKERS = {"wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
+
+
+def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
+    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
+    resumed training goes on in the same run. Raises PipelineError where the package is missing.
+    """
+    kind = recipe.train.tracker
+    if kind is None:
+        return None
+    try:
+        package = import_module(kind)
+    except ImportError as error:
+        raise PipelineError(f"train.tracker={kind!r} cannot be used ({error}): pip install {kind}") from None
+    mark = digest([recipe.train_hash(draft), str(folder.resolve())])
+    return TRACKERS[kind](package, f"{recipe.name}-{draft}", mark, public_recipe(recipe), folder)
+
+
+class Metrics:
+    """Of one draft, on rank 0. Lines beyond the resumed step are dropped."""
+
+    def __init__(self, folder: Path, resumed: int, tracker: Tracker | None):
+        self._path, self._tracker = folder / METRICS, tracker
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= resumed] if resumed else []
+        write_text(self._path, "".join(f"{line}\n" for line in kept))
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+        if self._tracker:
+            self._tracker.log(numbers, step)
+
+    def close(self) -> None:
+        self._board.close()
+        if self._tracker:
+            self._tracker.close()
+
+
+def _step_of(line: str) -> float:
+    """Infinite for a line that was torn when the disk filled or the power went."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
