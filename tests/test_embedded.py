@@ -7,15 +7,22 @@ import pytest
 import torch
 
 from pipeline import embedded
+from pipeline.batch import collate, trained
 from pipeline.chat import Unusable, encode
+from pipeline.curves import METRICS, read_metrics
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.recipe import load_recipe
 from pipeline.sections import DataConfig, TargetConfig
-from pipeline.target import load_ends, load_tokenizer
+from pipeline.target import feature_spec, load_config, load_ends, load_tokenizer
 from preprocess.dialogues import clean
 from preprocess.sources import Tail, read_records
 from tests.kit import ROOT, run_command
+from train import acceptance
 
 pytestmark = pytest.mark.real
+SMOKE = "infra/recipes/smoke.toml"
 TARGET = TargetConfig(model="embedded:smollm2-135m-instruct", device="cpu")
 
 
@@ -67,14 +74,53 @@ def test_there_are_164_coding_prompts():
     assert len(prompts) == len({prompt["question_id"] for prompt in prompts}) == 164
 
 
-def test_the_smoke_recipe_from_dump_to_release(tmp_path):
-    """Two real DeepSpeed ranks; fp32 greedy answers of both drafts equal plain decoding's on the real target."""
-    recipe = "infra/recipes/smoke.toml"
-    sets = ["--set", f"output={tmp_path}", "--set", "train.ranks=2", "--set", "eval.temperatures=[0.0]"]
-    done = run_command([sys.executable, "-m", "pipeline", "run", recipe, *sets], timeout=600)
+@pytest.fixture(scope="module")
+def smoke_run(tmp_path_factory):
+    """The smoke recipe's run folder; two real DeepSpeed ranks."""
+    folder = tmp_path_factory.mktemp("smoke")
+    sets = ["--set", f"output={folder}", "--set", "train.ranks=2", "--set", "eval.temperatures=[0.0]"]
+    done = run_command([sys.executable, "-m", "pipeline", "run", SMOKE, *sets], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "release/report.json").read_text())
+    return folder
+
+
+def test_the_smoke_recipe_from_dump_to_release(smoke_run):
+    """fp32 greedy answers of both drafts equal plain decoding's on the real target; the draft has learnt next to nothing."""
+    report = json.loads((smoke_run / "release/report.json").read_text())
     greedy = [entry for entry in report["results"] if entry["temperature"] == 0]
     assert len(greedy) == 4 and all(entry["gate"]["identical"] == entry["gate"]["checked"] == 1 for entry in greedy)
-    assert load_recipe(ROOT / recipe).publish.draft == "jakiro"
-    assert (tmp_path / "release/README.md").read_text().startswith("---\n")
+    assert load_recipe(ROOT / SMOKE).publish.draft == "jakiro"
+    assert (smoke_run / "release/README.md").read_text().startswith("---\n")
+    for draft in ("jakiro", "eagle"):
+        lines = read_metrics(smoke_run / "drafts" / draft / METRICS)
+        taus = [(line["estimated_tau"], line["decoded_tau"]) for line in lines if line["kind"] == "validation"]
+        assert len(taus) == 2 and all(estimated == pytest.approx(decoded, rel=0.02) for estimated, decoded in taus)
+        assert (smoke_run / "drafts" / draft / "training.png").exists()
+
+
+@pytest.mark.parametrize("name", ["jakiro", "eagle"])
+def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run, name):
+    """Of a draft that knows something: taught the stored answers themselves."""
+    recipe = load_recipe(ROOT / SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
+    answers = FeatureStore(recipe.features_dir, ANSWERS, feature_spec(recipe))
+    rows = [answers.row(number) for number in range(len(answers))]
+    draft = build(recipe.draft[name], shapes_of(load_config(TARGET)))
+    draft.initialise(0)
+    said = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
+    draft.set_vocabulary(torch.tensor(sorted([*said, *[t for t in range(400) if t not in said][: 256 - len(said)]])))
+    draft.bind(load_ends(TARGET))
+    totals = {h: sum(int(trained(row.loss_mask, h, "predicted").sum()) for row in rows) for h in draft.horizons}
+    batch, optimizer = (
+        collate(rows, draft.horizons, "predicted", totals),
+        torch.optim.AdamW(draft.parameters(), lr=2e-3),
+    )
+    for _ in range(40):
+        optimizer.zero_grad()
+        draft.loss(batch)[0].backward()
+        optimizer.step()
+    draft.eval().requires_grad_(False)
+    estimated = acceptance.figures(acceptance.estimate(draft, answers, 0, 1))
+    decoded = acceptance.Decoder(recipe, answers).tau(draft)
+    print(f"{name}: estimated tau {estimated['estimated_tau']:.4f}, decoded {decoded:.4f}")
+    assert decoded > 1.3 and estimated["estimated_tau"] == pytest.approx(decoded, rel=0.02)
+    assert estimated["estimated_tau"] > estimated["estimated_chain_tau"] > 1
