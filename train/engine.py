@@ -24,6 +24,7 @@ from pipeline.target import DTYPES
 
 RESUME = "resume.json"  # the only truth about which resume state is whole
 BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
+IN_A_ROW = 10  # steps in which something may be left out
 PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -114,6 +115,7 @@ class Engine:
         self._draft, self._accumulation = draft, accumulation
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
         self.left_out: list[str] = []  # of the last step: what was not finite
+        self._in_a_row = 0  # steps that left something out
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
         if state:
             self._load(self._universal(state["tag"]) if universal else state["tag"])
@@ -139,6 +141,12 @@ class Engine:
             self._engine.step()
             add_sums(pooled, sums)
         self.step += 1
+        self._in_a_row = self._in_a_row + 1 if self.left_out else 0
+        if self._in_a_row > IN_A_ROW:
+            raise PipelineError(
+                f"step {self.step}: {self._in_a_row} steps in a row had losses that are not finite, the last one: {'; '.join(self.left_out)}. "
+                "Lower train.learning_rate, or train in bfloat16 or float32 if this was float16, in another output folder"
+            )
         return pooled
 
     def _finite_everywhere(self, loss: torch.Tensor) -> bool:

@@ -67,10 +67,16 @@ def _train(
 def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, FeatureStore, FeatureStore | None]:
     """The dump's training and held-out dialogues, and the target's answers to calibration prompts where it has any.
 
-    Raises PipelineError where the recipe's keys need answers that are not there.
+    Raises PipelineError where there is nothing to train on, or the recipe's keys need answers that are not there.
     """
+    manifest = Manifest.load(recipe.features_dir)
     store, heldout = (FeatureStore(recipe.features_dir, split, expected) for split in ("train", "validation"))
-    if Manifest.load(recipe.features_dir).total(ANSWERS, "rows"):
+    if manifest.total("train", "trained_tokens") == 0:
+        raise PipelineError(
+            f"{recipe.features_dir}: its {len(store)} training dialogues have no trained position: no token of theirs is the "
+            "assistant's. Look at the chat template, and dump again into another folder"
+        )
+    if manifest.total(ANSWERS, "rows"):
         return store, heldout, FeatureStore(recipe.features_dir, ANSWERS, expected)
     config = recipe.train
     if config.keep == "best" or config.patience or config.decode != "never":

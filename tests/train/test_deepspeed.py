@@ -1,12 +1,8 @@
 """Training as a user starts it: DeepSpeed's launcher, one and two ranks, kills, bad input."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import time
-from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -17,54 +13,14 @@ from pipeline.files import sha256
 from pipeline.recipe import load_recipe
 from pipeline.sections import TrainConfig
 from tests.kit import (
-    dump_here,
     kill_when_exists,
-    recipe_tree,
     run_command,
     train_command,
-    write_recipe,
-    write_sharegpt,
 )
+from tests.train.runs import largest_difference, losses, run_training, wait_until_dead
 from train.engine import deepspeed_config
 
 pytestmark = pytest.mark.real
-
-
-@pytest.fixture(scope="module")
-def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
-    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs."""
-    folder = tmp_path_factory.mktemp("train")
-    tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json", 60), folder / "run")
-    tree["data"]["max_dialogues"] = 40
-    tree["train"]["epochs"] = 4
-    path = write_recipe(tree, folder / "recipe")
-    recipe = load_recipe(path)
-    assert dump_here(recipe).total("train", "rows") == 40
-    return path, recipe.features_dir
-
-
-def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
-    """Trains on the dumped features under another output folder."""
-    recipe, features = dumped
-    output.mkdir(exist_ok=True)
-    if not (output / "features").exists():
-        (output / "features").symlink_to(features)
-    command = train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft=draft)
-    return run_command(command, **environment)
-
-
-def losses(output: Path, draft: str = "jakiro") -> list[float]:
-    lines = [json.loads(line) for line in (output / "drafts" / draft / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(dumped, tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("undisturbed")
-    done = run_training(dumped, output, "train.micro_batch=4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(losses(output)) == 20
-    return output
 
 
 @pytest.mark.parametrize(("micro_batch", "ranks"), [(1, 1), (2, 1), (4, 2), (1, 2)])
@@ -74,9 +30,7 @@ def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
     """1x8, 2x4 (and 4x2, the reference) on one rank; 4x1 and 1x4 on two."""
     done = run_training(dumped, tmp_path / "run", f"train.micro_batch={micro_batch}", ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
-    reference, got = losses(undisturbed), losses(tmp_path / "run")
-    assert len(got) == 20
-    worst = max(abs(a - b) / a for a, b in zip(reference, got, strict=True))
+    worst = largest_difference(undisturbed, tmp_path / "run")
     print(f"micro-batch {micro_batch}, ranks {ranks}: largest relative difference {worst:.1e}")
     assert worst < 1e-5
 
@@ -87,7 +41,7 @@ def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp
     done = run_training(dumped, tmp_path / "run", f"train.zero_stage={stage}", ranks=2, **compiled)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "extensions").exists()  # nothing to compile: a kill there would block all later trainings
-    worst = max(abs(a - b) / a for a, b in zip(losses(undisturbed), losses(tmp_path / "run"), strict=True))
+    worst = largest_difference(undisturbed, tmp_path / "run")
     print(f"ZeRO-{stage}: largest relative difference {worst:.1e}")
     assert worst < 1e-5
     saved = json.loads((tmp_path / "run/drafts/jakiro/config.json").read_text())
@@ -132,14 +86,12 @@ def test_other_keys_pass_through_to_deepspeed():
 
 def test_bfloat16_micro_batches_add_up_in_float32(dumped, tmp_path):
     """ZeRO-1: eight micro-batches of one dialogue against one of eight; bf16 rounds each forward on its own."""
-    curves = []
-    for micro_batch in (1, 8):
-        output = tmp_path / str(micro_batch)
+    outputs = [tmp_path / str(micro_batch) for micro_batch in (1, 8)]
+    for output, micro_batch in zip(outputs, (1, 8), strict=True):
         sets = ["train.dtype=bfloat16", "train.zero_stage=1", f"train.micro_batch={micro_batch}"]
         done = run_training(dumped, output, *sets)
         assert done.returncode == 0, done.stdout + done.stderr
-        curves.append(losses(output))
-    worst = max(abs(a - b) / a for a, b in zip(*curves, strict=True))
+    worst = largest_difference(*outputs)
     print(f"bf16, 1x8 against 8x1: largest relative difference {worst:.1e}")
     assert worst < 1e-3
 
@@ -161,19 +113,6 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     assert sha256(output / weights) == sha256(undisturbed / weights)
     assert losses(output) == losses(undisturbed)
     assert not resume.parent.exists()
-
-
-def wait_until_dead(mark: str) -> None:
-    """Kills what the launcher left behind: its ranks are process groups of their own."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if mark in words and "train/main.py" in words:
-                os.kill(int(entry.name), signal.SIGKILL)
-    time.sleep(0.5)
 
 
 def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undisturbed):

@@ -1,0 +1,45 @@
+"""Trainings as a user starts them, on features that were dumped once."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from pipeline.curves import METRICS, read_metrics
+from tests.kit import run_command, train_command
+
+
+def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
+    """Trains on the dumped features under another output folder."""
+    recipe, features = dumped
+    output.mkdir(exist_ok=True)
+    if not (output / "features").exists():
+        (output / "features").symlink_to(features)
+    command = train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft=draft)
+    return run_command(command, **environment)
+
+
+def lines_of(output: Path, kind: str, draft: str = "jakiro") -> list[dict]:
+    return [line for line in read_metrics(output / "drafts" / draft / METRICS) if line["kind"] == kind]
+
+
+def losses(output: Path, draft: str = "jakiro") -> list[float]:
+    return [line["loss"] for line in lines_of(output, "train", draft)]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Of two loss curves, relative."""
+    return max(abs(a - b) / a for a, b in zip(losses(one), losses(other), strict=True))
+
+
+def wait_until_dead(mark: str) -> None:
+    """Kills what the launcher left behind: its ranks are process groups of their own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if mark in words and "train/main.py" in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+    time.sleep(0.5)

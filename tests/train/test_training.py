@@ -1,0 +1,231 @@
+"""What a long training on many ranks needs: the estimate of tau, other numbers of ranks, ranks that die, figures that are none."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from pipeline import checkpoint
+from pipeline.features.schema import Row
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
+from pipeline.recipe import load_recipe
+from pipeline.target import fingerprint, load_ends
+from tests.kit import ROOT, command_environment, kill_when_exists, run_command, train_command
+from tests.train.runs import largest_difference, lines_of, losses, run_training, wait_until_dead
+from train import acceptance
+
+pytestmark = pytest.mark.real
+WEIGHTS = "drafts/jakiro/model.safetensors"
+
+
+def finished(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- the estimate of tau --------------------------------------------------------------------------------------------
+
+
+def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_path):
+    """Under ZeRO-3, where no rank holds whole weights."""
+    sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2", "zero_stage=3"]
+    finished(run_training(dumped, tmp_path, *(f"train.{one}" for one in sets), ranks=2))
+    held = lines_of(tmp_path, "validation")
+    taus = [line["estimated_tau"] for line in held]
+    print(f"estimated tau {taus}")
+    assert len(held) == 10 and max(taus) > 1.02
+    assert taus == pytest.approx([line["decoded_tau"] for line in held], rel=0.02)
+    best = taus.index(max(taus))
+    facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
+    assert facts["steps"] == held[best]["step"] and facts["trained_tokens"] == held[best]["trained_tokens"]
+    assert facts["validation"]["estimated_tau"] == pytest.approx(max(taus), abs=1e-5)
+    recipe = load_recipe(dumped[0], [f"output={tmp_path}"])
+    answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
+    draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target), recipe.draft["jakiro"].tree)
+    draft.bind(load_ends(recipe.target))
+    again = acceptance.figures(acceptance.estimate(draft, answers, 0, 1))
+    assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
+
+
+def test_training_ends_when_tau_stays_where_it_is(dumped, tmp_path):
+    """A learning rate that moves nothing: the first validation stays the best one."""
+    finished(run_training(dumped, tmp_path, "train.patience=2", "train.learning_rate=1e-12", "train.validate_every=3"))
+    assert [line["step"] for line in lines_of(tmp_path, "validation")] == [3, 6, 9]
+    assert json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]["steps"] == 9
+
+
+# -- rows and activations -------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_train_alike_on_one_and_two_ranks(dumped, tmp_path):
+    sets = ["train.pack_tokens=200", "train.global_batch=2"]
+    finished(run_training(dumped, tmp_path / "one", *sets, "train.micro_batch=2"))
+    finished(run_training(dumped, tmp_path / "two", *sets, "train.micro_batch=1", ranks=2))
+    assert len(losses(tmp_path / "one")) > 20
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5
+
+
+def test_recomputed_activations_train_alike_under_zero_3(dumped, undisturbed, tmp_path):
+    finished(run_training(dumped, tmp_path, "train.recompute=true", "train.zero_stage=3", ranks=2))
+    assert largest_difference(undisturbed, tmp_path) < 1e-5
+
+
+# -- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
+    """Starts a training and kills it at its first saved state; returns that state's step."""
+    recipe, features = dumped
+    output.mkdir()
+    (output / "features").symlink_to(features)
+    state = output / "drafts/jakiro/resume/resume.json"
+    kill_when_exists(train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft="jakiro"), state)
+    wait_until_dead(str(output))
+    return json.loads(state.read_text())["step"]
+
+
+@pytest.mark.parametrize(("stage", "before", "after"), [(0, 2, 1), (2, 1, 2), (3, 2, 1)])
+def test_another_number_of_ranks_goes_on(dumped, undisturbed, tmp_path, stage, before, after):
+    output = tmp_path / "run"
+    step = stopped(dumped, output, f"train.zero_stage={stage}", ranks=before)
+    assert 0 < step < 20
+    finished(run_training(dumped, output, f"train.zero_stage={stage}", ranks=after))
+    worst = largest_difference(undisturbed, output)
+    print(f"ZeRO-{stage}, {before} ranks, from step {step} on {after}: largest relative difference {worst:.1e}")
+    assert worst < 1e-5
+    assert json.loads((output / "drafts/jakiro/config.json").read_text())["training"]["ranks"] == after
+
+
+def ranks_of(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(word.startswith("--local_rank") for word in words) and any(mark in word for word in words):
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_rank_that_dies_ends_the_others(dumped, tmp_path):
+    recipe, features = dumped
+    (tmp_path / "features").symlink_to(features)
+    sets = [f"output={tmp_path}", "train.epochs=1000", "train.validate_every=100000"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            train_command(recipe, *sets, ranks=2, draft="jakiro"),
+            cwd=ROOT, env=command_environment(), stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while len(lines_of(tmp_path, "train")) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        victim = max(ranks_of(str(tmp_path)))
+        os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        assert process.wait(timeout=60) != 0
+    print(f"ended {time.monotonic() - begin:.0f} s after a rank died")
+    assert not ranks_of(str(tmp_path))
+    assert f"Killing subprocess {victim}" in (tmp_path / "log").read_text()  # the launcher says which
+
+
+# -- what is not finite ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def poisoned(dumped, tmp_path_factory) -> tuple[tuple[Path, Path], str]:
+    """The dump with one number of one dialogue that is none, and that dialogue's id."""
+    recipe, features = dumped
+    folder, manifest = tmp_path_factory.mktemp("poisoned"), Manifest.load(features)
+    shards = []
+    for split in ("train", "validation", ANSWERS):
+        rows = rows_of(FeatureStore(features, split, manifest.spec))
+        if split == "train":
+            doc_id = rows[5].doc_id
+            rows[5].hidden_TD[7, 3] = float("nan")
+        shards.append(write_shard(folder, split, 0, manifest.spec, rows, {}))
+    Manifest(manifest.spec, shards, complete=True).save(folder)
+    return (recipe, folder), doc_id
+
+
+def rows_of(store: FeatureStore) -> list[Row]:
+    rows = (store.row(number) for number in range(len(store)))
+    return [replace(row, hidden_TD=row.hidden_TD.clone()) for row in rows]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_dialogue(poisoned, tmp_path):
+    dump, doc_id = poisoned
+    done = run_training(dump, tmp_path, ranks=2)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    said = r"step \d+: not finite: the stored features of dialogue " + re.escape(doc_id) + "[^0-9]"
+    assert re.search(said, done.stdout + done.stderr)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+def test_or_it_is_left_out_and_counted(poisoned, tmp_path):
+    dump, doc_id = poisoned
+    sets = ["train.not_finite='skip'", "train.zero_stage=3", "train.micro_batch=2"]
+    finished(run_training(dump, tmp_path, *sets, ranks=2))
+    left_out = [what for line in lines_of(tmp_path, "left_out") for what in line["what"]]
+    assert left_out == [f"the stored features of dialogue {doc_id}"] * 4  # once an epoch
+    assert json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]["left_out"] == 4
+    assert all(np.isfinite(losses(tmp_path)))
+    assert all(weights.isfinite().all() for weights in load_file(tmp_path / WEIGHTS).values())
+
+
+def test_weights_that_are_not_finite_are_never_saved(dumped, tmp_path):
+    """A learning rate at which the first step overflows: even where losses may be left out."""
+    sets = ["train.learning_rate=3e37", "train.not_finite='skip'", "train.warmup_steps=0", "train.checkpoint_every=1"]
+    done = run_training(dumped, tmp_path, *sets)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "the draft's weights are not finite any more" in done.stdout + done.stderr
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(dumped, tmp_path):
+    output = tmp_path / "run"
+    stopped(dumped, output, ranks=1)
+    done = run_training(dumped, output, "train.learning_rate=0.01")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "holds the resume state of a run with other settings" in done.stdout + done.stderr
+
+
+def test_features_of_another_template_are_refused(dumped, tmp_path):
+    """Each field that may differ: tests/pipeline/test_shards.py."""
+    recipe, features = dumped
+    manifest = Manifest.load(features)
+    spec = replace(manifest.spec, template="0" * 16)
+    folder = tmp_path / "features"
+    folder.mkdir()
+    rows = rows_of(FeatureStore(features, "train", manifest.spec))
+    Manifest(spec, [write_shard(folder, "train", 0, spec, rows, {})], complete=True).save(folder)
+    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle"))
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "features of another chat template" in done.stdout + done.stderr
+
+
+def test_dialogues_without_a_trained_position_change_nothing(dumped, tmp_path):
+    """Masks of nothing: no loss, no gradient, weights that AdamW only decays, and a run that ends."""
+    recipe, features = dumped
+    manifest, folder = Manifest.load(features), tmp_path / "features"
+    folder.mkdir()
+    shards = []
+    for split in ("train", "validation"):
+        rows = rows_of(FeatureStore(features, split, manifest.spec))
+        rows = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in rows] if split == "train" else rows
+        shards.append(write_shard(folder, split, 0, manifest.spec, rows, {}))
+    Manifest(manifest.spec, shards, complete=True).save(folder)
+    done = run_command(train_command(recipe, f"output={tmp_path}", draft="jakiro"))
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "no trained position" in done.stdout + done.stderr
