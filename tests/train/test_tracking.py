@@ -1,0 +1,84 @@
+"""metrics.jsonl is the truth; the trackers see the same numbers, and no private path."""
+
+import json
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.errors import PipelineError
+from train.tracking import Metrics, open_tracker
+
+
+class Recorded(types.ModuleType):
+    """Stands for a tracker's package: notes what it is told."""
+
+    def __init__(self, name: str, known=()):
+        super().__init__(name)
+        self.calls, self._known = [], list(known)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*arguments, **named):
+            self.calls.append((name, arguments, named))
+            return self._known if name == "search_runs" else self
+
+        return call
+
+
+def tracked(recipe, kind: str):
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"tracker": kind})})
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_sees_what_metrics_jsonl_holds(tiny_recipe, tmp_path, monkeypatch, kind):
+    package = Recorded(kind)
+    monkeypatch.setitem(sys.modules, kind, package)
+    recipe = tracked(tiny_recipe, kind)
+    metrics = Metrics(tmp_path, 0, open_tracker(recipe, "jakiro", tmp_path))
+    metrics.write("train", 3, {"loss": 0.5, "trained_tokens": 70})
+    metrics.write("left_out", 3, {"what": ["the stored features of dialogue x"]})
+    metrics.close()
+    logged = [(arguments, named) for name, arguments, named in package.calls if name in ("log", "log_metrics")]
+    assert logged[0] == (({"train/loss": 0.5, "train/trained_tokens": 70},), {"step": 3})
+    assert package.calls[-1][0] in ("finish", "end_run")
+    told = repr([call for call in package.calls if call[0] != "init"] + [
+        {k: v for k, v in named.items() if k != "dir"} for name, _, named in package.calls if name == "init"
+    ])  # fmt: skip
+    assert str(tmp_path) not in told and "tiny-jakiro" in told
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"kind": "train", "step": 3, "loss": 0.5, "trained_tokens": 70}
+    assert lines[1]["what"] == ["the stored features of dialogue x"]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(3, 0.5)]
+
+
+def test_a_resumed_training_goes_on_in_the_same_run(tiny_recipe, tmp_path, monkeypatch):
+    ids = []
+    for _ in range(2):
+        package = Recorded("wandb")
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        open_tracker(tracked(tiny_recipe, "wandb"), "jakiro", tmp_path)
+        ids.append(package.calls[0][2]["id"])
+    assert ids[0] == ids[1]
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+    package = Recorded("mlflow", [run])
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    open_tracker(tracked(tiny_recipe, "mlflow"), "jakiro", tmp_path)
+    assert ("start_run", (), {"run_id": "abc"}) in package.calls
+
+
+def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(PipelineError, match=r"train.tracker='wandb' cannot be used .*: pip install wandb"):
+        open_tracker(tracked(tiny_recipe, "wandb"), "jakiro", tmp_path)
+
+
+def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tr']))
+    Metrics(tmp_path, 2, None).close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
