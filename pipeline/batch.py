@@ -3,7 +3,7 @@
 Input i is the pair (f_i, t_{i+1}); a branch of horizon h answers at i with f_{i+h} and t_{i+1+h}.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,7 +64,7 @@ def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
 
 
 def collate(
-    rows: Sequence[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: list[Tensor] | None = None
+    rows: Sequence[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: Sequence[Tensor] | None = None
 ) -> Batch:
     """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
     batch = collate_packed([[row] for row in rows], horizons, rule, totals, None if noises is None else iter(noises))
@@ -72,14 +72,20 @@ def collate(
 
 
 def collate_packed(
-    packed: list[list[Row]], horizons: list[int], rule: str, totals: dict[int, int], noises=None, width: int = 0
+    packed: list[list[Row]],
+    horizons: list[int],
+    rule: str,
+    totals: dict[int, int],
+    noises: Iterator[Tensor] | None = None,
+    width: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Pads, to at least `width` inputs, and shifts. `noises` yields what is added to each dialogue's input features, never to
-    its labels.
+    """Pads, to at least `width` inputs, and shifts. `noises` yields what is added, in float32, to each dialogue's input features,
+    never to its labels; then all is rounded to `dtype`.
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
     shape = len(packed), inputs
-    hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1])
+    hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
     labels = torch.zeros_like(hidden)
     tokens, begins = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
@@ -87,11 +93,9 @@ def collate_packed(
         begin = 0
         for row in rows:
             here = slice(begin, begin + len(row.input_ids) - 1)
-            hidden[b, here] = row.hidden_TD[:-1]
+            hidden[b, here] = row.hidden_TD[:-1] if noises is None else row.hidden_TD[:-1] + next(noises)
             labels[b, here] = row.hidden_TD[1:]
             tokens[b, here] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
-            if noises is not None:
-                hidden[b, here] += next(noises)
             for h in horizons:
                 masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
             begins[b, here] = begin
@@ -108,4 +112,4 @@ def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ..
     length, width = row.hidden_TD.shape
     scale = half_width * (512 / length if scaling == "legacy" else 1.0)
     values = np.random.default_rng(seed).random((length - 1, width), dtype=np.float32)
-    return torch.from_numpy((2 * values - 1) * np.float32(scale))
+    return torch.from_numpy(values).mul_(2).sub_(1).mul_(np.float32(scale))

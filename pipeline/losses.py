@@ -15,6 +15,7 @@ from pipeline.batch import Batch
 
 Head = Callable[[Tensor], Tensor]
 CHUNK_LOGITS = 1 << 25  # numbers of one (rows, U) tensor: bounds the memory of the vocabulary-wide part
+CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in the cache
 
 
 @dataclass
@@ -45,28 +46,37 @@ class _SoftCrossEntropy(torch.autograd.Function):
         agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in branches]
         gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
         gradients_of = _grouped(gradients, sizes)
-        used = [0] * len(branches)
-        for first in range(0, len(teacher_MD), chunk):
+        ends_of = [
+            rows.cumsum(0)[chunk - 1 :: chunk] for rows in rows_of
+        ]  # of each whole chunk among the branch's rows
+        ends = torch.stack(ends_of).tolist() if ends_of else []  # the only wait for the device
+        for number, first in enumerate(range(0, len(teacher_MD), chunk)):
             teacher_logits = head(teacher_MD[first : first + chunk]).float()
             best, p = teacher_logits.argmax(-1), teacher_logits.softmax(-1)
+            places, groups = [], {True: [], False: []}  # by whether a branch is one feature
             for branch, parts in enumerate(branches):
                 rows = rows_of[branch][first : first + chunk]
-                count = int(rows.sum())
-                mine = slice(used[branch], used[branch] + count)
-                used[branch] += count
-                whole = count == len(rows)
-                one = _chunk if len(parts) == 1 else _mixture_chunk
-                loss, agree, slopes = one(
-                    [part[mine] for part in parts],
-                    p if whole else p[rows],
-                    best if whole else best[rows],
-                    head,
-                    gradients_of[branch][0] is not None,
+                begin = ends[branch][number - 1] if number else 0
+                end = ends[branch][number] if number < len(ends[branch]) else len(parts[0])
+                places.append(slice(begin, end))
+                answered = (p, best) if end - begin == len(rows) else (p[rows], best[rows])
+                groups[len(parts) == 1].append((branch, [part[begin:end] for part in parts], answered))
+            found = []
+            if ones := groups[True]:
+                differentiate = any(gradients_of[branch][0] is not None for branch, *_ in ones)
+                features, answers = [parts[0] for _, parts, _ in ones], [answered for *_, answered in ones]
+                found += zip(
+                    (branch for branch, *_ in ones), _chunk(features, answers, head, differentiate), strict=True
                 )
+            for branch, parts, answered in groups[False]:
+                differentiate = gradients_of[branch][0] is not None
+                found.append((branch, _mixture_chunk(parts, *answered, head, differentiate)))
+            for branch, (loss, agree, slopes) in found:
                 totals[branch] += loss
                 agrees[branch] += agree
                 for kept, slope in zip(gradients_of[branch], slopes, strict=False):
-                    kept[mine] = slope
+                    if kept is not None:
+                        kept[places[branch]] = slope
         ctx.sizes = sizes
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(*agrees)
@@ -85,19 +95,24 @@ def _grouped(values, sizes: list[int]) -> list[list]:
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
-def _chunk(parts: list[Tensor], p: Tensor, best: Tensor, head: Head, differentiate: bool):
-    """(sum of -p.log q, rows whose argmax is the teacher's, gradients to `parts`): with logits z, d/dz = q - p."""
+def _chunk(features: list[Tensor], answers: list[tuple[Tensor, Tensor]], head: Head, differentiate: bool) -> list:
+    """For each feature (m, D) and its teacher's (p, argmax): the sum of -p.log q, rows whose argmax is the teacher's, the
+    gradient. With logits z, d/dz = q - p. One call of the head for all.
+    """
     with torch.enable_grad():
-        hidden = parts[0].detach().requires_grad_(differentiate)
+        hidden = torch.cat(features).detach().requires_grad_(differentiate)
         logits = head(hidden)
-    z = logits.detach().float()
-    log_partition = z.logsumexp(-1)
-    loss = (log_partition - torch.einsum("mv,mv->m", p, z)).sum()
-    agree = (z.argmax(-1) == best).sum()
-    if not differentiate:
-        return loss, agree, []
-    slope = torch.exp(z - log_partition[:, None]).sub_(p)
-    return loss, agree, torch.autograd.grad(logits, hidden, slope.to(logits.dtype))
+    whole = logits.detach().float().log_softmax(-1)
+    sizes, sums = [len(feature) for feature in features], []
+    for log_q, (p, best) in zip(whole.split(sizes), answers, strict=True):
+        sums.append((-torch.einsum("mv,mv->m", p, log_q).sum(), (log_q.argmax(-1) == best).sum()))
+        if differentiate:
+            log_q.exp_().sub_(p)  # in `whole`
+    slopes = [[] for _ in features]
+    if differentiate:
+        (slope,) = torch.autograd.grad(logits, hidden, whole.to(logits.dtype))
+        slopes = [[part] for part in slope.split(sizes)]
+    return [(*pair, own) for pair, own in zip(sums, slopes, strict=True)]
 
 
 def _mixture_chunk(parts: list[Tensor], p: Tensor, best: Tensor, head: Head, differentiate: bool):
@@ -130,7 +145,9 @@ def branch_sums(
     teacher_MD = batch.labels_BTD[any_BT]
     rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
     tensors_of = [_trained_rows(prediction, batch, inputs) for prediction in predictions.values()]
-    chunk = max(1, CHUNK_LOGITS // vocabulary)
+    chunk = max(1, CHUNK_LOGITS // (vocabulary * len(predictions)))
+    if teacher_MD.device.type == "cpu":
+        chunk = min(chunk, CHUNK_ROWS_CPU)
     sizes = [len(tensors) for tensors in tensors_of]
     flat = [tensor for tensors in tensors_of for tensor in tensors]
     found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, sizes, *flat)

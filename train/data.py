@@ -18,6 +18,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
 from pipeline.sections import TrainConfig
+from pipeline.target import DTYPES
 
 AHEAD = 2  # steps that are read while one computes
 WINDOW = 1024  # dialogues among which rows are packed
@@ -86,7 +87,8 @@ class Batches:
             pairs = [pair for row in zip(rows, read, strict=True) for pair in zip(*row, strict=True)]
             noises = (self._noise(number, row, epoch) for number, row in pairs)
         width = self._config.pack_tokens or 0
-        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width)
+        dtype = DTYPES[self._config.dtype]
+        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype)
         return batch if width else replace(batch, begins_BT=None)
 
     def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
@@ -94,7 +96,8 @@ class Batches:
 
     def from_step(self, first: int) -> Iterator[tuple[int, list[Batch]]]:
         """(step, micro-batches) from `first` to the end; the next steps are read while this one computes."""
-        with ThreadPoolExecutor(1) as reader:
+        # One thread of torch's for it: a second team of them would take the cores from the first.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
             ahead = deque(reader.submit(self.micro_batches, step) for step in range(first, self.steps)[:AHEAD])
             for step in range(first, self.steps):
                 ready = ahead.popleft().result()

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -36,6 +37,12 @@ def start_distributed() -> None:
         # while it compiles leaves a lock that every later one waits for without end, and each rank leaves 69 MB in
         # /dev/shm for good.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "RANK" not in os.environ:  # no launcher
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in alone.items()})
         deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
         local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -95,7 +102,11 @@ class Engine:
         state = self._found_state()
         universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
         optimizer = torch.optim.AdamW(
-            draft.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            draft.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         if config.warmup_steps >= steps and config.schedule != "constant":
             raise PipelineError(

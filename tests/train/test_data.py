@@ -41,7 +41,7 @@ def store(tmp_path):
 
 
 def config(**changes) -> TrainConfig:
-    return TrainConfig(**{"epochs": 3, "global_batch": 8, "micro_batch": 2, **changes})
+    return TrainConfig(**{"epochs": 3, "global_batch": 8, "micro_batch": 2, "dtype": "float32", **changes})
 
 
 def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batches:
