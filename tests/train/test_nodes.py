@@ -1,0 +1,52 @@
+"""Several nodes: by Slurm's script, with a srun that starts its tasks here, and by DeepSpeed's hostfile."""
+
+import stat
+
+import pytest
+from deepspeed.launcher.runner import fetch_hostfile
+
+from tests.kit import ROOT, command_environment, free_port, override_arguments, run_command
+from tests.train.runs import largest_difference
+
+SRUN = """#!/usr/bin/env bash
+# Two "nodes" on this machine; the first that fails ends both.
+[ "$1" = --kill-on-bad-exit=1 ] || exit 64
+shift
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+wait -n && wait -n || { kill $(jobs -p); wait; exit 1; }
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """An environment in which Slurm's commands are here."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.1\n"}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(stat.S_IRWXU)
+    slurm = {"JOB_ID": free_port() - 20000, "JOB_NODELIST": "x", "NNODES": 2, "SUBMIT_DIR": ROOT}
+    path = f"{commands}:{command_environment()['PATH']}"
+    return {"PATH": path, "DS_ACCELERATOR": "cpu", **{f"SLURM_{key}": str(value) for key, value in slurm.items()}}
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
+def test_the_slurm_script_trains_on_two_nodes_as_one_process_does(dumped, undisturbed, tmp_path, cluster):
+    recipe, features = dumped
+    (tmp_path / "features").symlink_to(features)
+    command = ["bash", "infra/slurm/train.sbatch", str(recipe), "--draft", "jakiro"]
+    done = run_command([*command, *override_arguments([f"output={tmp_path}"])], **cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert largest_difference(undisturbed, tmp_path) < 1e-5
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
+def test_its_failure_is_the_jobs(dumped, cluster):
+    done = run_command(["bash", "infra/slurm/train.sbatch", "no-such-recipe.toml"], **cluster)
+    assert done.returncode != 0 and "no-such-recipe.toml does not exist" in done.stdout + done.stderr
+
+
+def test_the_hostfile_is_one_that_deepspeed_reads():
+    assert dict(fetch_hostfile(str(ROOT / "infra/hostfile.example"))) == {"node-1": 8, "node-2": 8}
