@@ -18,6 +18,12 @@ CHUNK_LOGITS = 1 << 25  # numbers of one (rows, U) tensor: bounds the memory of 
 CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in the cache
 
 
+def chunk_rows(vocabulary: int, branches: int, device: torch.device) -> int:
+    """How many of the teacher's rows are worked on at a time."""
+    rows = max(1, CHUNK_LOGITS // (vocabulary * branches))
+    return min(rows, CHUNK_ROWS_CPU) if device.type == "cpu" else rows
+
+
 @dataclass
 class Prediction:
     """What a branch says at every position: a feature, or several whose softmaxes are mixed."""
@@ -145,9 +151,7 @@ def branch_sums(
     teacher_MD = batch.labels_BTD[any_BT]
     rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
     tensors_of = [_trained_rows(prediction, batch, inputs) for prediction in predictions.values()]
-    chunk = max(1, CHUNK_LOGITS // (vocabulary * len(predictions)))
-    if teacher_MD.device.type == "cpu":
-        chunk = min(chunk, CHUNK_ROWS_CPU)
+    chunk = chunk_rows(vocabulary, len(predictions), teacher_MD.device)
     sizes = [len(tensors) for tensors in tensors_of]
     flat = [tensor for tensors in tensors_of for tensor in tensors]
     found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, sizes, *flat)

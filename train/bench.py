@@ -39,7 +39,7 @@ from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_
 from pipeline.target import feature_spec, load_ends
 from train.data import Batches
 from train.engine import Engine, start_distributed
-from train.estimate import memory_bytes, ranks_of
+from train.estimate import ranks_of, step_bytes
 from train.loop import new_draft
 
 WAYS = ("step", "bare", "direct")
@@ -197,7 +197,7 @@ def report(arguments, recipe: Recipe, name: str, folder: Path) -> None:
             if way == "step":
                 waits.append(ways[way].waited / seconds)
     rates = {way: np.array(found) for way, found in speeds.items()}
-    formula = memory_bytes(recipe, ways["step"]._draft, 1) / 1e6
+    formula = step_bytes(recipe, ways["step"]._draft) / 1e6
     ratios = {other: rates["step"] / rates[other] for other in ("bare", "direct")}
     del ways
     peaks = {way: round(peak_of(arguments, name, way)) for way in ("step", "direct")}

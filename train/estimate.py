@@ -8,8 +8,8 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
     steps     epochs x whole global batches
     hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data are not in it
     memory    of a rank: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as the
-              ZeRO stage says; the target's frozen embedding and head; the loss's chunk of logits; activations of a micro-batch,
-              taken as 40 numbers of the hidden size a token and pass of a roll-out
+              ZeRO stage says; the target's frozen embedding and head; and what a step comes to need: a micro-batch, the activations that
+              its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its chunk of logits
 """
 
 import argparse
@@ -19,18 +19,20 @@ from itertools import count
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline import entry
-from pipeline.batch import collate
+from pipeline.batch import Batch, collate
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
+from pipeline.ends import Ends, LMHead
 from pipeline.features.schema import Row
-from pipeline.losses import CHUNK_LOGITS
+from pipeline.losses import chunk_rows
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES, load_config, load_ends, resolve_device
 
-ACTIVATIONS = 40  # numbers of the hidden size that a token's forward keeps for its backward
 VALIDATION = 1 / 3  # of a token's training
 
 
@@ -42,9 +44,68 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, size, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
-    logits = CHUNK_LOGITS * 4 * 4  # teacher, student, slope and one more for the sums
-    activations = config.micro_batch * recipe.data.max_length * width * ACTIVATIONS * size * draft.config.rollout
-    return states + ends + logits + activations
+    return states + ends + step_bytes(recipe, draft)
+
+
+def step_bytes(recipe: Recipe, draft: Draft) -> float:
+    """What a forward and backward needs beside weights, their gradients and the optimizer."""
+    config, width, branches = recipe.train, draft.shapes["hidden_size"], len(draft.branch_losses())
+    size = DTYPES[config.dtype].itemsize
+    tokens = config.micro_batch * row_tokens(recipe)
+    kept = activation_bytes(recipe, draft, recompute=False)
+    if config.recompute:  # and one pass again
+        kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.config.rollout
+    batch = 2 * tokens * width * size  # features and labels
+    rows = (
+        tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
+    )  # labels; features, gradients and float32 of each
+    device = resolve_device(recipe.target.device)
+    chunk = min(chunk_rows(draft.vocabulary_size, branches, device), tokens)
+    logits = (
+        chunk * draft.vocabulary_size * (2 * (size + 4) + branches * (2 * size + 4))
+    )  # of the teacher, of each branch
+    return batch + kept + rows + logits
+
+
+def row_tokens(recipe: Recipe) -> int:
+    return recipe.train.pack_tokens or recipe.data.max_length - 1
+
+
+def activation_bytes(recipe: Recipe, draft: Draft, recompute: bool) -> int:
+    """What a micro-batch's forward keeps for its backward: counted, with tensors that have no content."""
+    config, dtype, shapes = recipe.train, DTYPES[recipe.train.dtype], draft.shapes
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a module without content cannot be cast
+    try:
+        with FakeTensorMode():
+            return _activation_bytes(config, build(draft.config, shapes), dtype, row_tokens(recipe), recompute)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _activation_bytes(config: TrainConfig, draft: Draft, dtype: torch.dtype, count: int, recompute: bool) -> int:
+    width, shape = draft.shapes["hidden_size"], (config.micro_batch, count)
+    embedding = torch.empty(draft.shapes["vocab_size"], width)
+    draft.draft_token_ids = None
+    draft.bind(Ends(embedding, LMHead(embedding), ""))
+    draft.recompute = recompute
+    tokens_BT = torch.zeros(shape, dtype=torch.long)
+    hidden_BTD = torch.empty(*shape, width)
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}, tokens_BT if config.pack_tokens else None)
+    others = {x.untyped_storage()._cdata for x in (*draft.parameters(), embedding, hidden_BTD)}
+    kept: dict[int, int] = {}
+    alive = []  # so that no storage is counted under another's address
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(storage)
+        if storage._cdata not in others:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        draft.predictions(batch)
+    return sum(kept.values())
 
 
 def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:

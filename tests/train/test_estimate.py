@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from pipeline.batch import Batch
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe import Recipe
 from pipeline.target import load_config
-from train.estimate import memory_bytes, ranks_of
+from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes
 
 
 def changed(recipe: Recipe, **train) -> Recipe:
@@ -26,12 +27,55 @@ def changed(recipe: Recipe, **train) -> Recipe:
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
-    """d = 32, 260 tokens of which the draft knows 128, micro-batches of 4 x 160 tokens."""
+    """d = 32, 260 tokens of which the draft knows 128."""
     recipe, size = changed(tiny_recipe, dtype=dtype, zero_stage=stage), 4 if dtype == "float32" else 2
     with torch.device("meta"):
         draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
-    rest = (260 + 128) * 32 * size + 2**25 * 16 + 4 * 160 * 32 * 40 * size
-    assert memory_bytes(recipe, draft, ranks) == parameter_count(draft) * bytes_a_parameter + rest
+    ends = (260 + 128) * 32 * size
+    assert memory_bytes(recipe, draft, ranks) - step_bytes(recipe, draft) == pytest.approx(
+        parameter_count(draft) * bytes_a_parameter + ends
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_a_step(tiny_recipe, dtype):
+    """Micro-batches of 4 x 159 inputs, two branches; a CPU takes 128 of their rows at a time."""
+    recipe, size = changed(tiny_recipe, dtype=dtype), 4 if dtype == "float32" else 2
+    with torch.device("meta"):
+        draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
+    tokens = 4 * 159
+    rows = tokens * 32 * (size * (1 + 2 * 2) + 4 * 2 * 2)
+    logits = 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
+    rest = 2 * tokens * 32 * size + rows + logits
+    assert step_bytes(recipe, draft) == activation_bytes(recipe, draft, recompute=False) + rest
+
+
+@pytest.mark.parametrize("name", ["jakiro", "eagle"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, recompute):
+    recipe = changed(tiny_recipe, micro_batch=2)
+    draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+    draft.initialise(0)
+    if recipe.draft[name].vocabulary:
+        draft.set_vocabulary(torch.arange(128))
+    draft.bind(ends)
+    draft.recompute = recompute
+    hidden_BTD, tokens_BT = torch.randn(2, 159, 32), torch.zeros(2, 159, dtype=torch.long)
+    known = {x.data_ptr() for x in (*draft.parameters(), ends.embedding_VD, hidden_BTD)}
+    kept, alive = {}, []
+
+    def keep(tensor):
+        alive.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}))
+    with torch.device("meta"):
+        planned = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+    counted = activation_bytes(recipe, planned, recompute)
+    assert counted == pytest.approx(sum(kept.values()), rel=0.02)
 
 
 def test_ranks_are_the_recipes_else_the_machines(tiny_recipe, monkeypatch):
