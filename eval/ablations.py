@@ -9,8 +9,6 @@ without verifying). Writes ablations.json, ablations.md and ablations.png. The l
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from pipeline import entry
 from pipeline.decoding import replay
 from pipeline.decoding.tree import draft_forwards
 from pipeline.errors import PipelineError
+from pipeline.features.shards import link_features
 from pipeline.files import write_json, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, provenance
@@ -54,9 +53,8 @@ def of_seed(arguments, seed: int) -> Recipe:
 def train(arguments, seed: int, first: Recipe) -> None:
     """Dump and training by their own commands; later seeds share the first one's features."""
     recipe = of_seed(arguments, seed)
-    if seed != arguments.seed_list[0] and not recipe.features_dir.exists() and first.features_dir.exists():
-        recipe.run_dir.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(first.features_dir, recipe.features_dir, copy_function=os.link)
+    if seed != arguments.seed_list[0] and first.features_dir.exists():
+        link_features(first.features_dir, recipe.features_dir)
     overrides = [*arguments.overrides, f"seed={seed}", f"output={recipe.output}"]
     command = [
         sys.executable,

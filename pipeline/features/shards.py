@@ -6,6 +6,8 @@ anything whose size, checksum, structure or origin differs from the manifest and
 
 import hashlib
 import io
+import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +80,13 @@ class Manifest:
 
     def total(self, split: str, count: str) -> int:
         return sum(getattr(record, count) for record in self.shards if record.split == split)
+
+
+def link_features(source: Path, folder: Path) -> None:
+    """Another run's dump as this one's, without a copy of its bytes; what is in `folder` already stays."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, folder, copy_function=os.link)
 
 
 def shard_name(split: str, index: int) -> str:

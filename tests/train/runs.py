@@ -6,7 +6,19 @@ import time
 from pathlib import Path
 
 from pipeline.curves import METRICS, read_metrics
-from tests.kit import run_command, train_command
+from pipeline.recipe import load_recipe
+from tests.kit import dump_here, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
+
+
+def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
+    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs."""
+    tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
+    tree["data"]["max_dialogues"] = 40
+    tree["train"]["epochs"] = 4
+    path = write_recipe(tree, folder / "recipe")
+    recipe = load_recipe(path)
+    assert dump_here(recipe).total("train", "rows") == 40
+    return path, recipe.features_dir
 
 
 def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
