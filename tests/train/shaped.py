@@ -1,0 +1,100 @@
+"""A target's shape without the target: its configuration, random ends, a dump of random features. What it is for:
+
+python -m tests.train.shaped 8b FOLDER         plan of infra/recipes/llama3-instruct-8b.toml, then one real step on its shapes
+python -m tests.train.shaped 70b FOLDER        the plan of the 70B recipe; --step for the step, too
+
+The folder takes 2 GB (4 GB for 70b), the step about 10 GB of memory; both drafts in bfloat16 on the CPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from pipeline.features.schema import Row
+from pipeline.features.shards import Manifest, write_shard
+from pipeline.recipe import load_recipe, override_arguments
+from pipeline.target import feature_spec
+from tests.kit import byte_tokenizer, run_command, train_command
+
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+SPEEDS = [
+    "--dump-speed",
+    "5000",
+    "--train-speed",
+    "30000",
+    "--decode-ms",
+    "20",
+]  # the plan's hours are not what this is for
+
+
+def save_shaped_target(folder: Path, shape: str) -> None:
+    config = LlamaConfig(
+        vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
+        tie_word_embeddings=False, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=256, **SHAPES[shape],
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    ends = {}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        ends[name] = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+        ends[name].normal_(std=0.02, generator=generator)
+    save_file(ends, folder / "model.safetensors")
+
+
+def dump_random(recipe, dialogues: int, length: int) -> None:
+    spec, generator = feature_spec(recipe), torch.Generator().manual_seed(1)
+    rows = [
+        Row(
+            f"random-{number}",
+            torch.randint(0, 128256, (length,), generator=generator).int().numpy(),
+            (np.arange(length) >= length // 4).astype(np.uint8),
+            torch.randn(length, spec.hidden_size, generator=generator).bfloat16(),
+        )
+        for number in range(dialogues)
+    ]
+    recipe.features_dir.mkdir(parents=True, exist_ok=True)
+    shards = [write_shard(recipe.features_dir, split, 0, spec, rows, {}) for split in ("train", "validation")]
+    Manifest(spec, shards, complete=True).save(recipe.features_dir)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--step", action="store_true", help="also for 70b")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    arguments = parser.parse_args()
+    target, path = arguments.folder / "target", Path(f"infra/recipes/llama3-instruct-{arguments.shape}.toml")
+    if not (target / "model.safetensors").exists():
+        save_shaped_target(target, arguments.shape)
+    sets = [f"target.model={target}", "data.source=embedded:sharegpt", *arguments.overrides]
+    planned = [*sets, f"output={arguments.folder / 'plan'}"]
+    done = run_command(
+        [sys.executable, "-m", "pipeline", "plan", str(path), *override_arguments(planned), *SPEEDS], 900
+    )
+    print(done.stdout + done.stderr)
+    if done.returncode or not (arguments.step or arguments.shape == "8b"):
+        sys.exit(done.returncode)
+    few = ["global_batch=1", "micro_batch=1", "epochs=1", "warmup_steps=0", "zero_stage=0", "verify_checksums=false"]
+    sets += [f"output={arguments.folder / 'run'}", "target.device=cpu", *(f"train.{one}" for one in few)]
+    recipe = load_recipe(path, [*sets, "features.gpus_per_worker=0"])
+    dump_random(recipe, 1, 256)
+    for draft in sorted(recipe.draft):
+        done = run_command(train_command(path, *sets, "features.gpus_per_worker=0", draft=draft), 1800)
+        lines = (recipe.draft_dir(draft) / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
+        print("\n".join([line[:160] for line in lines] or [done.stdout[-2000:] + done.stderr[-2000:]]))
+        print(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
