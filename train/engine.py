@@ -89,6 +89,17 @@ def _merge(base: dict, over: dict, where: str) -> dict:
     return out
 
 
+def require_dtype(dtype: str) -> None:
+    """Raises PipelineError where this machine's device does not compute in `dtype`."""
+    device = get_accelerator()
+    known = {"float32": True, "bfloat16": device.is_bf16_supported(), "float16": device.is_fp16_supported()}
+    if not known[dtype]:
+        others = " or ".join(repr(name) for name, possible in known.items() if possible)
+        raise PipelineError(
+            f"train.dtype={dtype!r}, which {device.device_name()} does not compute in here: use {others}"
+        )
+
+
 class Engine:
     """A draft under DeepSpeed."""
 
@@ -101,6 +112,7 @@ class Engine:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         state = self._found_state()
         universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
+        require_dtype(config.dtype)
         optimizer = torch.optim.AdamW(
             draft.parameters(),
             lr=config.learning_rate,
@@ -132,11 +144,11 @@ class Engine:
             self._load(self._universal(state["tag"]) if universal else state["tag"])
 
     def advance(self, batches: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
-        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by branch.
+        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by branch, and leaves in `left_out` what took no part.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
-        which is multiplied back here, so that the gradient is that of one large batch. Raises PipelineError where a loss is not finite, or
-        leaves that turn's micro-batches out on all ranks (`left_out`), as the recipe says.
+        which is multiplied back here, so that the gradient is that of one large batch. Where a loss is not finite, raises PipelineError or
+        leaves that turn's micro-batches out on all ranks, as the recipe says.
         """
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
@@ -153,6 +165,8 @@ class Engine:
             add_sums(pooled, sums)
         self.step += 1
         self._in_a_row = self._in_a_row + 1 if self.left_out else 0
+        if self._config.dtype == "float16" and not self._engine.was_step_applied():
+            self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
         if self._in_a_row > IN_A_ROW:
             raise PipelineError(
                 f"step {self.step}: {self._in_a_row} steps in a row had losses that are not finite, the last one: {'; '.join(self.left_out)}. "

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
 from pipeline import checkpoint
@@ -18,7 +19,7 @@ from tests.kit import (
     train_command,
 )
 from tests.train.runs import largest_difference, losses, run_training, wait_until_dead
-from train.engine import deepspeed_config
+from train.engine import deepspeed_config, require_dtype
 
 pytestmark = pytest.mark.real
 
@@ -75,6 +76,14 @@ def test_contradictions_with_the_recipes_own_keys_are_refused(changes, message):
     stage = 1 if accumulation == 2 and changes else 0
     with pytest.raises(PipelineError, match=re.escape(message)):
         deepspeed_config(TrainConfig(**changes, zero_stage=stage), accumulation)
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: False)
+    monkeypatch.setattr(type(get_accelerator()), "is_bf16_supported", lambda _: True)
+    with pytest.raises(PipelineError, match=r"train.dtype='float16', which \w+ does not .*use 'float32' or 'bfloat16'"):
+        require_dtype("float16")
+    require_dtype("bfloat16")
 
 
 def test_other_keys_pass_through_to_deepspeed():
