@@ -43,12 +43,7 @@ def save(
     """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
-    contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-    with atomic_path(folder / WEIGHTS) as temporary:
-        try:
-            save_file(contiguous, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:  # also wraps the system's errors
-            raise PipelineError(f"{folder / WEIGHTS} cannot be written: {error}. Make room and run again") from None
+    write_weights(folder / WEIGHTS, weights)
     target = recipe.target
     config = {
         "format_version": VERSION,
@@ -65,6 +60,16 @@ def save(
     }
     write_provenance(folder, recipe, draft=name)
     write_json(folder / CONFIG, config)
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Whole, or PipelineError."""
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    with atomic_path(path) as temporary:
+        try:
+            save_file(contiguous, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # also wraps the system's errors
+            raise PipelineError(f"{path} cannot be written: {error}. Make room and run again") from None
 
 
 def export(source: Path, folder: Path, tree: TreeConfig, recipe_file: Path) -> None:

@@ -52,20 +52,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in branches]
         gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
         gradients_of = _grouped(gradients, sizes)
-        ends_of = [
-            rows.cumsum(0)[chunk - 1 :: chunk] for rows in rows_of
-        ]  # of each whole chunk among the branch's rows
-        ends = torch.stack(ends_of).tolist() if ends_of else []  # the only wait for the device
+        index_of = [rows.nonzero()[:, 0] for rows in rows_of]
+        firsts = torch.arange(0, len(teacher_MD) + chunk, chunk, device=device)
+        ends = torch.stack(
+            [torch.searchsorted(index, firsts) for index in index_of]
+        ).tolist()  # once, not in every chunk
         for number, first in enumerate(range(0, len(teacher_MD), chunk)):
             teacher_logits = head(teacher_MD[first : first + chunk]).float()
             best, p = teacher_logits.argmax(-1), teacher_logits.softmax(-1)
             places, groups = [], {True: [], False: []}  # by whether a branch is one feature
             for branch, parts in enumerate(branches):
-                rows = rows_of[branch][first : first + chunk]
-                begin = ends[branch][number - 1] if number else 0
-                end = ends[branch][number] if number < len(ends[branch]) else len(parts[0])
+                begin, end = ends[branch][number : number + 2]
                 places.append(slice(begin, end))
-                answered = (p, best) if end - begin == len(rows) else (p[rows], best[rows])
+                rows = index_of[branch][begin:end] - first
+                answered = (p, best) if end - begin == len(p) else (p[rows], best[rows])
                 groups[len(parts) == 1].append((branch, [part[begin:end] for part in parts], answered))
             found = []
             if ones := groups[True]:

@@ -72,6 +72,10 @@ class Recipe(Section):
                     raise ValueError(
                         f"train.{key}={getattr(self.train, key)!r} goes by the answers to calibration prompts, but data.calibration_prompts=0"
                     )
+        if self.train.decode != "never" and self.target.device == "spread":
+            raise ValueError(
+                f"train.decode={self.train.decode!r} loads the target beside the training of rank 0, but target.device='spread' wants all GPUs"
+            )
         if self.train.pack_tokens and self.train.pack_tokens < self.data.max_length - 1:
             raise ValueError(
                 f"train.pack_tokens={self.train.pack_tokens} has no room for a dialogue of data.max_length={self.data.max_length} tokens"
@@ -135,10 +139,10 @@ class Recipe(Section):
         return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
 
     def train_hash(self, draft: str) -> str:
-        """What one draft's weights depend on. The number of ranks, schedules of I/O and what only watches are not, nor its decoding
-        tree and when it is validated, unless the estimated tau decides which weights are kept.
+        """What one draft's weights depend on. Who shares a global batch and how, schedules of I/O and what only watches are not, nor
+        its decoding tree and when it is validated, unless the estimated tau decides which weights are kept.
         """
-        apart = {"ranks", "checkpoint_every", "verify_checksums", "recompute", "decode", "tracker"}
+        apart = {"ranks", "micro_batch", "checkpoint_every", "verify_checksums", "recompute", "decode", "tracker"}
         watched = self.train.keep == "best" or self.train.patience is not None
         train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
         config = self.draft[draft].model_dump(mode="json", exclude=set() if watched else {"tree"})

@@ -309,9 +309,7 @@ class TrainConfig(Section):
     validate_every: Positive = 500
     keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau
     patience: Positive | None = None  # validations without a larger estimated tau after which training ends
-    decode: Literal["never", "last", "always"] = (
-        "never"  # at which validations the target decodes the calibration prompts
-    )
+    decode: Literal["never", "last", "always"] = "never"  # when rank 0 decodes the calibration prompts with the target
     tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
     verify_checksums: bool = True
     deepspeed: dict[

@@ -141,7 +141,8 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records (parts ID_0, ID_1 of "
             "one conversation stay together): raise it, or give the records ids that differ before the last underscore"
         )
-    rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
+    dialogues = [shard for shard in manifest.shards if shard.split != ANSWERS]
+    rejected = [*plan.rejected, *(pair for shard in dialogues for pair in shard.rejected.items())]
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
@@ -174,7 +175,11 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
     answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")
-    lines.append(f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens")
+    lost = sum(len(shard.rejected) for shard in manifest.shards if shard.split == ANSWERS)
+    lines.append(
+        f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens"
+        + (f"; {lost} rejected" if lost else "")
+    )
     size = sum(shard.bytes for shard in manifest.shards) / 1e6
     where = public_name(recipe.features.store) if recipe.features.store else recipe.features_dir
     lines.append(f"{len(manifest.shards)} shards, {size:,.0f} MB in {where}")

@@ -10,8 +10,8 @@ Three ways through the same rows of the recipe's dump, in one process, taking tu
              every position, (B, T, V) tensors, then a mask
 
 Ratios are of tokens per second; their intervals are over repeats. "waiting" is the share of a step in which the next batch was
-not there yet. Peak memory is what a process of each way adds to its own start (on a GPU: the allocator's peak), beside what
-train.estimate's formula says. The last line is JSON.
+not there yet. Peak memory is what steps of each way add, in a process of its own, to weights and moments, beside what train.estimate's
+formula says of a step. The last line is JSON.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from pipeline import entry
 from pipeline.batch import Batch
 from pipeline.drafts import Draft
+from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore
 from pipeline.losses import Prediction
 from pipeline.provenance import ROOT, hardware
@@ -39,7 +40,7 @@ from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_
 from pipeline.target import feature_spec, load_ends
 from train.data import Batches
 from train.engine import Engine, start_distributed
-from train.estimate import ranks_of, step_bytes
+from train.estimate import ranks_of, step_bytes, wait_for
 from train.loop import new_draft
 
 WAYS = ("step", "bare", "direct")
@@ -86,31 +87,28 @@ class Way:
         self._draft = draft
         self.tokens, self.waited = 0, 0.0
 
-    def _wait(self) -> None:
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def _synthetic(self, batch: Batch) -> Batch:
         batch = batch.to(self._engine.device, self._engine.dtype)
         batch.hidden_BTD, batch.labels_BTD = torch.randn_like(batch.hidden_BTD), torch.randn_like(batch.labels_BTD)
         return batch
 
     def turn(self, first: int, steps: int) -> float:
-        """Seconds of the steps from `first` on."""
+        """Seconds of the steps from `first` on, behind one that sets the reader off."""
         ready = self._batches.from_step(first)
         if self._way == "bare":
             ready = ((step, [self._synthetic(b) for b in batches]) for step, batches in ready)
-            ready = iter([next(ready) for _ in range(steps)])
-        self.tokens, self.waited = 0, 0.0
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(steps):
+            ready = iter([next(ready) for _ in range(steps + 1)])
+        for number in range(steps + 1):
+            if number == 1:
+                wait_for(self._engine.device)
+                self.tokens, self.waited, begin = 0, 0.0, time.perf_counter()
             asked = time.perf_counter()
             _, batches = next(ready)
-            self.waited += time.perf_counter() - asked
+            if number:
+                self.waited += time.perf_counter() - asked
             self._forward_backward(batches) if self._way == "bare" else self._engine.advance(batches)
             self.tokens += sum(batch.tokens_BT.numel() for batch in batches)
-        self._wait()
+        wait_for(self._engine.device)
         return time.perf_counter() - begin
 
     def _forward_backward(self, batches: list[Batch]) -> None:
@@ -120,11 +118,13 @@ class Way:
             parameter.grad = None
 
     def peak_mb(self, steps: int) -> float:
-        """What `steps` steps add to this process."""
+        """What `steps` steps add to this process while they run, behind one that brought the optimizer's moments."""
+        self.turn(0, 1)
         if self._engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             self.turn(0, steps)
-            return torch.cuda.max_memory_allocated() / 1e6
+            return (torch.cuda.max_memory_allocated() - before) / 1e6
         ctypes.CDLL(None).malloc_trim(0)  # what loading has freed is not to be filled unseen
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         before = _resident("VmRSS")
@@ -152,7 +152,9 @@ def peak_of(arguments, name: str, way: str) -> float:
     command = [sys.executable, "-m", "train.bench", arguments.recipe, *override_arguments(arguments.overrides)]
     command += ["--draft", name, "--steps", "3", "--peak-of", way]
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
-    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PipelineError(f"the process that measures the memory of {way!r} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -210,7 +212,7 @@ def report(arguments, recipe: Recipe, name: str, folder: Path) -> None:
         print(f"step over {other}: {found.mean():.3f} {interval(found)}")
     print(f"waiting for data: {np.mean(waits):.2%} of a step")
     print(
-        f"peak memory beyond the start: step {peaks['step']} MB, direct {peaks['direct']} MB; the formula says {formula:,.0f} MB"
+        f"peak memory of a step: step {peaks['step']} MB, direct {peaks['direct']} MB; the formula says {formula:,.0f} MB"
     )
     figures = {f"step_over_{other}": round(float(found.mean()), 4) for other, found in ratios.items()}
     intervals = {f"step_over_{other}_interval": interval(found) for other, found in ratios.items()}

@@ -51,19 +51,24 @@ class Batches:
         self.steps = self.steps_per_epoch * config.epochs
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0))  # an epoch and its order
 
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills no batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+            self._order = epoch, self._shuffled(epoch)
         chosen = self._order[1][place * self._config.global_batch :][: self._config.global_batch].tolist()
-        tokens = {row: sum(len(self._store.row(n).input_ids) for n in self._rows[row]) for row in chosen}
+        tokens = {row: sum(len(self._store.text(n)[0]) for n in self._rows[row]) for row in chosen}
         return [self._rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
 
     @property
     def dialogues(self) -> int:
         """How many the first epoch takes in; where rows are packed, later ones may leave out others."""
-        return sum(len(row) for step in range(self.steps_per_epoch) for row in self.rows_of(step))
+        return sum(
+            len(self._rows[row]) for row in self._shuffled(0)[: self.steps_per_epoch * self._config.global_batch]
+        )
 
     def micro_batches(self, step: int) -> list[Batch]:
         rows = self.rows_of(step)
@@ -77,7 +82,7 @@ class Batches:
         return out
 
     def _totals(self, numbers: list[int]) -> dict[int, int]:
-        masks = [self._store.row(number).loss_mask for number in numbers]
+        masks = [self._store.text(number)[1] for number in numbers]
         return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
 
     def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int) -> Batch:
@@ -111,7 +116,7 @@ def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
 
     The same for all epochs, which shuffle the rows. Raises PipelineError for a dialogue that fits no row.
     """
-    lengths = np.array([len(store.row(number).input_ids) - 1 for number in range(len(store))])
+    lengths = np.array([len(store.text(number)[0]) - 1 for number in range(len(store))])
     if lengths.max() > tokens:
         raise PipelineError(
             f"train.pack_tokens={tokens}, but dialogue {store.row(int(lengths.argmax())).doc_id} has {lengths.max()} inputs: raise it to "
@@ -152,8 +157,8 @@ def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> t
     """The `size` most frequent assistant tokens of the training dialogues, ascending by id; ties go to the smaller id."""
     counts = np.zeros(target_vocabulary, dtype=np.int64)
     for number in range(len(store)):
-        row = store.row(number)
-        counts += np.bincount(row.input_ids[row.loss_mask.astype(bool)], minlength=target_vocabulary)
+        ids, mask = store.text(number)
+        counts += np.bincount(ids[mask.astype(bool)], minlength=target_vocabulary)
     order = np.argsort(-counts, kind="stable")[:size]
     return torch.from_numpy(np.sort(order))
 
@@ -161,6 +166,6 @@ def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> t
 def coverage(store: FeatureStore, ids: torch.Tensor) -> float:
     """Share of the assistant tokens of `store` that a reduced vocabulary holds."""
     known = set(ids.tolist())
-    tokens = [row.input_ids[row.loss_mask.astype(bool)] for row in (store.row(n) for n in range(len(store)))]
+    tokens = [ids[mask.astype(bool)] for ids, mask in (store.text(n) for n in range(len(store)))]
     flat = np.concatenate(tokens)
     return float(np.isin(flat, list(known)).mean())

@@ -118,7 +118,6 @@ class Engine:
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
-            fused=True,
         )
         if config.warmup_steps >= steps and config.schedule != "constant":
             raise PipelineError(
@@ -127,84 +126,100 @@ class Engine:
         schedule = get_scheduler(
             _SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )
+        settings = deepspeed_config(config, accumulation)
+        if universal:
+            settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
         self._engine, *_ = deepspeed.initialize(
             model=draft,
             optimizer=optimizer,
             lr_scheduler=schedule,
-            config=deepspeed_config(config, accumulation)
-            | ({"checkpoint": {"load_universal": True}} if universal else {}),
+            config=settings,
             dist_init_required=False,
         )
         self._draft, self._accumulation = draft, accumulation
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
         self.left_out: list[str] = []  # of the last step: what was not finite
+        self.turns_left_out = 0  # of the last step
         self._in_a_row = 0  # steps that left something out
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
         if state:
             self._load(self._universal(state["tag"]) if universal else state["tag"])
 
-    def advance(self, batches: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
-        """One optimiser step over this rank's micro-batches; returns its raw loss sums, by branch, and leaves in `left_out` what took no part.
+    def advance(self, batches: list[Batch]) -> dict[str, dict[str, float]]:
+        """One optimiser step over this rank's micro-batches; returns the raw loss sums of all ranks, by branch, and leaves in `left_out`
+        what took no part.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
-        which is multiplied back here, so that the gradient is that of one large batch. Where a loss is not finite, raises PipelineError or
-        leaves that turn's micro-batches out on all ranks, as the recipe says.
+        which is multiplied back here, so that the gradient is that of one large batch. Where a loss or gradient is not finite, raises
+        PipelineError (once a step: nothing is saved before) or leaves that turn's micro-batches out on all ranks, as the recipe says.
         """
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
-        self.left_out = []
+        self.left_out, self.turns_left_out = [], 0
         for batch in batches:
             batch = batch.to(self.device, self.dtype)
             loss, sums = self._engine(batch)
-            if not self._finite_everywhere(loss):
-                self.left_out += self._blame(batch, sums)
+            if self._config.not_finite == "skip" and not self._finite_everywhere(loss):
+                self._leave_out([batch], sums)
                 batch = batch.emptied()
                 loss, sums = self._engine(batch)
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
             add_sums(pooled, sums)
         self.step += 1
-        self._in_a_row = self._in_a_row + 1 if self.left_out else 0
-        if self._config.dtype == "float16" and not self._engine.was_step_applied():
-            self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
+        totals = self.total(pooled)
+        if not all(math.isfinite(value) for parts in totals.values() for value in parts.values()):
+            raise self._not_finite("; ".join(self._blamed(batches, pooled)))
+        self._look_at_gradient()
+        self._in_a_row = self._in_a_row + 1 if self.turns_left_out else 0
         if self._in_a_row > IN_A_ROW:
-            raise PipelineError(
-                f"step {self.step}: {self._in_a_row} steps in a row had losses that are not finite, the last one: {'; '.join(self.left_out)}. "
-                "Lower train.learning_rate, or train in bfloat16 or float32 if this was float16, in another output folder"
-            )
-        return pooled
+            raise self._not_finite(f"{self._in_a_row} steps in a row, the last one: {'; '.join(self.left_out)}")
+        return totals
 
     def _finite_everywhere(self, loss: torch.Tensor) -> bool:
         bad = (~loss.detach().isfinite()).to(torch.int32)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return not bad.item()
 
-    def _blame(self, batch: Batch, sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-        """What is not finite, over all ranks, by dialogue. Raises PipelineError unless it may be left out."""
+    def _leave_out(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Raises PipelineError where the draft itself is to blame."""
+        lines = self._blamed(batches, sums)
+        if not all(self.gathered(self.weights_finite())):
+            raise self._not_finite(f"the draft's weights are not finite any more; on the way there {'; '.join(lines)}")
+        self.left_out += lines
+        self.turns_left_out += 1
+
+    def _blamed(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+        """What is not finite in these micro-batches of every rank, by dialogue."""
         mine = [
             f"the stored features of dialogue {' or '.join(ids)}"
+            for batch in batches
             for ids, *states in zip(batch.documents, batch.hidden_BTD, batch.labels_BTD, strict=True)
-            if ids and not all(state.isfinite().all() for state in states)
+            if not all(state.isfinite().all() for state in states)
         ]
-        named = ", ".join(doc_id for ids in batch.documents for doc_id in ids)
-        mine += [
-            f"the {name} loss of branch {branch!r} on dialogues {named}"
-            for branch, parts in sums.items()
-            for name, value in parts.items()
-            if not mine and not value.isfinite()
-        ]
-        worn = not self.weights_finite()
-        found = self.gathered((mine, worn))
-        blamed = [line for lines, _ in found for line in lines] or ["the loss"]
-        worn = any(worn for _, worn in found)
-        if worn or self._config.not_finite == "stop":
-            why = "the draft's weights are not finite any more; on the way there " if worn else "not finite: "
-            raise PipelineError(
-                f"step {self.step + 1}: {why}{'; '.join(blamed)}. Features: dump that shard again (python -m preprocess.verify). Else lower "
-                "train.learning_rate, or train in bfloat16 or float32 if this was float16; train.not_finite='skip' leaves such "
-                "batches out. Run again to resume from the last saved state"
-            )
-        return blamed
+        named = ", ".join(doc_id for batch in batches for ids in batch.documents for doc_id in ids)
+        wrong = [(b, name) for b, parts in sums.items() for name, value in parts.items() if not value.isfinite()]
+        mine = mine or [f"the {name} loss of branch {branch!r} on dialogues {named}" for branch, name in wrong]
+        return [line for lines in self.gathered(mine) for line in lines] or ["the loss"]
+
+    def _look_at_gradient(self) -> None:
+        """DeepSpeed takes no step where a gradient is not finite; in float16 that is how the loss scale is found."""
+        if self._engine.was_step_applied():
+            return
+        if self._config.dtype == "float16":
+            self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
+        elif self._config.not_finite == "stop":
+            raise self._not_finite("a gradient")
+        else:
+            self.left_out.append("the whole step: a gradient")
+            self.turns_left_out += 1
+
+    def _not_finite(self, what: str) -> PipelineError:
+        return PipelineError(
+            f"step {self.step}: not finite: {what}. Features: dump that shard again (python -m preprocess.verify). Else lower "
+            "train.learning_rate, or train in bfloat16 or float32 if this was float16; train.not_finite='skip' leaves such batches out. "
+            "Run again to resume from the last saved state"
+        )
 
     def weights_finite(self) -> bool:
         """Of this rank's share."""
@@ -240,6 +255,8 @@ class Engine:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the full state dict, on every rank; all take part (ZeRO-3 gathers)."""
+        if self._config.zero_stage == 3:
+            self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
         parameters = list(self._draft.parameters()) if self._config.zero_stage == 3 else []
         with deepspeed.zero.GatheredParameters(parameters, enabled=bool(parameters)):
             return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
@@ -286,9 +303,15 @@ class Engine:
     def _found_state(self) -> dict[str, Any] | None:
         """What `resume.json` says. Raises PipelineError for the state of other settings."""
         folder = self._folder
-        if not (folder / RESUME).exists():
+        state = read_json(folder / RESUME) if (folder / RESUME).exists() else None
+        seen = self.gathered(state and state["tag"])
+        if len(set(seen)) > 1:
+            raise PipelineError(
+                f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output` has to be one folder that all "
+                "nodes see"
+            )
+        if state is None:
             return None
-        state = read_json(folder / RESUME)
         if state["train_hash"] != self._train_hash:
             raise PipelineError(
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run has "

@@ -9,7 +9,8 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
     hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data are not in it
     memory    of a rank: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as the
               ZeRO stage says; the target's frozen embedding and head; and what a step comes to need: a micro-batch, the activations that
-              its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its chunk of logits
+              its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its chunk of logits;
+              or, where that is more, the two copies of the weights that a validation makes
 """
 
 import argparse
@@ -41,10 +42,12 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     config, parameters, width = recipe.train, parameter_count(draft), draft.shapes["hidden_size"]
     size = DTYPES[config.dtype].itemsize
     moments = 8 + (4 if size < 4 else 0)
+    gradient = 4 if config.zero_stage else size  # from ZeRO-1 on they add up in float32
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
-    states = sum(part / share for part, share in zip((size, size, moments), shared, strict=True)) * parameters
+    states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
-    return states + ends + step_bytes(recipe, draft)
+    validation = 2 * size * parameters  # whole copies of the weights, for the estimate of tau
+    return states + ends + max(step_bytes(recipe, draft), validation)
 
 
 def step_bytes(recipe: Recipe, draft: Draft) -> float:
@@ -134,7 +137,7 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     tokens, begin = 0, 0.0
     for step in count():
         if step == 2:  # warm
-            _wait(device)
+            wait_for(device)
             tokens, begin = 0, time.perf_counter()
         loss, _ = draft(batch)
         loss.backward()
@@ -143,11 +146,11 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
         tokens += length * config.micro_batch
         if step >= 4 and time.perf_counter() - begin > seconds:
             break
-    _wait(device)
+    wait_for(device)
     return tokens / (time.perf_counter() - begin)
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 

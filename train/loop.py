@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipeline import checkpoint
 from pipeline.curves import METRICS, draw_training
@@ -17,14 +17,14 @@ from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, require_whole
-from pipeline.files import atomic_path, exclusive
+from pipeline.files import exclusive
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
 from pipeline.target import load_config
 from train import acceptance
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import BEST, Engine, add_sums
-from train.tracking import Metrics, open_tracker
+from train.tracking import Metrics, open_tracker, require_tracker
 
 RESUME_STATE, PLOT = "resume", "training.png"
 
@@ -42,6 +42,7 @@ def _train(
     if (folder / checkpoint.CONFIG).exists():
         checkpoint.require_trained_under(recipe, name)
         return f"{name}: trained already, in {folder}"
+    require_tracker(recipe)
     _require_whole_shards(recipe, rank, ranks)
     store, heldout, answers = stores(recipe, expected)
     draft = new_draft(recipe, name, ends, store)
@@ -77,6 +78,11 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, Feature
             "assistant's. Look at the chat template, and dump again into another folder"
         )
     if manifest.total(ANSWERS, "rows"):
+        if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
+            raise PipelineError(
+                f"{recipe.features_dir}: the target answers every calibration prompt with one token, its stop token: the chat template is "
+                "not the one it was trained with. Set target.chat_template, and dump again into another folder"
+            )
         return store, heldout, FeatureStore(recipe.features_dir, ANSWERS, expected)
     config = recipe.train
     if config.keep == "best" or config.patience or config.decode != "never":
@@ -156,13 +162,14 @@ class _Run:
 
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate = self._engine.learning_rate()
-        sums = self._engine.total(self._engine.advance(micro_batches))
+        sums = self._engine.advance(micro_batches)
         values, step = self._averages(sums), self._engine.step
         self._trained_tokens += int(sums["next"]["positions"])
         if self._engine.left_out:
-            self._left_out += len(self._engine.left_out)
+            self._left_out += self._engine.turns_left_out
             self._write("left_out", {"what": self._engine.left_out})
-        self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
+        if sums["next"]["positions"]:  # else all of the step was left out: there is no loss to speak of
+            self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
         last = step == self._batches.steps
         if last or step % self._config.validate_every == 0:
             self._validate(last)
@@ -244,9 +251,7 @@ class _Run:
         self._stale = 0
         self._best = {"tau": tau, "step": self._engine.step, "trained_tokens": self._trained_tokens}
         if self._config.keep == "best" and self._engine.rank == 0:
-            contiguous = {name: value.cpu().contiguous() for name, value in weights.items()}
-            with atomic_path(self._best_file()) as temporary:
-                save_file(contiguous, temporary)
+            checkpoint.write_weights(self._best_file(), weights)
 
     def _best_file(self) -> Path:
         return self._folder / RESUME_STATE / BEST.format(step=self._best["step"])

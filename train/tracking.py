@@ -25,8 +25,10 @@ class Tracker(Protocol):
 
 class _WandB:
     def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+        # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
+        quiet = package.Settings(x_disable_meta=True, disable_git=True, console="off", save_code=False)
         self._run = package.init(
-            project=PROJECT, name=name, id=mark, resume="allow", config=config, dir=str(folder), save_code=False
+            project=PROJECT, name=name, id=mark, resume="allow", config=config, dir=str(folder), settings=quiet
         )
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -57,11 +59,11 @@ class _MLflow:
         if known:
             package.start_run(run_id=known[0].info.run_id)
         else:
-            package.start_run(run_name=name, tags={tag: mark})
+            package.start_run(run_name=name, tags={tag: mark, "mlflow.source.name": "train/main.py", "mlflow.user": ""})
             package.log_dict(config, "recipe.json")
 
     def log(self, values: dict[str, float], step: int) -> None:
-        self._package.log_metrics(values, step=step)
+        self._package.log_metrics(values, step=step, synchronous=False)
 
     def close(self) -> None:
         self._package.end_run()
@@ -70,17 +72,25 @@ class _MLflow:
 TRACKERS = {"wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
 
 
-def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
-    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
-    resumed training goes on in the same run. Raises PipelineError where the package is missing.
-    """
+def require_tracker(recipe: Recipe) -> Any:
+    """The tracker's package, None without one. Raises PipelineError where it is missing: on every rank, before they meet."""
     kind = recipe.train.tracker
     if kind is None:
         return None
     try:
-        package = import_module(kind)
+        return import_module(kind)
     except ImportError as error:
         raise PipelineError(f"train.tracker={kind!r} cannot be used ({error}): pip install {kind}") from None
+
+
+def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
+    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
+    resumed training goes on in the same run. Raises as `require_tracker`.
+    """
+    package = require_tracker(recipe)
+    if package is None:
+        return None
+    kind = recipe.train.tracker
     mark = digest([recipe.train_hash(draft), str(folder.resolve())])
     return TRACKERS[kind](package, f"{recipe.name}-{draft}", mark, public_recipe(recipe), folder)
 

@@ -195,5 +195,10 @@ class FeatureStore:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._readers[shard].get_batch(index - int(self._starts[shard]))
 
+    def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(input_ids, loss_mask)`` of a row, without its hidden states."""
+        batch = self._batch(index)
+        return tuple(batch.column(name).flatten().to_numpy(zero_copy_only=True) for name in ("input_ids", "loss_mask"))
+
     def row(self, index: int) -> Row:
         return from_batch(self._batch(index), self.spec)

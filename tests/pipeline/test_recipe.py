@@ -355,7 +355,16 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     recipe = Recipe.model_validate(tree)
-    apart = ("ranks", "checkpoint_every", "validate_every", "verify_checksums", "recompute", "decode", "tracker")
+    apart = (
+        "ranks",
+        "checkpoint_every",
+        "validate_every",
+        "verify_checksums",
+        "recompute",
+        "decode",
+        "tracker",
+        "micro_batch",
+    )
     schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
     expected -= NOT_WHAT_SHARDS_HOLD | schedules | leaves(recipe, "draft.jakiro.tree.")
@@ -372,6 +381,10 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
         ({"data": {"calibration_prompts": 0}, "train": {"keep": "best"}}, "train.keep='best' goes by the answers"),
         ({"data": {"calibration_prompts": 0}, "train": {"patience": 2}}, "train.patience=2 goes by the answers"),
         ({"data": {"calibration_prompts": 0}, "train": {"decode": "last"}}, "train.decode='last' goes by the answers"),
+        (
+            {"target": {"device": "spread"}, "features": {"gpus_per_worker": 2}, "train": {"decode": "last"}},
+            "wants all GPUs",
+        ),
         ({"train": {"pack_tokens": 100}}, "train.pack_tokens=100 has no room for a dialogue of data.max_length=160"),
     ],
 )

@@ -21,9 +21,9 @@ def changed(recipe: Recipe, **train) -> Recipe:
         ("float32", 0, 1, 4 + 4 + 8),
         ("float32", 0, 4, 4 + 4 + 8),
         ("bfloat16", 0, 4, 2 + 2 + 12),
-        ("bfloat16", 1, 4, 2 + 2 + 3),
-        ("bfloat16", 2, 4, 2 + 0.5 + 3),
-        ("bfloat16", 3, 4, 0.5 + 0.5 + 3),
+        ("bfloat16", 1, 4, 2 + 4 + 3),
+        ("bfloat16", 2, 4, 2 + 1 + 3),
+        ("bfloat16", 3, 4, 0.5 + 1 + 3),
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
