@@ -205,7 +205,7 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     source = Plan(load_recipe(recipe_file), load_tokenizer(recipe.target))
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
     assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
-    assert set(found.values()) == {"train", "validation"}
+    assert set(found.values()) == {"train", "validation", "answers"}
 
 
 def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):

