@@ -48,6 +48,8 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"
+    if manifest.answers != recipe.answers_hash:
+        return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.shards
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
     if broken:

@@ -40,6 +40,7 @@ def draw_training(metrics: dict[str, Path], file: Path) -> Path:
 def _one_draft(axes, name: str, lines: list[dict], colour: str) -> None:
     train = [line for line in lines if line["kind"] == "train"]
     held = [line for line in lines if line["kind"] == "validation"]
+    decoded = [line for line in lines if line["kind"] == "decoded"]
     tokens = [line["trained_tokens"] for line in train]
     for axis, key in zip(axes, ("next_classification", "next_agreement"), strict=False):
         if train:
@@ -53,12 +54,12 @@ def _one_draft(axes, name: str, lines: list[dict], colour: str) -> None:
             )
         places = [line["trained_tokens"] for line in held]
         axis.plot(places, [line[key] for line in held], "o-", ms=4, color=colour, label=f"{name}, held out")
-    for key, style, words in (
-        ("estimated_tau", {"fmt": "o-", "ms": 4}, "estimated"),
-        ("estimated_chain_tau", {"fmt": "o:", "ms": 3, "alpha": 0.6}, "estimated, chain"),
-        ("decoded_tau", {"fmt": "D", "ms": 8, "mfc": "none"}, "decoded"),
+    for found, key, style, words in (
+        (held, "estimated_tau", {"fmt": "o-", "ms": 4}, "estimated"),
+        (held, "estimated_chain_tau", {"fmt": "o:", "ms": 3, "alpha": 0.6}, "estimated, chain"),
+        (decoded, "decoded_tau", {"fmt": "D", "ms": 8, "mfc": "none"}, "decoded"),
     ):
-        points = [(line["trained_tokens"], line[key]) for line in held if key in line]
+        points = [(line["trained_tokens"], line[key]) for line in found if key in line]
         if points:
             fmt = style.pop("fmt")
             axes[2].plot(*zip(*points, strict=True), fmt, color=colour, label=f"{name}, {words}", **style)

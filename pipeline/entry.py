@@ -1,7 +1,9 @@
 """How every entry point ends: a PipelineError is one line on stderr and status 2, anything else keeps its traceback."""
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 
 from pipeline.errors import PipelineError
@@ -12,8 +14,33 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except PipelineError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _tell(error)
         sys.exit(2)
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """The same for one of several ranks, which leaves without Python's teardown: taking a process group apart waits for the other
+    ranks, and those may be waiting for this one; and threads of process groups that outlive it have aborted ranks whose work was
+    done. The launcher ends the others when one fails.
+    """
+    status = 0
+    try:
+        main()
+    except PipelineError as error:
+        _tell(error)
+        status = 2
+    except SystemExit:  # argparse, before the ranks meet
+        raise
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _tell(error: PipelineError) -> None:
+    sys.stderr.write(f"error: {error}\n")
 
 
 def run_job(description: str | None, job: Callable[[Recipe], Iterable[str]]) -> None:

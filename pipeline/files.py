@@ -58,9 +58,19 @@ def exclusive(folder: Path, work: str) -> Iterator[None]:
             f"{folder}: another {work} is writing here. Wait for it, or give this run its own output"
         ) from None
     with lock:
-        for leftover in folder.glob(".*.tmp"):  # of `atomic_path`
+        for leftover in folder.rglob(".*.tmp"):  # of `atomic_path`
             leftover.unlink()
         yield
+
+
+def sync(folder: Path) -> None:
+    """What this machine has written into the folder is on the disk when it returns."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

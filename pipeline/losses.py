@@ -92,7 +92,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor):
         out = []
         for up, gradients in zip(upstream, _grouped(ctx.saved_tensors, ctx.sizes), strict=False):
-            out += [None if g is None else g * up.to(g.dtype) for g in gradients]
+            out += [None if g is None else (g.float() * up).to(g.dtype) for g in gradients]
         return None, None, None, None, None, *out
 
 

@@ -134,9 +134,15 @@ class Recipe(Section):
         at most, and a dump whose batches were too large goes on with smaller ones.
         """
         how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
-        features = self.features.model_dump(mode="json", exclude=how)
+        features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
+        data = self.data.model_dump(mode="json", exclude={"calibration_prompts"})
         target = self.target.model_dump(mode="json", exclude={"device"})
-        return digest({"target": target, "data": self.data.model_dump(mode="json"), "features": features})
+        return digest({"target": target, "data": data, "features": features})
+
+    @property
+    def answers_hash(self) -> str:
+        """What the target's answers to calibration prompts depend on: they can be given anew without the rest of the dump."""
+        return digest([self.dump_hash, self.data.calibration_prompts, self.features.answer_tokens])
 
     def train_hash(self, draft: str) -> str:
         """What one draft's weights depend on. Who shares a global batch and how, schedules of I/O and what only watches are not, nor
@@ -146,7 +152,8 @@ class Recipe(Section):
         watched = self.train.keep == "best" or self.train.patience is not None
         train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
         config = self.draft[draft].model_dump(mode="json", exclude=set() if watched else {"tree"})
-        return digest({"dump": self.dump_hash, "seed": self.seed, "draft": config, "train": train})
+        dump = self.answers_hash if watched else self.dump_hash
+        return digest({"dump": dump, "seed": self.seed, "draft": config, "train": train})
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""

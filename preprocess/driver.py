@@ -34,7 +34,7 @@ def dump(recipe: Recipe) -> list[str]:
     with exclusive(folder, "dump"):
         store = store_of(recipe)
         spec = feature_spec(recipe)
-        manifest = _resume(folder, spec, store)
+        manifest = _resume(folder, spec, store, recipe.answers_hash)
         if not manifest.complete:
             _run(recipe, folder, manifest, store)
         return _report(recipe, manifest)
@@ -49,7 +49,8 @@ def require_lasting(folder: Path) -> None:
         )
 
 
-def _resume(folder: Path, spec: FeatureSpec, store: Store | None) -> Manifest:
+def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) -> Manifest:
+    """What an earlier run left; answers to other calibration prompts, or of other lengths, are not taken over."""
     sizes = {} if store is None else store.sizes()
     manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(spec)
     require_same(manifest.spec, spec, folder)
@@ -62,12 +63,15 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None) -> Manifest:
     whole = []
     with Progress("verify shards", len(manifest.shards), "shards", quiet=not manifest.shards) as progress:
         for shard in manifest.shards:
-            if _is_whole(folder, shard, store, sizes):
+            stale = shard.split == ANSWERS and manifest.answers != answers
+            if not stale and _is_whole(folder, shard, store, sizes):
                 whole.append(shard)
             progress.advance(1)
     published = store is None or MANIFEST in sizes
-    if len(whole) < len(manifest.shards) or not (folder / HELDOUT_PROMPTS).exists() or not published:
+    same = len(whole) == len(manifest.shards) and manifest.answers == answers
+    if not same or not (folder / HELDOUT_PROMPTS).exists() or not published:
         manifest.shards, manifest.complete = whole, False  # saved with the first shard that is written again
+        manifest.answers = answers
     return manifest
 
 

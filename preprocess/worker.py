@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.generate import Sampling, plain
+from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
 from pipeline.features.store import store_of
@@ -21,6 +22,7 @@ from pipeline.target import Target
 from preprocess.task import ShardTask, Tell, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")
+NOT_ANSWERED = "not_answered"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class FeatureWorker:
                 self._compute([document])
         rejected = dict(task.set_aside)
         if task.split == ANSWERS:
-            task, fingerprint = self._answered(task), task.fingerprint
+            task, fingerprint = self._answered(task, rejected), task.fingerprint
         else:
             fingerprint = task.fingerprint
         rows = self.rows(task, rejected)
@@ -108,9 +110,9 @@ class FeatureWorker:
             (self._folder / record.name).unlink()
         return replace(record, documents=fingerprint)
 
-    def _answered(self, task: ShardTask) -> ShardTask:
+    def _answered(self, task: ShardTask, rejected: dict[str, str]) -> ShardTask:
         """The prompts with the target's greedy answers behind them, by the same loop that evaluation decodes plainly with; the
-        mask is on the answers.
+        mask is on the answers. What cannot be answered is entered into `rejected`.
         """
         sampling = Sampling(self._settings.answer_tokens, frozenset(self._target.stop_ids()))
         whole = []
@@ -118,7 +120,11 @@ class FeatureWorker:
             if document.doc_id in task.set_aside:
                 continue
             self._tell((document.doc_id,))
-            answer = plain(self._target, document.input_ids.tolist(), sampling).tokens
+            try:
+                answer = plain(self._target, document.input_ids.tolist(), sampling).tokens
+            except PipelineError:  # logits that are not finite
+                rejected[document.doc_id] = NOT_ANSWERED
+                continue
             tokens = np.concatenate([document.input_ids, np.array(answer, np.int32)])
             mask = np.arange(len(tokens)) >= len(document.input_ids)
             whole.append(Document(document.doc_id, tokens, mask.astype(np.uint8)))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -135,6 +136,7 @@ def dump_here(recipe: Recipe) -> Manifest:
     folder.mkdir(parents=True)
     worker, plan = FeatureWorker(recipe, folder, spec), Plan(recipe, load_tokenizer(recipe.target))
     manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
+    manifest.answers = recipe.answers_hash
     manifest.accounting = plan.accounting(manifest.shards)
     manifest.save(folder)
     return manifest
@@ -164,6 +166,10 @@ def train_command(recipe: Path, *overrides: str, ranks: int = 1, draft: str | No
 
 def kill_when_exists(command: list[str], path: Path) -> None:
     """Starts a command and kills it, with all processes of its group, as soon as it has written `path`."""
+    kill_when(command, path.exists)
+
+
+def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -173,7 +179,7 @@ def kill_when_exists(command: list[str], path: Path) -> None:
         start_new_session=True,
     )
     deadline = time.monotonic() + 120
-    while not path.exists():
+    while not happened():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from pipeline.decoding.replay import decoded
 from pipeline.drafts import Draft
 from pipeline.ends import Ends
 from pipeline.features.shards import FeatureStore
+from pipeline.progress import Progress
 from pipeline.recipe import Recipe
 from pipeline.sections import TreeConfig
 from pipeline.target import Target
@@ -58,23 +59,25 @@ class Decoder:
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
 
-    def tau(self, draft: Draft) -> float:
+    def tau(self, draft: Draft, quiet: bool) -> float:
         """Of greedy decoding with the draft's tree; the draft's weights are cast to the target's dtype. On a CPU with the cores of
-        the ranks that wait meanwhile.
+        the ranks that wait meanwhile. `quiet`: no bar of its own.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         try:
-            return self._decoded(draft).tau
+            return self._decoded(draft, quiet).tau
         finally:
             torch.set_num_threads(threads)
 
-    def _decoded(self, draft: Draft) -> Acceptance:
+    def _decoded(self, draft: Draft, quiet: bool) -> Acceptance:
         target, counts = self._target, Acceptance()
         draft = draft.to(target.device, target.dtype)
         draft.bind(Ends(target.embedding_VD, target.head, draft.ends.fingerprint))
-        for number in range(len(self._answers)):
-            row = self._answers.row(number)
-            prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
-            counts.merge(speculative(target, draft, prompt, self._sampling).acceptance)
+        with Progress("decode", len(self._answers), "prompts", quiet=quiet) as progress:
+            for number in range(len(self._answers)):
+                row = self._answers.row(number)
+                prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
+                counts.merge(speculative(target, draft, prompt, self._sampling).acceptance)
+                progress.advance(1, tau=f"{counts.tau:.2f}")
         return counts

@@ -17,9 +17,9 @@ from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
 from pipeline.batch import Batch
-from pipeline.drafts import Draft
+from pipeline.drafts import Draft, parameter_count
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json, sync, write_json
 from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES
 
@@ -43,13 +43,19 @@ def start_distributed() -> None:
                 port = probe.getsockname()[1]
             alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in alone.items()})
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
         deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
         local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 
 
-def deepspeed_config(config: TrainConfig, accumulation: int) -> dict[str, Any]:
+def bucket_elements(parameters: int) -> int:
+    """Of the buffers in which ZeRO reduces and gathers: DeepSpeed's own 5e8 is more than most drafts have."""
+    return min(parameters, 500_000_000)
+
+
+def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
     """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
     half = config.dtype != "float32"
     if half and accumulation > 1 and config.zero_stage == 0:
@@ -70,7 +76,10 @@ def deepspeed_config(config: TrainConfig, accumulation: int) -> dict[str, Any]:
     }
     if half and config.zero_stage:
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merge(derived, config.deepspeed, "train.deepspeed")
+    settings = _merge(derived, config.deepspeed, "train.deepspeed")
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        settings["zero_optimization"].setdefault(bucket, bucket_elements(parameters))
+    return settings
 
 
 def _merge(base: dict, over: dict, where: str) -> dict:
@@ -119,6 +128,8 @@ class Engine:
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
+        if config.dtype == "float32" and not config.zero_stage:  # everywhere else DeepSpeed looks
+            optimizer.register_step_pre_hook(self._drop_broken_gradient)
         if config.warmup_steps >= steps and config.schedule != "constant":
             raise PipelineError(
                 f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train longer"
@@ -126,7 +137,7 @@ class Engine:
         schedule = get_scheduler(
             _SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )
-        settings = deepspeed_config(config, accumulation)
+        settings = deepspeed_config(config, accumulation, parameter_count(draft))
         if universal:
             settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
         self._engine, *_ = deepspeed.initialize(
@@ -140,6 +151,7 @@ class Engine:
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
         self.left_out: list[str] = []  # of the last step: what was not finite
         self.turns_left_out = 0  # of the last step
+        self._dropped = False  # the last step's gradient
         self._in_a_row = 0  # steps that left something out
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
         if state:
@@ -156,6 +168,7 @@ class Engine:
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
         self.left_out, self.turns_left_out = [], 0
+        self.step, self._dropped = self.step + 1, False
         for batch in batches:
             batch = batch.to(self.device, self.dtype)
             loss, sums = self._engine(batch)
@@ -166,7 +179,6 @@ class Engine:
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
             add_sums(pooled, sums)
-        self.step += 1
         totals = self.total(pooled)
         if not all(math.isfinite(value) for parts in totals.values() for value in parts.values()):
             raise self._not_finite("; ".join(self._blamed(batches, pooled)))
@@ -182,15 +194,13 @@ class Engine:
         return not bad.item()
 
     def _leave_out(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Raises PipelineError where the draft itself is to blame."""
-        lines = self._blamed(batches, sums)
-        if not all(self.gathered(self.weights_finite())):
-            raise self._not_finite(f"the draft's weights are not finite any more; on the way there {'; '.join(lines)}")
-        self.left_out += lines
+        self.left_out += self._blamed(batches, sums)
         self.turns_left_out += 1
 
     def _blamed(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-        """What is not finite in these micro-batches of every rank, by dialogue."""
+        """What is not finite in these micro-batches of every rank, by dialogue. Raises PipelineError where it is the draft's weights."""
+        if not all(self.gathered(self.weights_finite())):
+            raise self._not_finite("the draft's weights, after an earlier step")
         mine = [
             f"the stored features of dialogue {' or '.join(ids)}"
             for batch in batches
@@ -202,9 +212,17 @@ class Engine:
         mine = mine or [f"the {name} loss of branch {branch!r} on dialogues {named}" for branch, name in wrong]
         return [line for lines in self.gathered(mine) for line in lines] or ["the loss"]
 
+    def _drop_broken_gradient(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step of AdamW's own, with a gradient that is the same on all ranks; without one it changes nothing."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite():
+            self._dropped = True
+            for parameter in parameters:
+                parameter.grad = None
+
     def _look_at_gradient(self) -> None:
-        """DeepSpeed takes no step where a gradient is not finite; in float16 that is how the loss scale is found."""
-        if self._engine.was_step_applied():
+        """Where a gradient is not finite no step is taken. In float16 that is how the loss scale is found; else it is a fault."""
+        if self._engine.was_step_applied() and not self._dropped:
             return
         if self._config.dtype == "float16":
             self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
@@ -274,8 +292,12 @@ class Engine:
                 f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train in bfloat16 or "
                 "float32 if this was float16, in another output folder; the resume state before it is kept"
             )
+        if self.rank == 0:  # of a save that was broken off, perhaps by another number of ranks
+            shutil.rmtree(folder / tag, ignore_errors=True)
+        self.barrier()
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            sync(folder / tag)
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
                 f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is kept: make "

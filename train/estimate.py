@@ -7,10 +7,11 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
 
     steps     epochs x whole global batches
     hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data are not in it
-    memory    of a rank: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as the
-              ZeRO stage says; the target's frozen embedding and head; and what a step comes to need: a micro-batch, the activations that
-              its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its chunk of logits;
-              or, where that is more, the two copies of the weights that a validation makes
+    memory    of a rank, the first: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as
+              the ZeRO stage says, and its bucket; the target's frozen embedding and head; and what a step comes to need: a micro-batch,
+              the activations that its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its
+              chunk of logits; or, where that is more, the two copies of the weights that a validation makes, or the target that decodes
+              at the end (it stays beside the steps where train.decode = "always")
 """
 
 import argparse
@@ -32,7 +33,8 @@ from pipeline.features.schema import Row
 from pipeline.losses import chunk_rows
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.sections import TrainConfig
-from pipeline.target import DTYPES, load_config, load_ends, resolve_device
+from pipeline.target import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
+from train.engine import bucket_elements
 
 VALIDATION = 1 / 3  # of a token's training
 
@@ -42,12 +44,20 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     config, parameters, width = recipe.train, parameter_count(draft), draft.shapes["hidden_size"]
     size = DTYPES[config.dtype].itemsize
     moments = 8 + (4 if size < 4 else 0)
-    gradient = 4 if config.zero_stage else size  # from ZeRO-1 on they add up in float32
+    gradient = 4 if config.zero_stage else size  # from ZeRO-1 on they add up in float32,
+    if config.zero_stage == 1:
+        gradient += size % 4  # beside those of half precision
+    bucket = 0
+    if config.zero_stage > 1 or (config.zero_stage == 1 and size == 4):
+        bucket = bucket_elements(parameters) * size
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
     validation = 2 * size * parameters  # whole copies of the weights, for the estimate of tau
-    return states + ends + max(step_bytes(recipe, draft), validation)
+    target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize  # with those copies
+    beside = target if config.decode == "always" else 0
+    at_the_end = target + validation if config.decode == "last" else 0
+    return states + bucket + ends + beside + max(step_bytes(recipe, draft), validation, at_the_end)
 
 
 def step_bytes(recipe: Recipe, draft: Draft) -> float:

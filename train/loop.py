@@ -50,17 +50,16 @@ def _train(
     batches = Batches(store, recipe.train, draft.horizons, recipe.seed, rank, ranks)
     state = folder / RESUME_STATE
     engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, state, recipe.train_hash(name))
-    ends = ends.to(engine.device, engine.dtype)
-    draft.bind(ends)
-    run = _Run(recipe, name, engine, draft, ends, batches, heldout, answers)
+    draft.move_ends(engine.device, engine.dtype)
+    run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
     facts, weights = {"parameters": parameters, **run.facts()}, run.kept_weights()
     if draft.config.vocabulary:
         facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
     if rank == 0:
-        draw_training({name: folder / METRICS}, folder / PLOT)
         checkpoint.save(folder, draft, weights, recipe, name, facts)
         shutil.rmtree(state)
+        draw_training({name: folder / METRICS}, folder / PLOT)
     engine.barrier()
     return f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
 
@@ -78,6 +77,11 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, Feature
             "assistant's. Look at the chat template, and dump again into another folder"
         )
     if manifest.total(ANSWERS, "rows"):
+        if manifest.answers != recipe.answers_hash:
+            raise PipelineError(
+                f"{recipe.features_dir}: its answers to calibration prompts are of another data.calibration_prompts or "
+                "features.answer_tokens. Run the dump again: it keeps the rest"
+            )
         if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
             raise PipelineError(
                 f"{recipe.features_dir}: the target answers every calibration prompt with one token, its stop token: the chat template is "
@@ -88,7 +92,8 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, Feature
     if config.keep == "best" or config.patience or config.decode != "never":
         raise PipelineError(
             f"{recipe.features_dir} holds no answers to calibration prompts, by which train.keep, train.patience and train.decode go: the "
-            "source had no held-out dialogues left for them. Lower data.heldout_prompts or raise data.heldout_fraction, and dump again"
+            "source had no held-out dialogues left for them, or data.calibration_prompts was 0. Set that and run the dump again, which keeps the "
+            "rest; or raise data.heldout_fraction and dump into another folder"
         )
     return store, heldout, None
 
@@ -122,13 +127,12 @@ class _Run:
         name: str,
         engine: Engine,
         draft: Draft,
-        ends: Ends,
         batches: Batches,
         heldout: FeatureStore,
         answers: FeatureStore | None,
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
-        self._engine, self._draft, self._ends, self._batches = engine, draft, ends, batches
+        self._engine, self._draft, self._batches = engine, draft, batches
         self._heldout, self._answers = heldout, answers
         self._trained_tokens = engine.progress.get("trained_tokens", 0)
         self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
@@ -148,6 +152,20 @@ class _Run:
         return self._engine.step == self._batches.steps or (patience is not None and self._stale >= patience)
 
     def to_the_end(self) -> None:
+        try:
+            self._steps()
+            if self._config.decode != "never":
+                self._decode(self.kept_weights(), self._kept["validation"], quiet=False)
+        except BaseException:
+            self._close(failed=True)
+            raise
+        self._close(failed=False)
+
+    def _close(self, failed: bool) -> None:
+        if self._metrics:
+            self._metrics.close(failed)
+
+    def _steps(self) -> None:
         quiet, first = self._engine.rank != 0, self._engine.step
         with Progress(f"train {self._folder.name}", self._batches.steps, "steps", first, quiet) as progress:
             begin, before = time.monotonic(), self._trained_tokens
@@ -157,8 +175,6 @@ class _Run:
                 shown = self._one_step(micro_batches)
                 speed = (self._trained_tokens - before) / (time.monotonic() - begin)
                 progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}"})
-        if self._metrics:
-            self._metrics.close()
 
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate = self._engine.learning_rate()
@@ -170,11 +186,13 @@ class _Run:
             self._write("left_out", {"what": self._engine.left_out})
         if sums["next"]["positions"]:  # else all of the step was left out: there is no loss to speak of
             self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
-        last = step == self._batches.steps
-        if last or step % self._config.validate_every == 0:
-            self._validate(last)
+        validated = step == self._batches.steps or step % self._config.validate_every == 0
+        if validated:
+            self._validate()
         if self._is_done or step % self._config.checkpoint_every == 0:
             self._engine.save_resume(self._progress())
+        if validated and self._config.decode == "always":
+            self._decode(self._engine.weights(), self._validation, quiet=True)
         shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
         if "estimated_tau" in self._validation:
             shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
@@ -208,7 +226,7 @@ class _Run:
 
     # -- validation ------------------------------------------------------------------------------------------------
 
-    def _validate(self, last: bool) -> None:
+    def _validate(self) -> None:
         pooled: dict = {}
         share = validation_batches(
             self._heldout, self._config, self._draft.horizons, self._engine.rank, self._engine.ranks
@@ -217,32 +235,42 @@ class _Run:
             add_sums(pooled, self._engine.measure(batch))
         self._validation = self._averages(self._engine.total(pooled))
         if self._answers is not None:
-            self._validation |= self._acceptance(last)
+            self._validation |= self._acceptance()
         self._validation["trained_tokens"] = self._trained_tokens
         if self._best is not None and self._best["step"] == self._engine.step:
             self._best["validation"] = self._validation
         self._write("validation", self._validation)
 
-    def _acceptance(self, last: bool) -> dict[str, float]:
-        """The estimate of tau, and what decoding says where the recipe wants it; remembers the best weights."""
-        weights = self._engine.weights()
-        draft = build(self._draft.config, self._draft.shapes)  # whole, whatever ZeRO does with the one that trains
-        draft = draft.to(self._engine.device, self._engine.dtype)
+    def _whole(self, weights: dict) -> Draft:
+        """Another draft with these weights, whatever ZeRO does with the one that trains."""
+        draft = build(self._draft.config, self._draft.shapes).to(self._engine.device, self._engine.dtype)
         draft.load_state_dict(weights)
-        draft.eval().bind(self._ends)
+        draft.eval().share_ends(self._draft)
+        return draft
+
+    def _acceptance(self) -> dict[str, float]:
+        """The estimate of tau; remembers the best weights."""
+        weights = self._engine.weights()
+        draft = self._whole(weights)
         found = self._engine.gathered(acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks))
         for other in found[1:]:
             for name, counts in found[0].items():
                 counts.merge(other[name])
         values = acceptance.figures(found[0])
         self._remember(values["estimated_tau"], weights)
-        if self._config.decode == "always" or (self._config.decode == "last" and (last or self._is_done)):
-            decoded = None
-            if self._engine.rank == 0:
-                self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers)
-                decoded = self._decoder.tau(draft)
-            values["decoded_tau"] = self._engine.gathered(decoded)[0]
         return values
+
+    def _decode(self, weights: dict, validation: dict[str, float], quiet: bool) -> None:
+        """Adds to the validation of these weights what decoding the calibration prompts says."""
+        if "decoded_tau" in validation:
+            return
+        tau = None
+        if self._engine.rank == 0:
+            self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers)
+            tau = self._decoder.tau(self._whole(weights), quiet)
+        validation["decoded_tau"] = self._engine.gathered(tau)[0]
+        shown = {key: validation[key] for key in ("decoded_tau", "estimated_tau", "trained_tokens")}
+        self._write("decoded", shown)
 
     def _remember(self, tau: float, weights: dict) -> None:
         if self._best is not None and not tau > self._best["tau"]:
@@ -263,10 +291,15 @@ class _Run:
         weights = self._engine.weights()
         return load_file(self._best_file()) if self._config.keep == "best" and self._engine.rank == 0 else weights
 
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """Step, trained tokens and validation of the weights that are kept."""
+        last = {"step": self._engine.step, "trained_tokens": self._trained_tokens, "validation": self._validation}
+        return self._best if self._config.keep == "best" else last
+
     def facts(self) -> dict[str, Any]:
         """What was done, for the checkpoint and its card; of the kept weights where these are not the last."""
-        last = {"step": self._engine.step, "trained_tokens": self._trained_tokens, "validation": self._validation}
-        kept = self._best if self._config.keep == "best" else last
+        kept = self._kept
         facts = {
             "steps": kept["step"],
             "epochs": math.ceil(kept["step"] / self._batches.steps_per_epoch),

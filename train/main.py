@@ -5,7 +5,6 @@ DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two C
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -35,19 +34,12 @@ def main() -> None:
     fetch(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    try:
-        for name in [arguments.draft] if arguments.draft else sorted(recipe.draft):
-            line = train(recipe, name, ends, expected, rank, ranks)
-            if rank == 0:
-                print(line)
-    finally:
-        dist.destroy_process_group()
-    # DeepSpeed keeps references to the process groups, so their threads outlive them; one that still held a tensor when Python
-    # tears itself down would abort a rank whose work is done.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    for name in [arguments.draft] if arguments.draft else sorted(recipe.draft):
+        line = train(recipe, name, ends, expected, rank, ranks)
+        if rank == 0:
+            print(line)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run_rank(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline import checkpoint, entry
 from pipeline.errors import PipelineError
 from pipeline.features.shards import link_features
+from pipeline.features.store import fetch
 from pipeline.provenance import ROOT
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
 
@@ -68,6 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run(arguments.recipe, arguments.overrides, "preprocess")
     source, found = load_recipe(arguments.recipe, arguments.overrides), []
+    fetch(source)  # once, where the features are in a store
     for rate in arguments.rates:
         recipe, overrides = of_rate(arguments, rate)
         link_features(source.features_dir, recipe.features_dir)

@@ -20,13 +20,13 @@ PROJECT = "jakiro"
 class Tracker(Protocol):
     def log(self, values: dict[str, float], step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 class _WandB:
     def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
         # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
-        quiet = package.Settings(x_disable_meta=True, disable_git=True, console="off", save_code=False)
+        quiet = package.Settings(x_disable_meta=True, host="", disable_git=True, console="off", save_code=False)
         self._run = package.init(
             project=PROJECT, name=name, id=mark, resume="allow", config=config, dir=str(folder), settings=quiet
         )
@@ -34,8 +34,8 @@ class _WandB:
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class _Trackio:
@@ -46,7 +46,7 @@ class _Trackio:
     def log(self, values: dict[str, float], step: int) -> None:
         self._package.log(values, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._package.finish()
 
 
@@ -65,8 +65,8 @@ class _MLflow:
     def log(self, values: dict[str, float], step: int) -> None:
         self._package.log_metrics(values, step=step, synchronous=False)
 
-    def close(self) -> None:
-        self._package.end_run()
+    def close(self, failed: bool) -> None:
+        self._package.end_run("FAILED" if failed else "FINISHED")
 
 
 TRACKERS = {"wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
@@ -114,10 +114,10 @@ class Metrics:
         if self._tracker:
             self._tracker.log(numbers, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._board.close()
         if self._tracker:
-            self._tracker.close()
+            self._tracker.close(failed)
 
 
 def _step_of(line: str) -> float:

@@ -137,6 +137,14 @@ class Draft(nn.Module):
         head = ends.head if self.draft_token_ids is None else ends.head.restricted(self.draft_token_ids)
         self._ends = [Ends(ends.embedding_VD, head, ends.fingerprint)]
 
+    def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's part."""
+        self._ends = [self.ends.to(device, dtype)]
+
+    def share_ends(self, other: "Draft") -> None:
+        """Takes those of a draft of the same vocabulary."""
+        self._ends = [other.ends]
+
     @property
     def ends(self) -> Ends:
         if not self._ends:

@@ -50,6 +50,7 @@ class Manifest:
     shards: list[ShardRecord] = field(default_factory=list)
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    answers: str = ""  # Recipe.answers_hash, of the shards of that split
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -68,6 +69,7 @@ class Manifest:
                 shards=[ShardRecord(**record) for record in raw["shards"]],
                 accounting=raw["accounting"],
                 complete=raw["complete"],
+                answers=raw.get("answers", ""),
             )
         except (KeyError, TypeError) as error:
             raise PipelineError(
@@ -85,8 +87,11 @@ class Manifest:
 def link_features(source: Path, folder: Path) -> None:
     """Another run's dump as this one's, without a copy of its bytes; what is in `folder` already stays."""
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, folder, copy_function=os.link)
+        unfinished = folder.with_name(f"{folder.name}.linking")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, unfinished, copy_function=os.link)
+        unfinished.replace(folder)
 
 
 def shard_name(split: str, index: int) -> str:

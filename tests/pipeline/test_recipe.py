@@ -326,10 +326,12 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
     return {key for key, _ in variants(recipe) if key.startswith(prefixes)}
 
 
-NOT_WHAT_SHARDS_HOLD = {
+ANSWERED = {"data.calibration_prompts", "features.answer_tokens"}
+NOT_WHAT_SHARDS_HOLD = {  # but for the answers to calibration prompts
     "target.device",
     *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
     *(f"features.{key}" for key in ("store", "hang_seconds")),
+    *ANSWERED,
 }
 
 
@@ -350,6 +352,7 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
     recipe = Recipe.model_validate(tree)
     expected = leaves(recipe, "target.", "data.", "features.") - NOT_WHAT_SHARDS_HOLD
     assert changing(recipe, lambda r: r.dump_hash) == expected
+    assert changing(recipe, lambda r: r.answers_hash) == expected | ANSWERED
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -371,7 +374,7 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
     assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
     watched = Recipe.model_validate({**tree, "train": {**tree["train"], "keep": "best"}})  # the estimated tau decides
-    expected |= {"train.validate_every"} | leaves(recipe, "draft.jakiro.tree.")
+    expected |= {"train.validate_every"} | ANSWERED | leaves(recipe, "draft.jakiro.tree.")
     assert changing(watched, lambda r: r.train_hash("jakiro")) == expected
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from pipeline.features.shards import MANIFEST, Manifest
+from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
 from pipeline.files import sha256
+from pipeline.recipe import override_arguments
 from tests.kit import (
     BIN,
     command_environment,
@@ -25,6 +26,7 @@ from tests.kit import (
     run_command,
     save_tiny_target,
     stop_ray,
+    train_command,
     write_recipe,
     write_sharegpt,
 )
@@ -86,6 +88,27 @@ def test_damaged_shards_are_redone(job, tmp_path):
     again = run_command(dump_command(recipe, f"output={tmp_path}"))
     assert again.returncode == 0, again.stderr
     assert checksums(copy) == expected
+
+
+def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
+    """More calibration prompts, or longer answers: only those shards are written again, and training wants that first."""
+    recipe, features, before = job
+    shutil.copytree(features, tmp_path / "features", copy_function=shutil.copy2)
+    stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
+    sets = [f"output={tmp_path}", "data.calibration_prompts=2", "features.answer_tokens=5"]
+    refused = run_command(train_command(recipe, *sets, draft="jakiro"))
+    assert refused.returncode != 0 and "its answers to calibration prompts are of another" in refused.stderr
+    told = run_command([sys.executable, "-m", "pipeline", "status", str(recipe), *override_arguments(sets)])
+    assert "answers to calibration prompts are to be given anew" in told.stdout
+    done = run_command(dump_command(recipe, *sets))
+    assert done.returncode == 0, done.stderr
+    assert "the target's own to 2 calibration prompts" in done.stdout
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
+    answers = {name for name in before if "answers" in name}
+    assert len(answers) == 2 and after.keys() == before.keys() - {"features-answers-000001.arrow"}
+    assert {name for name in after if after[name] != stamps[name]} == {"features-answers-000000.arrow"}
+    manifest = Manifest.load(tmp_path / "features")
+    assert manifest.complete and 2 < manifest.total(ANSWERS, "trained_tokens") <= 10
 
 
 def test_a_missing_manifest_has_every_shard_written_anew(job, tmp_path):

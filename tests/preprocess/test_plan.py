@@ -314,6 +314,17 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
         own = loaded_target.capture(torch.tensor([prompt + answer]))[0]
         assert torch.allclose(row.hidden_TD, own, atol=1e-5)
     (doc_id, *_) = prompts
+    head = worker._target.head
+
+    def broken(hidden):  # after the first prompt's first token
+        answered.append(1)
+        return head(hidden) * (float("nan") if len(answered) == 1 else 1)
+
+    answered = []
+    worker._target.head = broken
+    some = worker.work(task)
+    worker._target.head = head
+    assert some.rows == 3 and some.rejected == {doc_id: "not_answered"}
     aside = worker.work(replace(task, set_aside={doc_id: "kills_workers"}))
     assert aside.rows == 3 and aside.rejected == {doc_id: "kills_workers"}
 

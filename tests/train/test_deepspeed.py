@@ -1,6 +1,7 @@
 """Training as a user starts it: DeepSpeed's launcher, one and two ranks, kills, bad input."""
 
 import json
+import random
 import re
 import shutil
 
@@ -14,11 +15,11 @@ from pipeline.files import sha256
 from pipeline.recipe import load_recipe
 from pipeline.sections import TrainConfig
 from tests.kit import (
-    kill_when_exists,
+    kill_when,
     run_command,
     train_command,
 )
-from tests.train.runs import largest_difference, losses, run_training, wait_until_dead
+from tests.train.runs import largest_difference, lines_of, losses, run_training, wait_until_dead
 from train.engine import deepspeed_config, require_dtype
 
 pytestmark = pytest.mark.real
@@ -77,7 +78,7 @@ def test_contradictions_with_the_recipes_own_keys_are_refused(changes, message):
     accumulation = 2 if not changes or "gradient_accumulation_steps" in changes["deepspeed"] else 1
     stage = 1 if accumulation == 2 and changes else 0
     with pytest.raises(PipelineError, match=re.escape(message)):
-        deepspeed_config(TrainConfig(**changes, zero_stage=stage), accumulation)
+        deepspeed_config(TrainConfig(**changes, zero_stage=stage), accumulation, 1000)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch):
@@ -90,8 +91,14 @@ def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch):
 
 def test_other_keys_pass_through_to_deepspeed():
     more = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
-    made = deepspeed_config(TrainConfig(zero_stage=2, deepspeed=more), 4)
+    more["zero_optimization"]["allgather_bucket_size"] = 7
+    made = deepspeed_config(TrainConfig(zero_stage=2, deepspeed=more), 4, 10**10)
     assert made["zero_optimization"]["stage"] == 2 and made["zero_optimization"]["overlap_comm"] is True
+    assert (
+        made["zero_optimization"]["reduce_bucket_size"] == 5e8
+        and made["zero_optimization"]["allgather_bucket_size"] == 7
+    )
+    assert deepspeed_config(TrainConfig(zero_stage=2), 4, 1000)["zero_optimization"]["reduce_bucket_size"] == 1000
     assert made["wall_clock_breakdown"] is True and made["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
@@ -114,8 +121,10 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     (output / "features").symlink_to(features)
     command = train_command(recipe, f"output={output}", draft="jakiro")
     resume = output / "drafts/jakiro/resume/resume.json"
-    kill_when_exists(command, resume)
+    step = random.randrange(3, 18)  # a state is saved every 2 of 20
+    kill_when(command, lambda: len(lines_of(output, "train")) >= step)
     wait_until_dead(str(output))
+    print(f"killed at step {len(lines_of(output, 'train'))}")
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
     other = run_command([*command, "--set", "train.learning_rate=0.01"])

@@ -7,7 +7,7 @@ from pipeline.batch import Batch
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe import Recipe
-from pipeline.target import load_config
+from pipeline.target import DTYPES, load_config, parameter_count_of
 from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes
 
 
@@ -21,9 +21,10 @@ def changed(recipe: Recipe, **train) -> Recipe:
         ("float32", 0, 1, 4 + 4 + 8),
         ("float32", 0, 4, 4 + 4 + 8),
         ("bfloat16", 0, 4, 2 + 2 + 12),
-        ("bfloat16", 1, 4, 2 + 4 + 3),
-        ("bfloat16", 2, 4, 2 + 1 + 3),
-        ("bfloat16", 3, 4, 0.5 + 1 + 3),
+        ("float32", 1, 4, 4 + 4 + 2 + 4),  # ... + the bucket
+        ("bfloat16", 1, 4, 2 + 2 + 4 + 3),
+        ("bfloat16", 2, 4, 2 + 1 + 3 + 2),
+        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2),
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
@@ -35,6 +36,19 @@ def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
     assert memory_bytes(recipe, draft, ranks) - step_bytes(recipe, draft) == pytest.approx(
         parameter_count(draft) * bytes_a_parameter + ends
     )
+
+
+def test_memory_of_decoding_while_training(tiny_recipe):
+    """The target comes beside a step where it decodes at every validation, after the last one where it decodes once."""
+    recipe = changed(tiny_recipe, dtype="float32")
+    with torch.device("meta"):
+        draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
+    kinds = ("never", "always", "last")
+    never, always, last = (memory_bytes(changed(recipe, decode=kind), draft, 1) for kind in kinds)
+    target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize
+    copies = 2 * 4 * parameter_count(draft)
+    assert always == never + target
+    assert last == never + max(0, target + copies - max(step_bytes(recipe, draft), copies))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

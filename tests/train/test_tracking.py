@@ -41,7 +41,7 @@ def test_a_tracker_sees_what_metrics_jsonl_holds(tiny_recipe, tmp_path, monkeypa
     metrics = Metrics(tmp_path, 0, open_tracker(recipe, "jakiro", tmp_path))
     metrics.write("train", 3, {"loss": 0.5, "trained_tokens": 70})
     metrics.write("left_out", 3, {"what": ["the stored features of dialogue x"]})
-    metrics.close()
+    metrics.close(failed=False)
     logged = [(arguments, named) for name, arguments, named in package.calls if name in ("log", "log_metrics")]
     assert logged[0][0] == ({"train/loss": 0.5, "train/trained_tokens": 70},) and logged[0][1]["step"] == 3
     assert package.calls[-1][0] in ("finish", "end_run")
@@ -81,5 +81,5 @@ def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
 def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
     lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tr']))
-    Metrics(tmp_path, 2, None).close()
+    Metrics(tmp_path, 2, None).close(failed=False)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]

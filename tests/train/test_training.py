@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +43,12 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_
     """Under ZeRO-3, where no rank holds whole weights."""
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2"]
     finished(run_training(dumped, tmp_path, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
-    held = lines_of(tmp_path, "validation")
+    held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
     taus = [line["estimated_tau"] for line in held]
     print(f"estimated tau {taus}")
     assert len(held) == 10 and max(taus) > 1.02
-    assert taus == pytest.approx([line["decoded_tau"] for line in held], rel=0.02)
+    assert [line["step"] for line in decoded] == [line["step"] for line in held]
+    assert taus == pytest.approx([line["decoded_tau"] for line in decoded], rel=0.02)
     best = taus.index(max(taus))
     facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
     assert facts["steps"] == held[best]["step"] and facts["trained_tokens"] == held[best]["trained_tokens"]
@@ -86,11 +88,19 @@ def test_recomputed_activations_train_alike_under_zero_3(dumped, undisturbed, tm
 
 
 def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
-    """Starts a training and kills it at its first saved state; returns that state's step."""
+    """Starts a training and kills it at its first saved state; returns that state's step. Where it saves lies what another number
+    of ranks left there when it was killed while it saved.
+    """
     recipe, features = dumped
     output.mkdir()
     (output / "features").symlink_to(features)
     state = output / "drafts/jakiro/resume/resume.json"
+    torn = (
+        state.parent
+        / f"step-{load_recipe(recipe).train.checkpoint_every:07d}/zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    )
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"half")
     kill_when_exists(train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft="jakiro"), state)
     wait_until_dead(str(output))
     return json.loads(state.read_text())["step"]
@@ -157,7 +167,7 @@ def poisoned(dumped, tmp_path_factory) -> tuple[tuple[Path, Path], str]:
             doc_id = rows[5].doc_id
             rows[5].hidden_TD[7, 3] = float("nan")
         shards.append(write_shard(folder, split, 0, manifest.spec, rows, {}))
-    Manifest(manifest.spec, shards, complete=True).save(folder)
+    Manifest(manifest.spec, shards, complete=True, answers=manifest.answers).save(folder)
     return (recipe, folder), doc_id
 
 
@@ -186,9 +196,23 @@ def test_or_it_is_left_out_and_counted(poisoned, tmp_path):
     assert all(weights.isfinite().all() for weights in load_file(tmp_path / WEIGHTS).values())
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight():
+    """Under every optimizer that DeepSpeed makes of AdamW; the loss is finite, so no dialogue is to blame."""
+    done = run_command([sys.executable, "-m", "tests.train.gradients"])
+    finished(done)
+    print(done.stdout)
+    lines = [line for line in done.stdout.splitlines() if " ZeRO-" in line]
+    assert len(lines) == 7
+    for line in lines:
+        assert line.endswith(
+            "stop: step 2: not finite: a gradient; skip: left out ['the whole step: a gradient'], weights as before"
+        )
+
+
 def test_weights_that_are_not_finite_are_never_saved(dumped, tmp_path):
-    """A learning rate at which the first step overflows: even where losses may be left out."""
-    sets = ["train.learning_rate=3e37", "train.not_finite='skip'", "train.warmup_steps=0", "train.checkpoint_every=1"]
+    """A learning rate and a decay at which the first step overflows: even where losses may be left out."""
+    sets = ["train.learning_rate=3e37", "train.weight_decay=11", "train.not_finite='skip'", "train.warmup_steps=0"]
+    sets.append("train.checkpoint_every=1")
     done = run_training(dumped, tmp_path, *sets)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "the draft's weights are not finite any more" in done.stdout + done.stderr

@@ -1,0 +1,115 @@
+"""A gradient that is not finite, under each optimizer: what is said, and what becomes of the weights.
+
+python -m tests.train.gradients
+"""
+
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline import entry
+from pipeline.batch import Batch, collate
+from pipeline.drafts import Draft, build
+from pipeline.ends import Ends, LMHead
+from pipeline.errors import PipelineError
+from pipeline.features.schema import Row
+from pipeline.sections import EagleConfig, TrainConfig
+from train.engine import Engine, start_distributed
+
+WIDTH, VOCABULARY = 32, 64
+SHAPES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 128,
+    "vocab_size": VOCABULARY,
+}
+
+
+class Broken(torch.autograd.Function):
+    """The same loss, without a gradient."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * float("nan")
+
+
+def broken_loss(draft: Draft, batch: Batch):
+    loss, sums = type(draft).loss(draft, batch)
+    return Broken.apply(loss), sums
+
+
+def one_batch(step: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(step)
+    mask = (np.arange(12) > 3).astype(np.uint8)
+    rows = [
+        Row(
+            f"dialogue-{number}",
+            torch.randint(VOCABULARY, (12,), generator=generator).int().numpy(),
+            mask,
+            torch.randn(12, WIDTH, generator=generator).bfloat16(),
+        )
+        for number in range(2)
+    ]
+    return [collate(rows, [1], "predicted", {1: 14})]
+
+
+def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:
+    config = TrainConfig(
+        dtype=dtype,
+        zero_stage=stage,
+        micro_batch=2,
+        global_batch=2,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        not_finite=not_finite,
+    )
+    draft = build(EagleConfig(kind="eagle"), SHAPES)
+    draft.initialise(0)
+    ends = Ends(torch.randn(VOCABULARY, WIDTH), LMHead(torch.randn(VOCABULARY, WIDTH)), "")
+    draft.bind(ends)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(draft, config, 1, 20, Path(folder), "")
+        draft.move_ends(engine.device, engine.dtype)
+        engine.advance(one_batch(1))
+        before = engine.weights()
+        draft.loss = partial(broken_loss, draft)
+        try:
+            engine.advance(one_batch(2))
+        except PipelineError as error:
+            return str(error).split(".")[0]
+        left_out = engine.left_out
+        same = all(torch.equal(value, before[name]) for name, value in engine.weights().items())
+        del draft.loss
+        engine.advance(one_batch(3))
+        moved = engine.weights_finite() and any(
+            not torch.equal(value, before[name]) for name, value in engine.weights().items()
+        )
+        return f"left out {left_out}, weights {'as before' if same and moved else 'CHANGED'}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    start_distributed()
+    for dtype, stages in (("float32", (0, 1, 2)), ("bfloat16", (0, 1, 2, 3))):
+        for stage in stages:
+            found = {kind: after_a_broken_step(dtype, stage, kind) for kind in ("stop", "skip")}
+            sys.stdout.write(f"{dtype} ZeRO-{stage} stop: {found['stop']}; skip: {found['skip']}\n")
+
+
+if __name__ == "__main__":
+    os.environ["DS_LOG_LEVEL"] = "error"
+    entry.run_rank(main)
