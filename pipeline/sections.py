@@ -316,6 +316,11 @@ class TrainConfig(Section):
         str, Any
     ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
 
+    def bucket_elements(self, parameters: int) -> int:
+        """Of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""
+        own = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
+        return own or min(parameters, 500_000_000)
+
 
 class BenchmarkConfig(Section):
     source: str  # JSONL of {question_id, category, turns}; "benchmark:NAME", "embedded:humaneval" or "heldout" (eval/prompts.py)

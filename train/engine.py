@@ -50,11 +50,6 @@ def start_distributed() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 
 
-def bucket_elements(parameters: int) -> int:
-    """Of the buffers in which ZeRO reduces and gathers: DeepSpeed's own 5e8 is more than most drafts have."""
-    return min(parameters, 500_000_000)
-
-
 def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
     """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
     half = config.dtype != "float32"
@@ -78,7 +73,7 @@ def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) ->
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     settings = _merge(derived, config.deepspeed, "train.deepspeed")
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        settings["zero_optimization"].setdefault(bucket, bucket_elements(parameters))
+        settings["zero_optimization"].setdefault(bucket, config.bucket_elements(parameters))
     return settings
 
 

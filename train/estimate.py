@@ -34,7 +34,6 @@ from pipeline.losses import chunk_rows
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
-from train.engine import bucket_elements
 
 VALIDATION = 1 / 3  # of a token's training
 
@@ -49,7 +48,7 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
         gradient += size % 4  # beside those of half precision
     bucket = 0
     if config.zero_stage > 1 or (config.zero_stage == 1 and size == 4):
-        bucket = bucket_elements(parameters) * size
+        bucket = config.bucket_elements(parameters) * size
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
