@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -122,6 +123,8 @@ def _free_port() -> int:
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     """All stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides)
+    if until != "preprocess" and recipe.target.device != "cpu":
+        recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))  # before hours of dumping
     console = Console()
     logs = recipe.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -60,12 +60,10 @@ class Recipe(Section):
                 f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} uses one: "
                 "set target.device='spread'"
             )
-        ranks = self.train.ranks or 1
-        if self.train.global_batch % (self.train.micro_batch * ranks):
-            raise ValueError(
-                f"train.global_batch={self.train.global_batch} is no multiple of train.micro_batch={self.train.micro_batch}"
-                + (f" x train.ranks={ranks}" if ranks > 1 else "")
-            )
+        try:
+            self.train.accumulation(self.train.ranks or 1)
+        except PipelineError as error:
+            raise ValueError(str(error)) from None
         if not self.data.calibration_prompts:
             for key, plain in (("keep", "last"), ("patience", None), ("decode", "never")):
                 if getattr(self.train, key) != plain:

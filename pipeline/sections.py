@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipeline.errors import PipelineError
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # becomes the name of a folder
@@ -41,7 +43,7 @@ class DataConfig(Section):
     max_dialogues: Positive | None = None
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
-    heldout_prompts: Positive = 80  # held-out dialogues whose first turn may serve as an evaluation prompt
+    heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
     calibration_prompts: Annotated[int, Field(ge=0)] = (
         16  # more of them, whose answers by the target tell training its tau
     )
@@ -315,6 +317,15 @@ class TrainConfig(Section):
     deepspeed: dict[
         str, Any
     ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches of each rank in a step. Raises PipelineError where so many ranks cannot share a global batch."""
+        if self.global_batch % (self.micro_batch * ranks):
+            raise PipelineError(
+                f"train.global_batch={self.global_batch} is no multiple of micro_batch x ranks = {self.micro_batch} x {ranks}: change one "
+                "of them"
+            )
+        return self.global_batch // (self.micro_batch * ranks)
 
     def bucket_elements(self, parameters: int) -> int:
         """Of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from eval.publish import require_repository_name
 from eval.units import make_harness, methods_of
-from pipeline.__main__ import stages
+from pipeline.__main__ import run, stages
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
@@ -88,6 +88,14 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(finished, tmp_path):
     assert "stage preprocess failed" in failed.stderr and "its first record cannot be parsed" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "run/drafts").exists()
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused_before_the_dump(finished, tmp_path, monkeypatch):
+    recipe, *_ = finished
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    with pytest.raises(PipelineError, match="is no multiple of micro_batch x ranks = 4 x 3"):
+        run(str(recipe), [f"output={tmp_path / 'run'}", "target.device=auto"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):

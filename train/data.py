@@ -28,11 +28,7 @@ class Batches:
     """One rank's micro-batches of every step."""
 
     def __init__(self, store: FeatureStore, config: TrainConfig, horizons: list[int], seed: int, rank: int, ranks: int):
-        if config.global_batch % (config.micro_batch * ranks):
-            raise PipelineError(
-                f"train.global_batch={config.global_batch} is no multiple of micro_batch x ranks = {config.micro_batch} x "
-                f"{ranks}: change one of them"
-            )
+        self.accumulation = config.accumulation(ranks)
         self._store, self._config, self._horizons, self._seed = store, config, horizons, seed
         self._rank, self._ranks = rank, ranks
         self._rows = packed(store, config.pack_tokens, seed) if config.pack_tokens else [[n] for n in range(len(store))]
@@ -46,7 +42,6 @@ class Batches:
                 f"{len(store)} {what} do not fill one global batch of {config.global_batch}: "
                 "dump more, or lower train.global_batch"
             )
-        self.accumulation = config.global_batch // (config.micro_batch * ranks)
         self.steps_per_epoch = len(self._rows) // config.global_batch
         self.steps = self.steps_per_epoch * config.epochs
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0))  # an epoch and its order

@@ -164,6 +164,12 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def steps_of(config: TrainConfig, rows: float, tokens: float) -> int:
+    """Of all epochs; packed rows are taken as full."""
+    whole = tokens / config.pack_tokens if config.pack_tokens else rows
+    return int(whole // config.global_batch) * config.epochs
+
+
 def ranks_of(config: TrainConfig) -> int:
     return config.ranks or max(torch.cuda.device_count(), 1)
 
@@ -179,7 +185,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     config, ranks = recipe.train, ranks_of(recipe.train)
     measured_on_cpu = not arguments.tokens_per_second and resolve_device(recipe.target.device).type == "cpu"
-    steps = int(arguments.rows // config.global_batch) * config.epochs
+    steps = steps_of(config, arguments.rows, arguments.tokens)
     validations = steps // config.validate_every + 1
     tokens = arguments.tokens * config.epochs + VALIDATION * validations * arguments.validation_tokens
     drafts, shapes = {}, shapes_of(load_config(recipe.target))

@@ -172,7 +172,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["draft.main.experts_per_token=3"], "experts_per_token=3 is more than experts=2"),
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),
-        (["train.global_batch=10"], "train.global_batch=10 is no multiple of train.micro_batch=4"),
+        (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
         (["draft.main.kind=medusa"], "'jakiro'"),
         (["train.epochs=0"], "train.epochs: Input should be greater than 0 (got 0)"),
         (["train.learning_rate=fast"], "(got 'fast')"),

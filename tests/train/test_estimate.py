@@ -8,7 +8,7 @@ from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe import Recipe
 from pipeline.target import DTYPES, load_config, parameter_count_of
-from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes
+from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes, steps_of
 
 
 def changed(recipe: Recipe, **train) -> Recipe:
@@ -90,6 +90,12 @@ def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, 
         planned = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
     counted = activation_bytes(recipe, planned, recompute)
     assert counted == pytest.approx(sum(kept.values()), rel=0.02)
+
+
+def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_recipe):
+    recipe = changed(tiny_recipe, epochs=3, global_batch=8, micro_batch=4)
+    assert steps_of(recipe.train, 47, 2000) == 5 * 3
+    assert steps_of(changed(recipe, pack_tokens=100).train, 47, 2000) == 2 * 3
 
 
 def test_ranks_are_the_recipes_else_the_machines(tiny_recipe, monkeypatch):
