@@ -53,7 +53,9 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
     validation = 2 * size * parameters  # whole copies of the weights, for the estimate of tau
-    target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize  # with those copies
+    target = 0
+    if config.decode != "never":
+        target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize
     beside = target if config.decode == "always" else 0
     at_the_end = target + validation if config.decode == "last" else 0
     return states + bucket + ends + beside + max(step_bytes(recipe, draft), validation, at_the_end)
