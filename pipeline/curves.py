@@ -8,6 +8,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import EngFormatter
 
 METRICS = "metrics.jsonl"
 COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
@@ -25,6 +26,7 @@ def draw_training(metrics: dict[str, Path], file: Path) -> Path:
         _one_draft(axes, name, read_metrics(path), COLOURS[number % len(COLOURS)])
     for axis, what in zip(axes, ("cross-entropy, next token", "top-1 agreement with the target", "tau"), strict=True):
         axis.set(xlabel="trained tokens", ylabel=what)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
