@@ -90,11 +90,13 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(finished, tmp_path):
     assert not (tmp_path / "run/drafts").exists()
 
 
-def test_ranks_that_cannot_share_a_batch_are_refused_before_the_dump(finished, tmp_path, monkeypatch):
-    recipe, *_ = finished
+def test_ranks_that_cannot_share_a_batch_are_refused_before_the_dump(tiny_target, tmp_path, monkeypatch):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"].pop("ranks", None)  # every GPU
+    tree["target"]["device"] = "auto"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(PipelineError, match="is no multiple of micro_batch x ranks = 4 x 3"):
-        run(str(recipe), [f"output={tmp_path / 'run'}", "target.device=auto"])
+        run(str(write_recipe(tree, tmp_path / "recipe")), [])
     assert not (tmp_path / "run").exists()
 
 
