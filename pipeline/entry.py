@@ -29,9 +29,7 @@ def run_rank(main: Callable[[], None]) -> None:
     except PipelineError as error:
         _tell(error)
         status = 2
-    except SystemExit:  # argparse, before the ranks meet
-        raise
-    except BaseException:
+    except Exception:  # told as Python would tell it, which does so on the way to its teardown only
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

@@ -77,13 +77,12 @@ class Way:
     def __init__(self, recipe: Recipe, name: str, way: str, folder: Path):
         self._way, config = way, recipe.train
         store = FeatureStore(recipe.features_dir, "train", feature_spec(recipe))
-        ends = load_ends(recipe.target)
-        draft = new_draft(recipe, name, ends, store)
+        draft = new_draft(recipe, name, load_ends(recipe.target), store)
         if way == "direct":
             draft.loss = partial(direct_loss, draft)
         self._batches = Batches(store, config, draft.horizons, recipe.seed, 0, 1)
         self._engine = Engine(draft, config, self._batches.accumulation, self._batches.steps, folder / way, way)
-        draft.bind(ends.to(self._engine.device, self._engine.dtype))
+        draft.move_ends(self._engine.device, self._engine.dtype)
         self._draft = draft
         self.tokens, self.waited = 0, 0.0
 

@@ -125,14 +125,14 @@ def _activation_bytes(config: TrainConfig, draft: Draft, dtype: torch.dtype, cou
 def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
     """Tokens a second of forward, backward and AdamW on random features of dialogues of `length` tokens."""
     config, device, dtype = recipe.train, resolve_device(recipe.target.device), DTYPES[recipe.train.dtype]
-    shapes, ends = shapes_of(load_config(recipe.target)), load_ends(recipe.target)
+    shapes = shapes_of(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
     draft.initialise(recipe.seed)
     if recipe.draft[name].vocabulary:
         draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary))
-    draft.bind(ends)
+    draft.bind(load_ends(recipe.target))
     draft = draft.to(device, dtype)
-    draft.bind(ends.to(device, dtype))
+    draft.move_ends(device, dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)
     generator, width = torch.Generator().manual_seed(0), shapes["hidden_size"]
     rows = [

@@ -53,11 +53,11 @@ def _train(
     draft.move_ends(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
-    facts, weights = {"parameters": parameters, **run.facts()}, run.kept_weights()
+    facts = {"parameters": parameters, **run.facts()}
     if draft.config.vocabulary:
         facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
     if rank == 0:
-        checkpoint.save(folder, draft, weights, recipe, name, facts)
+        checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts)
         shutil.rmtree(state)
         draw_training({name: folder / METRICS}, folder / PLOT)
     engine.barrier()
@@ -140,6 +140,7 @@ class _Run:
         self._best: dict[str, Any] | None = engine.progress.get("best")
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
+        self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = None
         if engine.rank == 0:
             tracker = open_tracker(recipe, name, self._folder)
@@ -152,18 +153,12 @@ class _Run:
         return self._engine.step == self._batches.steps or (patience is not None and self._stale >= patience)
 
     def to_the_end(self) -> None:
-        try:
+        """Trains, and decodes with the weights that are kept where the recipe says so."""
+        with self._metrics or nullcontext():
             self._steps()
+            self.kept_weights = self._weights_to_keep()
             if self._config.decode != "never":
-                self._decode(self.kept_weights(), self._kept["validation"], quiet=False)
-        except BaseException:
-            self._close(failed=True)
-            raise
-        self._close(failed=False)
-
-    def _close(self, failed: bool) -> None:
-        if self._metrics:
-            self._metrics.close(failed)
+                self._decode(self.kept_weights, self._kept["validation"], quiet=False)
 
     def _steps(self) -> None:
         quiet, first = self._engine.rank != 0, self._engine.step
@@ -286,10 +281,11 @@ class _Run:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def kept_weights(self) -> dict:
-        """The checkpoint's weights: of the last step, or of the best validation. Every rank takes part."""
-        weights = self._engine.weights()
-        return load_file(self._best_file()) if self._config.keep == "best" and self._engine.rank == 0 else weights
+    def _weights_to_keep(self) -> dict:
+        """The checkpoint's weights: of the last step, where every rank takes part, or of the best validation, on rank 0."""
+        if self._config.keep == "last":
+            return self._engine.weights()
+        return load_file(self._best_file()) if self._engine.rank == 0 else {}
 
     @property
     def _kept(self) -> dict[str, Any]:

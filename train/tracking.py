@@ -114,10 +114,14 @@ class Metrics:
         if self._tracker:
             self._tracker.log(numbers, step)
 
-    def close(self, failed: bool) -> None:
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """Closes what watches, and says whether an error ended the training."""
         self._board.close()
         if self._tracker:
-            self._tracker.close(failed)
+            self._tracker.close(failed=kind is not None)
 
 
 def _step_of(line: str) -> float:

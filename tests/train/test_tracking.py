@@ -38,10 +38,9 @@ def test_a_tracker_sees_what_metrics_jsonl_holds(tiny_recipe, tmp_path, monkeypa
     package = Recorded(kind)
     monkeypatch.setitem(sys.modules, kind, package)
     recipe = tracked(tiny_recipe, kind)
-    metrics = Metrics(tmp_path, 0, open_tracker(recipe, "jakiro", tmp_path))
-    metrics.write("train", 3, {"loss": 0.5, "trained_tokens": 70})
-    metrics.write("left_out", 3, {"what": ["the stored features of dialogue x"]})
-    metrics.close(failed=False)
+    with Metrics(tmp_path, 0, open_tracker(recipe, "jakiro", tmp_path)) as metrics:
+        metrics.write("train", 3, {"loss": 0.5, "trained_tokens": 70})
+        metrics.write("left_out", 3, {"what": ["the stored features of dialogue x"]})
     logged = [(arguments, named) for name, arguments, named in package.calls if name in ("log", "log_metrics")]
     assert logged[0][0] == ({"train/loss": 0.5, "train/trained_tokens": 70},) and logged[0][1]["step"] == 3
     assert package.calls[-1][0] in ("finish", "end_run")
@@ -72,6 +71,25 @@ def test_a_resumed_training_goes_on_in_the_same_run(tiny_recipe, tmp_path, monke
     assert ("start_run", (), {"run_id": "abc"}) in package.calls
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("wandb", ("finish", (), {"exit_code": 1})),
+        ("trackio", ("finish", (), {})),
+        ("mlflow", ("end_run", ("FAILED",), {})),
+    ],
+)
+def test_a_tracker_is_told_when_an_error_ended_the_training(tiny_recipe, tmp_path, monkeypatch, kind, said):
+    package = Recorded(kind)
+    monkeypatch.setitem(sys.modules, kind, package)
+    with (
+        pytest.raises(PipelineError),
+        Metrics(tmp_path, 0, open_tracker(tracked(tiny_recipe, kind), "jakiro", tmp_path)),
+    ):
+        raise PipelineError("no room")
+    assert package.calls[-1] == said
+
+
 def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(PipelineError, match=r"train.tracker='wandb' cannot be used .*: pip install wandb"):
@@ -81,5 +99,6 @@ def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
 def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
     lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tr']))
-    Metrics(tmp_path, 2, None).close(failed=False)
+    with Metrics(tmp_path, 2, None):
+        pass
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
