@@ -5,23 +5,19 @@ times by all methods in turn, with the same random numbers; a later turn continu
 greedy answers, for every method. Units are independent of each other, so they can be finished one by one, anywhere.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from scipy.stats import kstest
-from torch import Tensor
 
-from eval.exact import drawn_error
+from eval.gate import Gate, Gatekeeper
 from eval.prompts import Prompt
 from pipeline.chat import prompt_ids
 from pipeline.decoding import replay
-from pipeline.decoding.accept import Acceptance, Sampler
+from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
 from pipeline.provenance import hardware
@@ -29,8 +25,6 @@ from pipeline.recipe import Recipe
 from pipeline.target import Target, fixed_capacity
 
 PLAIN = "plain"
-UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
-EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
 
 
 @dataclass(frozen=True)
@@ -57,45 +51,6 @@ class Record:
     method: str
     repeat: int
     generation: Generation
-
-
-@dataclass
-class Gate:
-    """The losslessness gate of one method on one benchmark at one temperature."""
-
-    temperature: float
-    drawn: bool = (
-        False  # candidates are drawn at this temperature: answers have plain decoding's distribution, not its tokens
-    )
-    checked: int = 0  # prompts (each turn is one), however often decoded
-    identical: int = 0  # prompts whose answers equal plain decoding's, token for token
-    near_ties: int = 0  # prompts whose answers part where rounding decides
-    rounds: int = 0  # of those looked at
-    largest_error: float = 0.0  # drawn: of the enumerated distribution of a round's first token
-    largest_drift: float = 0.0  # between logits of the tree's forward and of plain decoding's, over the largest logit
-    drift_allowed: float = 0.0  # rounding: square root of the dtype's epsilon
-    places: list[float] = field(
-        default_factory=list
-    )  # drawn: where each emitted token lies in plain decoding's distribution
-
-    @property
-    def fit(self) -> float:
-        """p-value of the emitted tokens' places being uniform, as they are when plain decoding emits them (Kolmogorov-Smirnov)."""
-        return float(kstest(self.places, "uniform").pvalue) if self.places else 0.0
-
-    @property
-    def passed(self) -> bool:
-        if not self.checked or self.largest_drift > self.drift_allowed:
-            return False
-        if self.drawn:
-            return self.rounds > 0 and self.largest_error <= EXACT and self.fit >= UNLIKELY
-        return self.identical + self.near_ties == self.checked and (self.rounds > 0 or self.temperature == 0)
-
-    def merge(self, other: "Gate") -> None:
-        for name in ("checked", "identical", "near_ties", "rounds", "places"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("largest_error", "largest_drift", "drift_allowed"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
 @dataclass
@@ -126,13 +81,14 @@ class Harness:
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._exact_split, self._warm = exact_split, set()
         self._histories: dict[Prompt, list[list[int]] | None] = {}
+        self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
     def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
         """All of a unit's answers, and what the gate says of them; `told` is called after each answer."""
         encoded = self.with_histories(unit.prompt)
         if encoded is None:
             return Outcome([], {}, left_out=True, hardware=hardware(self._recipe.target.device))
-        gates = {name: self._new_gate(draft, unit.temperature) for name, draft in self.methods.items()}
+        gates = {name: Gate.of(draft, unit.temperature) for name, draft in self.methods.items()}
         outcome = Outcome([], gates, hardware=hardware(self._recipe.target.device))
         for turn, ids in enumerate(encoded):
             self._warm_up(ids)
@@ -229,114 +185,9 @@ class Harness:
             repeats.append((sampling, answers))
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
-            self._compare(gate, method, ids, pairs)
+            self._gatekeeper.compare(gate, method, ids, pairs)
             if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
-                self._look_at_rounds(gate, method, ids, repeats[0][0])
-
-    # -- the gate ------------------------------------------------------------------------------------------------
-
-    def _new_gate(self, draft: Draft, temperature: float) -> Gate:
-        drawn = temperature > 0 and draft.config.tree.siblings != "best"
-        return Gate(temperature, drawn, drift_allowed=torch.finfo(self.target.dtype).eps ** 0.5)
-
-    def _compare(
-        self, gate: Gate, method: str, ids: list[int], answers: list[tuple[Sampling, list[int], list[int]]]
-    ) -> None:
-        """One prompt's answers of plain decoding and of the draft, one pair a repeat."""
-        gate.checked += 1
-        differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
-        if gate.drawn:
-            for sampling, _, got in answers:
-                gate.places += self._places(ids, sampling, got)
-        if not differing:
-            gate.identical += 1
-        elif not gate.drawn and all(self._rounding_decides(gate, method, ids, *pair) for pair in differing):
-            gate.near_ties += 1
-
-    def _places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
-        """Each token's place in plain decoding's distribution at its position, likeliest tokens first: the mass before it and a
-        random part of its own. Uniform and independent when the answer is drawn from that distribution.
-        """
-        chain = build_tree(ids[-1], answer[:-1], list(range(len(answer) - 1)), self.target.device)
-        logits_TV = self._plain_logits([*ids, *answer[:-1]], len(answer))
-        p_TV = sampling.probabilities(logits_TV, sampling.before(ids, [], chain, logits_TV.device)).double().cpu()
-        own_T = p_TV.gather(1, torch.tensor(answer)[:, None])
-        before_T = (p_TV * (p_TV > own_T)).sum(-1)
-        part_T = torch.rand(len(answer), generator=torch.Generator().manual_seed(sampling.seed), dtype=torch.float64)
-        return (before_T + part_T * own_T[:, 0]).clamp(0, 1).tolist()
-
-    def _rounding_decides(
-        self, gate: Gate, method: str, ids: list[int], sampling: Sampling, expected: list[int], got: list[int]
-    ) -> bool:
-        """Whether the answers part although the draft's round did all that plain decoding does, on logits that are plain
-        decoding's but for rounding. At temperature 0 in fp32 nothing is forgiven.
-        """
-        if sampling.temperature == 0 and self.target.dtype == torch.float32:
-            return False
-        if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
-            return False  # one only goes on longer: no rounding can cause that
-        place = next(n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b)
-        logits_V = self._logits_of(method, ids, sampling, got, place)
-        if logits_V is None:
-            return False
-        tokens = ids + expected[:place]
-        plain_1V, before = self._plain_logits(tokens, 1), sampling.before(tokens, [], None, logits_V.device)
-        chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
-        return chosen == got[place] and _drift(logits_V[None], plain_1V) <= gate.drift_allowed
-
-    def _logits_of(
-        self, method: str, ids: list[int], sampling: Sampling, answer: list[int], place: int
-    ) -> Tensor | None:
-        """The logits that the answer's token at `place` was chosen from, by decoding it again; None when it comes out otherwise."""
-        found: list[Tensor] = []
-
-        def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-            begin = len(tokens) - len(ids)
-            if begin > place or tokens[len(ids) :] != answer[:begin]:
-                return
-            children, node = tree.children(), 0
-            for token in answer[begin:place]:
-                node = next((child for child in children[node] if tree.tokens[child] == token), None)
-                if node is None:
-                    return
-            found.append(logits_NV[node].clone())
-
-        speculative(self.target, self.methods[method], ids, sampling, observe)
-        return found[-1] if found else None
-
-    def _look_at_rounds(self, gate: Gate, method: str, ids: list[int], sampling: Sampling) -> None:
-        """Untimed, the answer's first rounds: the tree forward's logits beside plain decoding's after the same tokens, and for drawn candidates the distribution of the first token over every draw and decision."""
-        draft, until = self.methods[method], gate.rounds + self._config.gate_rounds
-
-        def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-            if gate.rounds < until:
-                self._examine(gate, sampling, tokens, tree, logits_NV)
-
-        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._config.gate_rounds))
-        speculative(self.target, draft, ids, few, observe)
-
-    def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-        """One round of the gate. A figure that is not a number fails it."""
-        gate.rounds += 1
-        path = tree.longest_path()
-        plainly = self._plain_logits([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
-        gate.largest_drift = max(gate.largest_drift, _drift(logits_NV[path], plainly))
-        if gate.drawn and tree.proposals is not None:
-            before = sampling.before(tokens, [], tree, logits_NV.device)
-            error = drawn_error(tree, sampling.probabilities(logits_NV, before)[0])
-            gate.largest_error = max(gate.largest_error, error if error == error else math.inf)
-
-    @torch.inference_mode()
-    def _plain_logits(self, tokens: list[int], last: int) -> Tensor:
-        """The target's logits after each of the `last` tokens, from one causal forward without a cache before it."""
-        hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
-        return self.target.head(hidden_TD[-last:])
-
-
-def _drift(logits: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest logit; infinite where a figure is not a number."""
-    found = ((logits.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
-    return found if found == found else math.inf
+                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0], repeats[0][1][PLAIN])
 
 
 def pooled(

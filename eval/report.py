@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from eval.harness import EXACT, PLAIN, UNLIKELY, Gate, Record
+from eval.gate import DRIFT, EXACT, UNLIKELY, Gate
+from eval.harness import PLAIN, Record
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.errors import PipelineError
 
@@ -56,6 +57,15 @@ def _per_prompt(records: list[Record]) -> dict[str, list[Record]]:
     return grouped
 
 
+def _turns(records: list[Record]) -> list[list[tuple[int, int]]]:
+    """By prompt and repeat, each turn's uncut tokens and passes: a repeat of a prompt is to the released scripts another prompt."""
+    grouped: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for record in records:
+        found = record.generation
+        grouped[record.question_id, record.repeat].append((found.untrimmed_tokens, found.acceptance.passes))
+    return list(grouped.values())
+
+
 def _sum(records: list[Record], what) -> float:
     return sum(what(record.generation) for record in records)
 
@@ -81,12 +91,10 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
         "tau": round(pooled.tau, 4),
         "tau_interval": interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted[decoded], passes[decoded]),
         "tau_mean_over_prompts": round(float((emitted[decoded] / passes[decoded]).mean()), 4),
-        "tau_legacy": round(
-            legacy_tau([r.generation.acceptance for r in drafted], [r.generation.untrimmed_tokens for r in drafted]), 4
-        ),
+        "tau_legacy": round(legacy_tau(_turns(drafted)), 4),
         "acceptance_by_depth": [round(rate, 4) for rate in pooled.rate_by_depth()],
         "draft_forwards_per_pass": round(_sum(drafted, lambda g: g.draft_forwards) / pooled.passes, 4),
-        "gate": {"passed": gate.passed, "fit": gate.fit if gate.drawn else None}
+        "gate": {"passed": gate.passed, "drift_ratio": gate.drift_ratio, "fit": gate.fit if gate.drawn else None}
         | {key: value for key, value in asdict(gate).items() if key != "places"},
         "speedup": None,
     }
@@ -175,7 +183,7 @@ def table(entries: list[dict]) -> str:
             proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
         proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
         if gate["rounds"]:
-            proof += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds"
+            proof += f", drift {gate['drift_ratio']:.1f} of plain's in {gate['rounds']} rounds"
         paid = (
             "withheld"
             if entry["speedup"] is None
@@ -198,13 +206,15 @@ def explain() -> str:
         "Speed-up = plain decoding's time per token / the draft's, same process, kernels, cache, prompts and stop rule, "
         "methods taking turns; the prompt's own forward, which both share, is left out. Intervals: bootstrap over prompts. "
         "Lossless: the answers equal plain decoding's token for token, on so many of the prompts, above T = 0 with the same random "
-        "numbers. Near ties are answers that part although the draft's round chose as plain decoding chooses, from logits that are "
-        "plain decoding's up to rounding. Drift is the largest difference between the logits of the tree's forward and plain "
-        "decoding's own after the same tokens, over the largest logit, in real rounds (allowed: the square root of the dtype's epsilon). "
+        "numbers. Drift is the largest difference between logits of the tree's forward, in real rounds, and those of an uncached forward "
+        "after the same tokens, over the largest one of plain decoding's own forwards along the same answers (allowed: "
+        f"{DRIFT:g}). Near ties are answers that part although the draft's round chose as plain decoding chooses, from logits that drift no "
+        "further than that, where plain decoding's choice between the two tokens was as close as its own drift of their odds. "
         "Trees of drawn candidates have plain decoding's distribution, not its tokens: fit is the p-value of the emitted tokens' places "
         f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}), and error the largest difference between the "
         "distribution of a round's first token under the rule, over every draw from the recorded proposals and every decision "
         f"on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
-        "The legacy count (one pass fewer, tokens after the stop token kept) is that of the released scripts of this line "
-        "of papers, given for comparison with their tables only."
+        "The legacy count is that of the released scripts of this line of papers, given for comparison with their tables only: the mean "
+        "over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new tokens hold the prompt's own first one and "
+        "those after the stop token, and lack the last pass's last one."
     )

@@ -50,7 +50,8 @@ class Batch:
 def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
     """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1].
 
-    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_i is, as EAGLE's code has it (the label must exist).
+    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_{i+h-1} is, as the released code has it: t_i for horizon 1 (EAGLE),
+    t_{i+1} for Jakiro's branch ahead (the label must exist).
     """
     inputs = len(loss_mask) - 1
     out = np.zeros(inputs, dtype=bool)
@@ -59,7 +60,7 @@ def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
         out[:exist] = loss_mask[1 + horizon :]
     else:
         exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
-        out[:exist] = loss_mask[:exist]
+        out[:exist] = loss_mask[horizon - 1 : horizon - 1 + exist]
     return out
 
 

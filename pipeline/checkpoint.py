@@ -138,5 +138,6 @@ def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) 
         draft.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
+    draft.name = folder.name
     dtype = weights["fc.weight"].dtype
     return draft.to(dtype).eval().requires_grad_(False)

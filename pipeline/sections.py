@@ -99,10 +99,11 @@ class TreeConfig(Section):
     """A token tree. ``nodes`` counts every token that the target verifies, the root included.
 
     Dynamic (EAGLE-2): the `top_k` best nodes of a level propose `top_k` children each; of all, the best ``nodes - 1`` stay.
+    The defaults are the released code's tree: its ``depth=5`` counts the levels after the first.
     Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
     """
 
-    depth: Positive = 5
+    depth: Positive = 6  # levels below the root
     top_k: Positive = 10
     nodes: Annotated[int, Field(ge=2)] = 60
     paths: list[list[Annotated[int, Field(ge=0)]]] | Literal["eagle-1"] | None = None
@@ -252,7 +253,11 @@ class JakiroConfig(DraftBase):
         if not isinstance(tree, dict):
             return values
         paths = tree.get("paths")
-        depth = max(map(len, paths)) if paths and _are_paths(paths) else tree.get("depth", 5)
+        depth = (
+            max(map(len, paths))
+            if paths and _are_paths(paths)
+            else tree.get("depth", TreeConfig.model_fields["depth"].default)
+        )
         alone = values.get("contrast") == "none" or depth == 1
         return {**values, "tree": {"parallel": 1 if alone else 2, **tree}}
 
@@ -302,7 +307,9 @@ class TrainConfig(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 0.5
     noise: Annotated[float, Field(ge=0)] = 0.1  # half-width of the uniform noise on input features
     noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
-    mask: Literal["predicted", "legacy"] = "predicted"  # legacy: train where t_i, not t_{i+1+h}, is the assistant's
+    mask: Literal["predicted", "legacy"] = (
+        "predicted"  # legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's
+    )
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     recompute: bool = False  # activations again in the backward instead of keeping them

@@ -103,7 +103,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Dra
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
     draft = build(config, shapes)
-    draft.recompute = recipe.train.recompute
+    draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
     if config.vocabulary:
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], config.vocabulary))

@@ -9,15 +9,19 @@ Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_
                   rejection p becomes norm(max(0, p - q_j)).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
     from pipeline.decoding.tree import Tree
+
+
+HALVINGS = 32  # random numbers that a token is chosen with: enough for any vocabulary below 2 ** 32
 
 
 class Chance(Protocol):
@@ -30,7 +34,7 @@ class Chance(Protocol):
 
 
 class Sampler:
-    """Seeded randomness, on the CPU whatever the device: a number for each place of the answer, and coins and draws beside."""
+    """Seeded randomness, on the CPU whatever the device: `HALVINGS` numbers for each place of the answer, and coins and draws beside."""
 
     BLOCK = 256
 
@@ -38,38 +42,74 @@ class Sampler:
         self._placed = torch.Generator().manual_seed(seed)
         second = int(torch.randint(1 << 32, (), generator=self._placed))  # torch's CPU generator sees 32 bits of a seed
         self._generator = torch.Generator().manual_seed(second)
-        self._numbers = torch.empty(0, dtype=torch.float64)
-
-    def _uniform(self, count: int) -> Tensor:
-        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+        self._numbers = torch.empty(0, HALVINGS, dtype=torch.float64)
 
     def _through(self, place: int) -> Tensor:
         while len(self._numbers) <= place:
-            more = torch.rand(self.BLOCK, generator=self._placed, dtype=torch.float64)
+            more = torch.rand(self.BLOCK, HALVINGS, generator=self._placed, dtype=torch.float64)
             self._numbers = torch.cat([self._numbers, more])
         return self._numbers
 
-    def number(self, place: int) -> float:
-        """What the answer's token at `place` is chosen with."""
-        return self._through(place)[place].item()
+    def numbers(self, place: int) -> Tensor:
+        """What the answer's token at `place` is chosen with: float64 [HALVINGS]."""
+        return self._through(place)[place]
 
     def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
-        """Row n's token [N] by the number of the answer's ``places[n]``-th token."""
-        return _inverse(p_NV, self._through(max(places))[places])
+        """Row n's token [N] by the numbers of the answer's ``places[n]``-th token."""
+        return by_halving(p_NV, self._through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
-        return self._uniform(1).item() < probability
+        return torch.rand((), generator=self._generator, dtype=torch.float64).item() < probability
 
     def draw_rows(self, q_WV: Tensor) -> Tensor:
-        return _inverse(q_WV, self._uniform(len(q_WV)))
+        return by_halving(q_WV, torch.rand(len(q_WV), HALVINGS, generator=self._generator, dtype=torch.float64))
 
 
-def _inverse(p_NV: Tensor, u_N: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: the first token whose cumulated mass exceeds u."""
-    cumulated_NV = p_NV.double().cumsum(-1)
-    u_N = u_N.to(p_NV.device, non_blocking=True)
-    found = torch.searchsorted(cumulated_NV, (u_N * cumulated_NV[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp_max(p_NV.shape[1] - 1)
+def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
+    """Each row's token [N], with the probability that its row gives it: the vocabulary is halved until one token is left, at each
+    halving with a number of its own, which goes to the lower half with that half's share of the mass.
+
+    Two distributions that rounding sets apart choose alike unless a number falls between two shares. A share's error is that of its own
+    masses; along one cumulated distribution the errors of all tokens before a place would add up.
+    """
+    vocabulary = p_NV.shape[1]
+    inner = (
+        max((vocabulary - 1).bit_length(), 1) // 2
+    )  # halvings within blocks of ids, whose masses are summed up first: one pass over all
+    blocks_NBI = F.pad(p_NV, (0, -vocabulary % (1 << inner))).unflatten(1, (-1, 1 << inner))
+    u_NH = u_NH.to(p_NV.device, non_blocking=True)
+    block_N, used = _descend(blocks_NBI.sum(-1, dtype=torch.float64), u_NH)
+    block_N = block_N.clamp_max(blocks_NBI.shape[1] - 1)  # a row without any mass leads beyond the last one
+    inside_NI = blocks_NBI[torch.arange(len(p_NV), device=p_NV.device), block_N].double()
+    place_N, _ = _descend(inside_NI, u_NH[:, used:])
+    return ((block_N << inner) + place_N).clamp_max(vocabulary - 1)
+
+
+def _descend(mass_NP: Tensor, u_NH: Tensor) -> tuple[Tensor, int]:
+    """Halves P parts until one is left: its number [N], and how many numbers that took."""
+    halvings = (mass_NP.shape[1] - 1).bit_length()
+    levels = [F.pad(mass_NP, (0, (1 << halvings) - mass_NP.shape[1]))]  # with parts of mass 0, to a power of two
+    for _ in range(halvings - 1):
+        levels.append(levels[-1].unflatten(1, (-1, 2)).sum(-1))
+    rows_N = torch.arange(len(mass_NP), device=mass_NP.device)
+    part_N = torch.zeros_like(rows_N)
+    for number in range(halvings):
+        lower_N, upper_N = levels[-1 - number].unflatten(1, (-1, 2))[rows_N, part_N].unbind(1)
+        part_N = 2 * part_N + (u_NH[:, number] * (lower_N + upper_N) >= lower_N)
+    return part_N, halvings
+
+
+def log_odds(scores_NV: Tensor, one: int, other: int) -> tuple[Tensor, int]:
+    """Where `by_halving` parts two tokens: the log-odds [N] of the half that takes small numbers, from each row's logits (float64), and which
+    halving it is, from 0. A number u chooses that half where log(u / (1 - u)) is below these log-odds.
+    """
+    bits = max((scores_NV.shape[1] - 1).bit_length(), 1)
+    above = (one ^ other).bit_length() - 1  # halvings below the one that parts them
+    first = (one >> (above + 1)) << (above + 1)
+    lower, upper = (
+        scores_NV[:, begin : begin + (1 << above)].double().logsumexp(-1) for begin in (first, first + (1 << above))
+    )
+    return lower - upper, bits - above - 1
 
 
 def accept_best(tree: "Tree", following: Callable[[int], int]) -> tuple[list[int], int]:
@@ -144,11 +184,16 @@ class Acceptance:
         return [deeper / shallower for deeper, shallower in pairs]
 
 
-def legacy_tau(acceptances: list[Acceptance], untrimmed_tokens: list[int]) -> float:
-    """The released scripts' figure, printed beside ours and named so: mean accepted length with R - 1 for R rounds.
+def legacy_tau(prompts: Iterable[Sequence[tuple[int, int]]]) -> float:
+    """The released scripts' figure, printed beside ours and named so: the mean over prompts of (new tokens of all turns) / (sum over
+    turns of R - 1) for R passes.
 
-    Per prompt, tokens (those after the stop id included, the first one too) divided by one pass fewer.
+    Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens hold the prompt's own first token, lack the last
+    pass's last one and keep what is behind the stop id: as many as the passes emitted, uncut. A prompt whose turns take
+    one pass each has no ratio; NaN where no prompt has one.
     """
-    tokens = sum(untrimmed_tokens)
-    passes = sum(max(a.passes - 1, 1) for a in acceptances)
-    return tokens / passes if passes else float("nan")
+    ratios = []
+    for turns in prompts:
+        tokens, fewer = sum(new for new, _ in turns), sum(max(passes - 1, 0) for _, passes in turns)
+        ratios += [tokens / fewer] if fewer else []
+    return sum(ratios) / len(ratios) if ratios else float("nan")

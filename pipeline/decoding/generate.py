@@ -52,6 +52,10 @@ class Sampling:
                 processors.append(TopPLogitsWarper(self.top_p))
         return processors(before_NL, logits_NV.float())
 
+    def scaled(self, logits_NV: Tensor) -> Tensor:
+        """By temperature alone."""
+        return logits_NV.float() / self.temperature if self.temperature > 0 else logits_NV.float()
+
     def probabilities(self, logits_NV: Tensor, before_NL: Tensor | None = None) -> Tensor:
         """What tokens are drawn from above temperature 0."""
         return self.processed(logits_NV, before_NL).softmax(-1)
@@ -97,7 +101,7 @@ class Generation:
     split: dict[str, float] = field(default_factory=dict)  # seconds of "draft" and "verify"; the rest is bookkeeping
     draft_forwards: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    untrimmed_tokens: int = 0  # with what was verified beyond the stop id or the limit
+    untrimmed_tokens: int = 0  # emitted by passes, with what is beyond the stop id or the limit
 
 
 class Stopwatch:
@@ -132,6 +136,7 @@ class _Timed:
 
     def __init__(self, draft: Draft, watch: Stopwatch):
         self.config, self.draft_token_ids, self.shapes = draft.config, draft.draft_token_ids, draft.shapes
+        self.name = draft.name
         self.start, self.step = partial(watch, "draft", draft.start), partial(watch, "draft", draft.step)
 
 
@@ -193,7 +198,6 @@ def speculative(
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
     out.tokens, done = sampling.trimmed([first], 0)
-    out.untrimmed_tokens = 1
     state = DraftState()
     inputs = [*prompt[1:], first]  # t_{i+1} beside f_i
     while not done:

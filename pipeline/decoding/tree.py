@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Chance
 from pipeline.drafts.base import Answer, Draft, DraftState, Frontier
+from pipeline.errors import PipelineError
 from pipeline.sections import TreeConfig, static_paths
 
 
@@ -86,7 +87,8 @@ def grow(
 ) -> Tree:
     """Grows the draft's tree below `root`, the last emitted token, from the draft's answer to it.
 
-    `processing` and `chance` are wanted by trees whose siblings are drawn; at temperature 0 those take the best.
+    `processing` and `chance` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises PipelineError where
+    the draft's logits are not finite.
     """
     spec = draft.config.tree
     if spec.paths is None:
@@ -96,12 +98,14 @@ def grow(
 
 
 def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by."""
+    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. None is above 0, where
+    rounding would let a mixture's be: a child must not outrank its parent.
+    """
     if spec.candidates == "plain":
         scores = answer.next_WU.float().log_softmax(-1)
         return scores, scores
     each_WKU = answer.experts_WKU.float().log_softmax(-1) + answer.log_weights_WK.float()[:, :, None]
-    mixed = each_WKU.logsumexp(1)
+    mixed = each_WKU.logsumexp(1).clamp_max(0)
     return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
 
 
@@ -154,20 +158,30 @@ def _grow_dynamic(draft: Draft, state: DraftState, root: int, answer: Answer, sp
     """Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children; of
     all candidates the best ``nodes - 1`` stay. A child never outranks its parent, so what stays is connected.
     """
-    levels = candidate_pool(draft, state, answer, spec)
+    levels, broken = candidate_pool(draft, state, answer, spec)
     scores = torch.cat([level.scores for level in levels])
     kept = (
         scores.sort(descending=True, stable=True).indices[: spec.nodes - 1].sort().values
     )  # parents come first in the pool
     tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
-    numbers, tokens, parents = torch.stack([kept, tokens, parents]).tolist()  # the only wait for the device
+    found = torch.stack([kept, tokens, parents, broken.expand(len(kept))])
+    numbers, tokens, parents, failed = found.tolist()  # the only wait for the device
+    if failed[0]:
+        raise _not_finite(draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
     return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
 
 
-def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeConfig) -> list[_Level]:
-    """All scored candidates of a dynamic tree, level by level."""
-    device = answer.next_WU.device
+def _not_finite(draft: Draft) -> PipelineError:
+    return PipelineError(
+        f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: evaluate in bfloat16 or float32 "
+        "(eval.dtype), or train it again"
+    )
+
+
+def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeConfig) -> tuple[list[_Level], Tensor]:
+    """All scored candidates of a dynamic tree, level by level; and whether a logit was not finite."""
+    device, broken = answer.next_WU.device, answer.broken()
     root = (
         torch.tensor([-1], device=device),
         torch.zeros(1, device=device),
@@ -183,6 +197,7 @@ def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeCo
         first = level.first + len(level.tokens)
         if depth <= last:
             answer, seen = forward_level(draft, state, answer, level.tokens[order], rows, seen, depth, depth == last)
+            broken = broken | answer.broken()
             ranked, scored = ranking(answer, spec)
             rows = torch.arange(len(order), device=device)
         else:
@@ -191,7 +206,7 @@ def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeCo
             ranked = scored = ahead_scores(answer, depth - last)[rows]
         level = _propose(draft, ranked, scored, spec.top_k, numbers, scores, rows, first)
         levels.append(level)
-    return levels
+    return levels, broken
 
 
 def _propose(
@@ -291,7 +306,7 @@ def _grow_static(
     device, paths = answer.next_WU.device, tuple(tuple(path) for path in static_paths(spec.paths))
     last = draft_forwards(spec) - 1
     rows = {(): 0}  # path -> row of the forward whose answer its children come from
-    tokens_of, proposals_of = [], []
+    tokens_of, proposals_of, broken = [], [], answer.broken()
     seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
     for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
         parents = list(dict.fromkeys(path[:-1] for path in layer.paths))
@@ -312,9 +327,13 @@ def _grow_static(
             answer, seen = forward_level(
                 draft, state, answer, chosen, _index(above, device), seen, depth + 1, depth + 1 == last
             )
+            broken = broken | answer.broken()
             above = range(len(above))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
-    return _collect(root, paths, torch.cat(tokens_of).tolist(), torch.cat(proposals_of) if draws else None, device)
+    *found, failed = torch.cat([*tokens_of, broken[None].long()]).tolist()  # the only wait for the device
+    if failed:
+        raise _not_finite(draft)
+    return _collect(root, paths, found, torch.cat(proposals_of) if draws else None, device)
 
 
 def _best(draft: Draft, answer: Answer, spec: TreeConfig, beyond: int, count: int) -> Tensor:

@@ -58,6 +58,11 @@ class Answer:
     experts_WKU: Tensor | None = None  # the kept experts' own logits of the next token, where the tree wants them
     log_weights_WK: Tensor | None = None  # their routing weights
 
+    def broken(self) -> Tensor:
+        """Whether a logit is not finite: a bool on the device, so that nobody waits for it here."""
+        logits = [self.next_WU, *self.ahead_WU, *([] if self.experts_WKU is None else [self.experts_WKU])]
+        return ~torch.stack([part.sum(dtype=torch.float32) for part in logits]).isfinite().all()
+
 
 @dataclass
 class Heads:
@@ -79,6 +84,7 @@ class Draft(nn.Module):
     def __init__(self, config: DraftBase, shapes: dict[str, Any]):
         super().__init__()
         self.config, self.shapes = config, shapes
+        self.name: str = config.kind  # what messages call it; who loads it from a run's folder gives it that name
         llama = layer_config(shapes)
         width = llama.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)

@@ -58,11 +58,13 @@ class MixtureOfExperts(nn.Module):
             beta, alpha = self.contrast_scalars
             return beta * best - alpha * second
         # The router's two rows belong to the two best experts in the order of their numbers.
-        pair = scores[..., self.count :].float().softmax(-1).to(chosen.dtype)
+        raw = scores[..., self.count :]
+        pair = raw.float().softmax(-1).to(chosen.dtype)
         in_order = (kept[..., 0] < kept[..., 1])[..., None]
         low, high = torch.where(in_order, best, second), torch.where(in_order, second, best)
         v_low, v_high = pair[..., :1], pair[..., 1:]
-        return torch.where(v_low >= v_high, v_low * low - v_high * high, v_high * high - v_low * low)
+        # By the raw scores, as the released code: rounded to half precision, different weights become equal ones.
+        return torch.where(raw[..., :1] > raw[..., 1:], v_low * low - v_high * high, v_high * high - v_low * low)
 
 
 class JakiroLayer(AttentionBlock):

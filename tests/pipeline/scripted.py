@@ -25,7 +25,7 @@ class ScriptedDraft:
             experts,
         )
         self.paths, self.lineage, self.steps, self.depths = [()], [set()], 0, []
-        self.shapes = {"vocab_size": vocabulary}
+        self.shapes, self.name = {"vocab_size": vocabulary}, "scripted"
 
     def _answer(self, numbers, last):
         paths = [self.paths[number] for number in numbers]

@@ -52,7 +52,7 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
 
 
 def shaped(config, parallel=None, **tree):
-    parallel = min(config.tree.parallel, tree.get("depth", 5)) if parallel is None else parallel
+    parallel = min(config.tree.parallel, tree.get("depth", 6)) if parallel is None else parallel
     return config.model_copy(update={"tree": TreeConfig(**{"parallel": parallel, **tree})})
 
 

@@ -277,6 +277,25 @@ def test_router_contrast_is_the_released_reading():
 
 
 @torch.no_grad()
+def test_the_contrasts_sign_is_decided_by_raw_scores_before_rounding():
+    """In bfloat16 two weights round to one number where the raw scores differ; where these are equal, too, E_a is the later expert, as in
+    the released code.
+    """
+    module, n = moe(2, 2).to(torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    n[0, :2] = 1.0
+    outputs = [expert(n) for expert in module.experts]
+    module.gate.weight.zero_()
+    for scores, first in (((0.5, 0.498), 0), ((0.498, 0.5), 1), ((0.25, 0.25), 1)):
+        module.gate.weight[2:4, 0] = torch.tensor(scores, dtype=torch.bfloat16)
+        raw = module.gate(n)[0, 2:4]
+        weights = raw.float().softmax(0).to(torch.bfloat16)
+        assert weights[0] == weights[1] and (raw[0] == raw[1]) == (scores[0] == scores[1])
+        *_, contrast = module(n)
+        assert torch.equal(contrast, weights[0] * outputs[first] - weights[1] * outputs[1 - first])
+        assert not torch.equal(contrast, weights[0] * outputs[1 - first] - weights[1] * outputs[first])
+
+
+@torch.no_grad()
 def test_router_contrast_of_more_experts_takes_the_two_best_in_the_order_of_their_numbers():
     module = moe(4, 3)
     *_, contrast = module(inputs())

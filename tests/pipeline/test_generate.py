@@ -204,7 +204,7 @@ class Oracle:
     draft_token_ids, shapes = None, {"vocab_size": 260}
 
     def __init__(self, sequence, right, vocabulary=260, **tree):
-        self.sequence, self.right, self.vocabulary = sequence, right, vocabulary
+        self.sequence, self.right, self.vocabulary, self.name = sequence, right, vocabulary, "oracle"
         self.config = EagleConfig(kind="eagle").model_copy(update={"tree": TreeConfig(**tree)})
 
     def _logits(self, position, depth):
@@ -256,7 +256,7 @@ def test_a_draft_that_always_agrees_has_tau_depth_plus_one(loaded_target, tree):
     got = decode_with(loaded_target, lambda position, depth: True, tree, 1 + 4 * (tree["depth"] + 1))
     assert (got.acceptance.tau, got.acceptance.passes) == (tree["depth"] + 1, 4)
     assert got.acceptance.rate_by_depth() == [1.0] * tree["depth"]
-    assert got.untrimmed_tokens == len(got.tokens)
+    assert got.untrimmed_tokens == len(got.tokens) - 1  # the first token belongs to no pass
 
 
 @pytest.mark.parametrize("tree", ORACLE_TREES[1:])
@@ -286,7 +286,7 @@ def test_tokens_behind_a_stop_id_are_dropped_and_not_counted(loaded_target):
     got = decode_with(loaded_target, lambda position, depth: True, tree, 40, frozenset({answer[7]}), prompt)
     assert got.tokens == answer[:8]  # the stop id itself stays
     assert (got.acceptance.tokens, got.acceptance.passes, got.acceptance.tau) == (7, 2, 3.5)  # 5, then 2 of 5
-    assert got.untrimmed_tokens == 1 + 5 + 5
+    assert got.untrimmed_tokens == 5 + 5
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 7, 10, 11])
@@ -296,7 +296,7 @@ def test_the_limit_cuts_inside_a_pass(loaded_target, limit):
     passes = -(-(limit - 1) // 5)
     assert len(got.tokens) == limit
     assert (got.acceptance.tokens, got.acceptance.passes) == (limit - 1, passes)
-    assert got.untrimmed_tokens == 1 + 5 * passes
+    assert got.untrimmed_tokens == 5 * passes
 
 
 def test_a_stop_id_as_first_token_ends_at_once(loaded_target):
@@ -526,6 +526,7 @@ def test_the_loop_feeds_the_draft_true_features_beside_the_tokens_after_them(loa
 
     class Spy:
         config, draft_token_ids, shapes, step = draft.config, draft.draft_token_ids, draft.shapes, draft.step
+        name = draft.name
 
         def start(self, state, hidden_TD, tokens_T, last):
             fed.append((hidden_TD, tokens_T))

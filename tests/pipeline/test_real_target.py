@@ -33,7 +33,7 @@ class Knowing:
         self.config, self.shapes = EagleConfig(kind="eagle", tree=tree), {"vocab_size": target.config.vocab_size}
         self._after = {(): self._logits(target, prompt)}
         self._after |= {(t,): self._logits(target, [*prompt, t]) for t in self._after[()].topk(KEPT).indices.tolist()}
-        self._unknown = torch.zeros(target.config.vocab_size)
+        self._unknown, self.name = torch.zeros(target.config.vocab_size), "knowing"
 
     @staticmethod
     @torch.inference_mode()

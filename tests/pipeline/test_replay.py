@@ -17,12 +17,12 @@ def text(loaded_target):
     return prompt, greedy(loaded_target, prompt, 48)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.2])
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["eagle", "jakiro", "three-branches", "reduced"])
 def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
     draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=60)
-    prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=2)
+    prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
     hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]

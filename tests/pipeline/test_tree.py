@@ -10,7 +10,8 @@ from pipeline.decoding.accept import Sampler
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree, draft_forwards
 from pipeline.drafts.base import Answer
-from pipeline.sections import TreeConfig
+from pipeline.errors import PipelineError
+from pipeline.sections import JakiroConfig, TreeConfig
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 
@@ -94,6 +95,64 @@ def test_the_tree_is_the_brute_force_one(depth, top_k, nodes, parallel):
         script, *ahead = (noise_by_path(100 * number + seed, 17) for number in range(3))
         tree = ScriptedDraft(script, *ahead).grow(**spec.model_dump())
         assert set(paths_of(tree)[1:]) == brute_force(script, ahead, spec)
+
+
+def released_eagle_2(next_logits, depth=5, top_k=10, total_tokens=60):
+    """The trees of EAGLE-2's released drafting, written again on paths: one forward of the root before a loop of `depth` further ones; every
+    level's nodes propose `top_k` each, the `top_k` best by cumulative score go on, and of all candidates ``total_tokens - 1`` stay.
+    """
+
+    def proposals(path, score):
+        best = next_logits(path).log_softmax(-1).topk(top_k)
+        pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return [((*path, token), score + value) for value, token in pairs]
+
+    kept = proposals((), 0.0)
+    scores = dict(kept)
+    for _ in range(depth):
+        level = [child for path, score in kept for child in proposals(path, score)]
+        scores.update(level)
+        kept = sorted(level, key=lambda pair: -pair[1])[:top_k]
+    return set(sorted(scores, key=lambda path: -scores[path])[: total_tokens - 1])
+
+
+def test_the_default_tree_is_the_papers_node_for_node():
+    """The released ``depth=5`` counts the levels after the first: six draft forwards, 59 candidates, rounds of up to seven tokens."""
+    deepest = 0
+    for seed in range(8):
+        script = noise_by_path(seed, 40)
+        sharp = lambda path, script=script: 2 * script(path)  # noqa: E731 (some paths reach the last level)
+        draft = ScriptedDraft(sharp)
+        tree = draft.grow()
+        assert set(paths_of(tree)[1:]) == released_eagle_2(sharp)
+        deepest = max(deepest, *tree.depths)
+        assert len(tree.tokens) == 60 and 1 + draft.steps == draft_forwards(TreeConfig()) == 6
+        assert set(paths_of(ScriptedDraft(sharp).grow(depth=5))[1:]) != released_eagle_2(sharp)
+    assert deepest == 6
+    jakiro = JakiroConfig(kind="jakiro").tree
+    assert (jakiro.depth, jakiro.nodes, jakiro.parallel, draft_forwards(jakiro)) == (6, 60, 2, 5)
+
+
+def test_a_mixtures_child_never_outranks_its_parent():
+    """In floating point the mixture of two sure experts can have a log-probability above 0; the tree would lose its parents."""
+    sure = torch.full((7,), -1e4).index_fill_(0, torch.tensor([3]), 0.0)
+    weights = torch.tensor([0.3, 0.7]).log() + 2e-7  # a softmax rounded up
+    for candidates in ("mixture", "decoupled"):
+        draft = ScriptedDraft(lambda path: sure, experts=lambda path: (torch.stack([sure, sure]), weights))
+        tree = draft.grow(depth=4, top_k=2, nodes=5, candidates=candidates)
+        assert tree.depths == [0, 1, 2, 3, 4] and tree.tokens[1:] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("spec", [{"depth": 3, "top_k": 2, "nodes": 6}, {"paths": "eagle-1"}])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_logits_that_are_not_finite_are_an_error_with_the_drafts_name(broken, spec, level):
+    def logits(path):
+        values = noise_by_path(1, 9)(path)
+        return values.index_fill(0, torch.tensor([4]), broken) if len(path) == level else values
+
+    with pytest.raises(PipelineError, match="draft 'scripted': its logits are not finite"):
+        ScriptedDraft(logits).grow(**spec)
 
 
 def specs():
@@ -400,7 +459,7 @@ class Waits(TorchFunctionMode):
 @pytest.mark.parametrize(
     "spec",
     [
-        {"depth": 5, "top_k": 10, "nodes": 60},
+        {"depth": 6, "top_k": 10, "nodes": 60},
         {"depth": 2, "top_k": 3, "nodes": 6},
         {"paths": "eagle-1"},
         {"paths": [[0]]},
