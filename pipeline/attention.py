@@ -40,7 +40,7 @@ def require_tree_attention(full: Any, name: str) -> None:
     """Raises PipelineError where a model's configuration says that its layers cannot verify a tree; needs no weights."""
     text = full.get_text_config()
     kinds = windows(text)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(full)] if type(full) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             _refuse(name, f"{kind} layers", _WHY_NOT.get(kind, "its attention takes no mask over single tokens"))
@@ -53,7 +53,9 @@ def require_tree_attention(full: Any, name: str) -> None:
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
         _refuse(name, "ALiBi", "it counts distances along the cache, where siblings lie one behind the other")
     if "local" in (getattr(text, "attention_layers", None) or ()):
-        _refuse(name, "local layers", "their window is counted along the cache, where siblings lie one behind the other")
+        _refuse(
+            name, "local layers", "their window is counted along the cache, where siblings lie one behind the other"
+        )
     if SLIDING in kinds and not kinds[SLIDING]:
         _refuse(name, f"{SLIDING} layers without sliding_window", "how much they see is not known")
 
@@ -63,6 +65,15 @@ def _refuse(name: str, what: str, why: str) -> None:
         f"target {name!r} has {what}: no token tree can be verified with it, since {why}. Supported are decoders whose layers are all "
         f"{FULL} or {SLIDING}"
     )
+
+
+def most_positions(text: Any) -> int:
+    """How many tokens a sequence may have. "longrope" turns all positions otherwise once the longest exceeds the original ones: a
+    tree on both sides of that border would not get plain decoding's states, so that the border is the end.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    border = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return min(border or text.max_position_embeddings, text.max_position_embeddings)
 
 
 def use_masks(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline import embedded
-from pipeline.attention import masks, require_tree_attention, use_masks, windows
+from pipeline.attention import masks, most_positions, require_tree_attention, use_masks, windows
 from pipeline.cache import TreeCache
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.ends import Ends, LMHead, head_effects
@@ -149,6 +149,12 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         raise PipelineError(
             f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, counted from 1"
         )
+    most = most_positions(config)
+    if recipe.data.max_length > most < config.max_position_embeddings:
+        raise PipelineError(
+            f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch {recipe.target.model!r} turns all its "
+            f"positions otherwise (longrope), shorter dialogues' as well; set it to {most} or less"
+        )
     return FeatureSpec(
         hidden_size=config.hidden_size,
         stored_dtype=recipe.features.stored_dtype,
@@ -236,7 +242,7 @@ class Target:
             )
         self.model = self.model.eval().requires_grad_(False)
         use_masks(self.model)
-        self._windows = windows(self.config)
+        self.positions, self._windows = most_positions(self.config), windows(self.config)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
         output = self.model.get_output_embeddings()
