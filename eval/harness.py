@@ -158,7 +158,7 @@ class Harness:
     def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
         trees = [draft.config.tree for draft in self.methods.values()]
         spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
-        room = self.target.config.max_position_embeddings - self._config.max_new_tokens - spare
+        room = self.target.positions - self._config.max_new_tokens - spare
         messages, encoded = [], []
         for place, turn in enumerate(prompt.turns):
             messages.append({"role": "user", "content": turn})

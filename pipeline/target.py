@@ -1,12 +1,12 @@
 """The frozen target: its hidden states for the dump, its verdict on a token tree, its two ends for the draft.
 
-Works on any full-attention `AutoModelForCausalLM` through its own forward; holds no private copy of a model.
+Works on any `AutoModelForCausalLM` of full or sliding attention through its own forward; holds no private copy of a model.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline import embedded
+from pipeline.attention import masks, most_positions, require_tree_attention, use_masks, windows
 from pipeline.cache import TreeCache
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.ends import Ends, LMHead, head_effects
@@ -66,19 +69,12 @@ def _loading(config: TargetConfig) -> Iterator[None]:
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The text configuration. Raises PipelineError when the model cannot be had or is not a full-attention decoder."""
+    """The text configuration. Raises PipelineError when the model cannot be had or its layers cannot verify a tree."""
     where = source(config)
     with _loading(config):
         full = AutoConfig.from_pretrained(where.name, **where.options())
-    text = full.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    if kinds - {"full_attention"} or (not kinds and windowed):
-        raise PipelineError(
-            f"target {config.model!r} uses {sorted(kinds) or ['sliding_attention']}: only full attention is supported, "
-            "since a token tree is verified through a 4-D attention mask over the whole cache"
-        )
-    return text
+    require_tree_attention(full, config.model)
+    return full.get_text_config()
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -153,6 +149,12 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         raise PipelineError(
             f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, counted from 1"
         )
+    most = most_positions(config)
+    if recipe.data.max_length > most < config.max_position_embeddings:
+        raise PipelineError(
+            f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch {recipe.target.model!r} turns all its "
+            f"positions otherwise (longrope), shorter dialogues' as well; set it to {most} or less"
+        )
     return FeatureSpec(
         hidden_size=config.hidden_size,
         stored_dtype=recipe.features.stored_dtype,
@@ -176,6 +178,13 @@ def parameter_count_of(config: TargetConfig) -> int:
     return sum(parameter.numel() for parameter in _skeleton(config).parameters())
 
 
+def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, str]:
+    """The model's name of a tensor -> its name in the files, which is an older one for some families (Gemma 3 with images)."""
+    renamings = [r for r in get_model_conversion_mapping(skeleton) if isinstance(r, WeightRenaming)]
+    own = dict(skeleton.named_parameters(remove_duplicate=False))
+    return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
+
+
 def load_ends(config: TargetConfig) -> Ends:
     """Reads only the embedding and the head from the target's files, in their stored dtype."""
     text = load_config(config)
@@ -183,22 +192,22 @@ def load_ends(config: TargetConfig) -> Ends:
     skeleton = _skeleton(config)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     output = skeleton.get_output_embeddings()
-    files = weight_files(where)
+    files, stored = weight_files(where), _stored_names(skeleton, weight_files(where))
     wanted = {
         "embedding": next(n for n, p in skeleton.named_parameters() if p is skeleton.get_input_embeddings().weight),
         "head": names[id(output.weight)],
         "bias": names[id(output.bias)] if getattr(output, "bias", None) is not None else None,
     }
-    if wanted["head"] not in files and text.tie_word_embeddings:
+    if wanted["head"] not in stored and text.tie_word_embeddings:
         wanted["head"] = wanted["embedding"]
     read = {}
     for role, name in wanted.items():
         if name is None:
             continue
-        if name not in files:
+        if name not in stored:
             raise PipelineError(f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete")
-        with safe_open(files[name], "pt") as tensors:
-            read[role] = tensors.get_tensor(name)
+        with safe_open(files[stored[name]], "pt") as tensors:
+            read[role] = tensors.get_tensor(stored[name])
     head = LMHead(read["head"], read.get("bias"), **head_effects(text))
     return Ends(read["embedding"], head, fingerprint(config))
 
@@ -232,6 +241,8 @@ class Target:
                 "them (features.gpus_per_worker), or larger ones"
             )
         self.model = self.model.eval().requires_grad_(False)
+        use_masks(self.model)
+        self.positions, self._windows = most_positions(self.config), windows(self.config)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
         output = self.model.get_output_embeddings()
@@ -241,6 +252,7 @@ class Target:
         self.head = LMHead(output.weight, output.bias, **head_effects(self.config))
         self.embedding_VD = self.model.get_input_embeddings().weight
         self._require_split(config.model)
+        self._require_tree(config.model)
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]
@@ -254,6 +266,39 @@ class Target:
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "
                 f"{(whole - split).abs().max().item():.3g}); this architecture needs support in pipeline/target.py"
+            )
+
+    @torch.inference_mode()
+    def _require_tree(self, name: str) -> None:
+        """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give: 16 tokens in all.
+
+        Where an ignored mask would show, the second of two siblings and its child see the first. In half precision the bound
+        is half of that distance, as one token that other experts take may move a state by much.
+        """
+        a, b, root, left, right, below = (self.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
+        want_BTD = self.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
+        want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
+        seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
+        seen[2:, 3] = False  # neither the second sibling nor its child sees the first
+        on = {"device": self.device}
+        try:
+            cache = self.new_cache(6)
+            self.forward(torch.tensor([a, b], **on), cache)
+            tree = torch.tensor([root, left, right, below], **on)
+            got_ND = self.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(self.device)).float()
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise PipelineError(
+                f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support in "
+                "pipeline/attention.py"
+            ) from None
+        error, bound = (got_ND - want_ND).norm(), torch.finfo(self.dtype).eps ** 0.5 * want_ND.norm()
+        if self.dtype != torch.float32:
+            bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
+        if not error <= bound:
+            raise PipelineError(
+                f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a small tree are "
+                f"{error.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
+                "pipeline/attention.py"
             )
 
     def stop_ids(self) -> set[int]:
@@ -272,7 +317,7 @@ class Target:
         if not layers:
             return self.capture(tokens_BT).unsqueeze(2)
         for layer in set(layers) - self._hooked:
-            self.decoder.layers[layer - 1].register_forward_hook(partial(self._keep, layer))
+            self.model.get_decoder().layers[layer - 1].register_forward_hook(partial(self._keep, layer))
             self._hooked.add(layer)
         self._captured.outputs = found = {}
         try:
@@ -324,13 +369,16 @@ class Target:
         assert mask_NC is not None or past == 0 or count == 1
         if positions_N is None:
             positions_N = torch.arange(past, past + count, device=self.device)
+        mask = None
+        if self.compiled and mask_NC is None:
+            mask_NC = torch.ones(count, past + count, dtype=torch.bool, device=self.device).tril(past)
+        if mask_NC is not None:
+            fixed = (width if past else count, cache.capacity) if self.compiled else None
+            mask = masks(self._windows, mask_NC, positions_N, self.dtype, fixed)
         decoder = self.decoder
-        if self.compiled:
-            if past:
-                decoder = self._compiled
-                tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
-            mask_NC = _fixed(mask_NC, past, count, len(tokens_N), cache.capacity, self.device)
-        mask = None if mask_NC is None else additive(mask_NC, self.dtype)[None, None]
+        if self.compiled and past:
+            decoder = self._compiled
+            tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
         out = decoder(
             input_ids=tokens_N[None],
             position_ids=positions_N[None],
@@ -345,18 +393,3 @@ class Target:
 def fixed_capacity(tokens: int) -> int:
     """Of a compiled target's cache for so many tokens."""
     return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
-
-
-def _fixed(seen_NC: Tensor | None, past: int, count: int, width: int, capacity: int, device: torch.device) -> Tensor:
-    """`seen` over the whole capacity for `width` tokens; those that only fill up see the first token, and nobody sees them."""
-    if seen_NC is None:
-        seen_NC = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
-    whole = torch.zeros(width, capacity, dtype=torch.bool, device=device)
-    whole[:, 0] = True
-    whole[:count, : past + count] = seen_NC
-    return whole
-
-
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, the most negative number where not: what every attention implementation accepts."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

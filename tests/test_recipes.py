@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from pipeline.chat import encode
 from pipeline.drafts import build, parameter_count
+from pipeline.drafts.layers import shapes_of
 from pipeline.recipe import load_recipe
 from tests.kit import ROOT, byte_tokenizer
 
@@ -38,6 +40,118 @@ PAPER = {  # recipe: (shapes of its target, parameters of jakiro, of eagle)
     "llama3-instruct-8b": (shapes(4096, 14336, 32, 8, 128256), 176_181_248, 251_662_336),
     "llama3-instruct-70b": (shapes(8192, 28672, 64, 8, 128256), 687_906_816, 989_863_936),
 }
+LLAMA_3 = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+}
+QWEN_3 = {"num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936}
+# What drafts' sizes and RoPE follow from in the config.json of meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.3-70B-Instruct,
+# Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B-Instruct-2507 and openai/gpt-oss-20b on the Hub, in its own words.
+TODAY = {  # recipe: (its target's configuration, base and kind of the drafts' RoPE, parameters of jakiro, of eagle)
+    "llama3.1-instruct-8b": (
+        {**LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+        (500000.0, "llama3"),
+        176_181_248,
+        251_662_336,
+    ),
+    "llama3.3-instruct-70b": (
+        {**LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+        (500000.0, "llama3"),
+        687_906_816,
+        989_863_936,
+    ),
+    "qwen3-8b": (
+        {
+            **QWEN_3,
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000,
+        },
+        (1e6, "default"),
+        176_181_248,
+        226_496_512,
+    ),
+    "qwen3-30b-a3b": (
+        {
+            **QWEN_3,
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 262144,
+            "rope_theta": 10000000,
+        },
+        (1e7, "default"),
+        52_439_040,
+        65_013_760,
+    ),
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "max_position_embeddings": 131072,
+            "vocab_size": 201088,
+        },
+        (150000.0, "yarn"),
+        92_911_680,
+        117_783_360,
+    ),
+}
+
+
+def by_hand(config: dict, jakiro: int, eagle: int) -> list[int]:
+    """fc, attention, one norm, and what follows it: two experts and four rows of the gate, or one MLP."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim", width // heads)
+    shared = 2 * width**2 + 2 * width * size * (heads + config["num_key_value_heads"]) + width
+    return [shared + 4 * width + 2 * 3 * width * jakiro, shared + 3 * width * eagle]
+
+
+@pytest.mark.parametrize("name", sorted(TODAY))
+def test_drafts_of_the_targets_that_are_served_today(name):
+    config, rope, *pinned = TODAY[name]
+    recipe, target = load_recipe(RECIPES / f"{name}.toml"), shapes_of(AutoConfig.for_model(**config))
+    assert (target["rope_parameters"]["rope_theta"], target["rope_parameters"]["rope_type"]) == rope
+    with torch.device("meta"):
+        counts = [parameter_count(build(recipe.draft[draft], target)) for draft in ("jakiro", "eagle")]
+    print(f"{name}: jakiro {counts[0] / 1e6:.1f}M, eagle {counts[1] / 1e6:.1f}M parameters")
+    eagle = recipe.draft["eagle"].mlp_width or config["intermediate_size"]
+    assert counts == pinned == by_hand(config, config["hidden_size"], eagle)
+    assert eagle >= 3 * config["hidden_size"]  # a dense MLP, not one expert of a mixture
+    assert recipe.draft["jakiro"].vocabulary is recipe.draft["eagle"].vocabulary is None
 
 
 @pytest.mark.parametrize("name", sorted(PAPER))
@@ -52,7 +166,7 @@ def test_drafts_of_the_papers_targets(name):
 
 def test_every_recipe_is_covered_and_loads():
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | {"demo", "smoke", "ablations"}
+    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "ablations"}
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 

@@ -141,7 +141,7 @@ class _Timed:
 
 
 def _prefill(target: Target, prompt: list[int], spare: int) -> tuple[TreeCache, Tensor, Tensor]:
-    limit = target.config.max_position_embeddings
+    limit = target.positions
     if len(prompt) + spare > limit:
         raise PipelineError(
             f"a prompt of {len(prompt)} tokens and up to {spare} more exceed the target's {limit} positions: "

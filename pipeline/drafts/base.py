@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from pipeline.attention import additive
 from pipeline.batch import Batch
 from pipeline.cache import TreeCache
 from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rotary
@@ -24,7 +25,6 @@ from pipeline.ends import Ends
 from pipeline.errors import PipelineError
 from pipeline.losses import Prediction, branch_sums
 from pipeline.sections import BranchLoss, DraftBase, TreeConfig
-from pipeline.target import additive
 
 AHEAD = ("next", "ahead", "ahead_3", "ahead_4", "ahead_5")  # names of the branches, by horizon
 

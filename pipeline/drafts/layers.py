@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from pipeline.attention import FULL
+
 SHAPE_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -20,13 +22,38 @@ SHAPE_FIELDS = (
 )
 
 
+ROPES = ("default", "linear", "llama3", "yarn")  # whose angles are a function of the position alone
+
+
 def shapes_of(target: Any) -> dict[str, Any]:
-    """What a draft's layer takes from its target's configuration (GQA, RoPE with its scaling, widths)."""
-    shapes = {field: getattr(target, field, None) for field in SHAPE_FIELDS}
+    """What a draft's layer takes from its target's configuration (GQA, RoPE with its scaling, widths).
+
+    Where layers differ, from a full-attention one: a draft's layer sees all that came before.
+    """
+    kinds = getattr(target, "layer_types", None) or [FULL]
+    layer = target.per_layer_config[kinds.index(FULL) if FULL in kinds else 0]
+    shapes = {field: getattr(layer, field, None) for field in SHAPE_FIELDS}
     shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
     shapes["head_dim"] = shapes["head_dim"] or shapes["hidden_size"] // shapes["num_attention_heads"]
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
+    shapes["rope_parameters"] = rope_of(shapes["rope_parameters"])
     return shapes
+
+
+def rope_of(target: dict[str, Any] | None) -> dict[str, Any]:
+    """A draft's RoPE: its target's base and scaling, over whole heads also where the target turns a part of them.
+
+    Scalings that change with the longest position of a forward leave the base only: a tree has several positions.
+    """
+    rope = dict(target or {})
+    if isinstance(rope.get(FULL), dict):  # by layer kind
+        rope = dict(rope[FULL])
+    base = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0}
+    if rope.get("rope_type", "default") not in ROPES:
+        return base
+    for part in ("partial_rotary_factor", "mrope_section"):
+        rope.pop(part, None)
+    return base | rope
 
 
 def layer_config(shapes: dict[str, Any]) -> LlamaConfig:

@@ -1,80 +1,288 @@
-"""Targets of other families, tiny and random: each is verified through its own forward, and nothing is lost."""
+"""Targets of other families, tiny and random: each goes the whole way from dump to decoding, and nothing is lost."""
+
+import json
+from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+)
 
+from pipeline import attention, checkpoint
+from pipeline.batch import collate
+from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.ends import Ends
 from pipeline.errors import PipelineError
-from pipeline.sections import JakiroConfig, TargetConfig, TreeConfig
-from pipeline.target import Target, fingerprint, load_ends
-from tests.kit import byte_tokenizer
+from pipeline.features.shards import FeatureStore
+from pipeline.recipe import Recipe
+from pipeline.sections import TargetConfig
+from pipeline.target import Target, feature_spec, fingerprint, load_config, load_ends
+from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
+from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
+from tests.pipeline.taught import CPU, NEVER, logits_after, prompt_of
 
-SMALL = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma": {"tie_word_embeddings": True},
-    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
-    "cohere": {"logit_scale": 0.25},
-    "olmo2": {},
-    "phi3": {},
+BOTH, ALONE = {"full_attention": None, "sliding_attention": WINDOW}, {"sliding_attention": WINDOW}
+SLIDING = {
+    "qwen2, sliding": BOTH,
+    "mistral, sliding": ALONE,
+    "gpt-oss": BOTH,
+    "gemma-2, soft caps": BOTH,
+    "gemma-3": BOTH,
 }
 
 
-def save(folder, family: str, **more):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **more})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return TargetConfig(model=str(folder), device="cpu")
+@dataclass
+class Family:
+    config: TargetConfig
+    target: Target
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_greedy_answers_of_other_families_are_plain_decodings(tmp_path, family):
-    config = save(tmp_path, family)
-    target = Target(config, "float32")
-    settings = JakiroConfig(kind="jakiro", tree=TreeConfig(depth=3, top_k=3, nodes=8, parallel=2))
-    draft = build(settings, shapes_of(target.config))
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    class Families(dict):
+        def __missing__(self, name):
+            config = save(tmp_path_factory.mktemp("family"), name)
+            self[name] = Family(config, Target(config, "float32"))
+            return self[name]
+
+    return Families()
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory):
+    return write_sharegpt(tmp_path_factory.mktemp("source") / "data.json", count=16)
+
+
+# -- from dump to decoding ------------------------------------------------------------------------------------------
+
+
+def small_recipe(config: TargetConfig, source, output) -> Recipe:
+    tree = recipe_tree(config.model, source, output)
+    tree["data"] |= {"max_length": 96, "validation_dialogues": 1, "heldout_prompts": 2, "calibration_prompts": 1}
+    tree["features"] |= {"answer_tokens": 2}
+    return Recipe.model_validate(tree)
+
+
+def trained(recipe: Recipe, target: Target, name: str):
+    """A draft after a few steps on the stored rows, saved and loaded again."""
+    store, ends = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)), load_ends(recipe.target)
+    rows = [store.row(place) for place in range(6)]
+    draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
     draft.initialise(0)
-    draft.eval().requires_grad_(False)
-    draft.bind(Ends(target.embedding_VD, target.head, fingerprint(config)))
-    for seed in range(3):
-        prompt = torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
-        sampling = Sampling(24, frozenset(target.stop_ids()))
-        assert speculative(target, draft, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+    if recipe.draft[name].vocabulary:
+        draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
+    draft.bind(ends)
+    count = sum(int(row.loss_mask.sum()) for row in rows)
+    batch = collate(rows, draft.horizons, "predicted", dict.fromkeys(draft.horizons, count))
+    optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = draft.loss(batch)[0]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
+    loaded = checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
+    loaded.bind(Ends(target.embedding_VD, target.head, ends.fingerprint))
+    return loaded
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_ends_read_from_the_files_are_the_models(tmp_path, family):
-    config = save(tmp_path, family)
-    target, ends = Target(config, "float32"), load_ends(config)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_path, family):
+    config, target = families[family].config, families[family].target
+    recipe = small_recipe(config, dialogues, tmp_path / "run")
+    dump_here(recipe)
+    row = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)).row(0)
+    alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
+    assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
+    for name in recipe.draft:
+        draft = trained(recipe, target, name)
+        for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
+            prompt = prompt_of(1, 9)
+            assert speculative(target, draft, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_read_from_the_files_are_the_models(families, family):
+    config, target = families[family].config, families[family].target
+    ends = load_ends(config)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ends.embedding_VD, target.embedding_VD)
     assert torch.equal(ends.head(hidden), target.head(hidden))
 
 
-def test_a_sliding_window_is_refused(tmp_path):
-    with pytest.raises(PipelineError, match="only full attention is supported"):
-        Target(save(tmp_path, "mistral", sliding_window=16), "float32")
+def test_heads_of_every_kind_are_among_the_families(families):
+    assert families["phi, head with bias"].target.head.linear.bias.abs().min() > 0
+    assert families["gemma-2, soft caps"].target.head.softcap == 3.0
+    assert families["gemma-2, soft caps"].target.model.config._attn_implementation == "eager"  # sdpa has no soft cap
+    for family, tied in (("llama-3.2, tied head", True), ("llama-3.1", False)):
+        target = families[family].target
+        assert (target.head.linear.weight.data_ptr() == target.embedding_VD.data_ptr()) == tied
+
+
+# -- masks ----------------------------------------------------------------------------------------------------------
+
+TREE = ([5, 6, 7, 8, 7, 9, 1, 1], [0, 0, 1, 1, 2, 3, 6, 4])  # depths 1 1 2 2 2 3 4 3
+
+
+def paths_of(tree):
+    paths = [[tree.tokens[0]]]
+    for node in range(1, len(tree.tokens)):
+        paths.append([*paths[tree.parents[node]], tree.tokens[node]])
+    return paths
+
+
+def alone(target: Target, tokens: list[int]) -> torch.Tensor:
+    """The last token's state by the model's own uncached forward, with its own masks."""
+    return target.capture(torch.tensor([tokens]))[0, -1]
+
+
+@torch.inference_mode()
+def require_plain_states(target: Target, reference: Target, before: int, width: int = 9) -> None:
+    """Behind a prompt of `before` tokens: a tree, then single tokens behind an accepted path, against uncached forwards."""
+    prompt, tree, cache = prompt_of(before, before), build_tree(65, *TREE, CPU), target.new_cache(64)
+    first = target.forward(torch.tensor(prompt), cache)[-1]
+    assert torch.allclose(first, alone(reference, prompt), atol=3e-5)
+    hidden_ND, _ = generate._verify(target, tree.tokens_N, cache, *generate._layout(tree, before, CPU), width)
+    for node, path in enumerate(paths_of(tree)):
+        assert torch.allclose(hidden_ND[node], alone(reference, [*prompt, *path]), atol=3e-5)
+    cache.keep(before, [before, before + 1, before + 3, before + 6])
+    tokens = [*prompt, *paths_of(tree)[6]]
+    for token in range(8):
+        tokens.append(token)
+        state = target.forward(torch.tensor([token]), cache)[0]
+        assert torch.allclose(state, alone(reference, tokens), atol=3e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_and_what_follows_it_get_plain_forwards_states(families, family):
+    """Prompts shorter than the window, as long, and longer: the tree lies before its edge, across it and behind it."""
+    for before in (1, WINDOW - 3, WINDOW, 3 * WINDOW):
+        require_plain_states(families[family].target, families[family].target, before)
+
+
+@pytest.mark.parametrize("family", ["mistral, sliding", "gpt-oss"])
+def test_a_compiled_target_gets_plain_forwards_states(families, family):
+    """Masks of one shape by layer kind; on a CPU the compiler's front end alone."""
+    compiled = Target(families[family].config, "float32")
+    compiled.compile(backend="eager")
+    require_plain_states(compiled, families[family].target, WINDOW - 3, width=12)
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_sliding_layers_do_slide(families, family):
+    """What lies before the window of every layer between reaches nothing: these families' tests are not on full attention."""
+    target = families[family].target
+    assert attention.windows(target.config) == SLIDING[family]
+    layers = target.config.num_hidden_layers if SLIDING[family] == ALONE else 1
+    far = prompt_of(1, layers * (WINDOW - 1) + 2)
+    near = [(far[0] + 1) % 256, *far[1:]]
+    if SLIDING[family] == ALONE:
+        assert torch.equal(logits_after(target, far)[-1], logits_after(target, near)[-1])
+    else:
+        states = [target.capture_all(torch.tensor([tokens]), [1])[0, -1, 1] for tokens in (far, near)]
+        assert target.config.layer_types[0] != "sliding_attention" or torch.equal(*states)
+
+
+def test_a_window_is_counted_along_each_nodes_path():
+    """Of 4 tokens, behind 3 cached ones: root, two children, a child of the second."""
+    seen = torch.tensor(
+        [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1]]
+    ).bool()
+    kinds = {"full_attention": None, "sliding_attention": 3}
+    found = attention.masks(kinds, seen, torch.tensor([3, 4, 4, 5]), torch.float32)
+    assert torch.equal(found["full_attention"][0, 0] == 0, seen)
+    want = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]]
+    assert torch.equal(found["sliding_attention"][0, 0] == 0, torch.tensor(want).bool())
+    alone = attention.masks({"sliding_attention": 3}, seen, torch.tensor([3, 4, 4, 5]), torch.float32, (6, 10))
+    assert alone.shape == (1, 1, 6, 10)
+    assert torch.equal(alone[0, 0, :4, :7] == 0, torch.tensor(want).bool())
+    assert (alone[0, 0, :4, 7:] < 0).all() and (alone[0, 0, 4:, 0] == 0).all() and (alone[0, 0, 4:, 1:] < 0).all()
+
+
+def test_an_attention_that_would_ignore_masks_is_replaced(tmp_path):
+    config = save(tmp_path, "llama")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "attn_implementation": "flex_attention"}))
+    assert AutoConfig.from_pretrained(tmp_path)._attn_implementation == "flex_attention"
+    assert Target(config, "float32").model.config._attn_implementation == "sdpa"
+
+
+def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dialogues, tmp_path):
+    config, target = families["phi3, longrope"].config, families["phi3, longrope"].target
+    assert (target.config.max_position_embeddings, target.positions) == (256, 128)
+    with pytest.raises(
+        PipelineError, match="a prompt of 120 tokens and up to 9 more exceed the target's 128 positions"
+    ):
+        plain(target, prompt_of(0, 120), Sampling(9, NEVER))
+    recipe = small_recipe(config, dialogues, tmp_path)
+    longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 129})})
+    with pytest.raises(PipelineError, match=r"data.max_length=129: .* \(longrope\).* set it to 128 or less"):
+        feature_spec(longer)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "qwen3_next": ({}, "linear_attention layers.* cannot be taken back"),
+    "mamba": ({}, "linear_attention layers.* cannot be taken back"),
+    "jamba": ({}, "linear_attention layers.* cannot be taken back"),
+    "recurrent_gemma": ({}, "linear_attention layers.* cannot be taken back"),
+    "falcon_h1": ({}, "hybrid layers.* cannot be taken back"),
+    "rwkv": ({}, r"recurrent layers \(rwkv\).* cannot be taken back"),
+    "llama4_text": ({}, "chunked_attention layers.* where its chunk begins"),
+    "bloom": ({}, "ALiBi.* along the cache"),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "local layers.* along the cache"),
+    "gemma3_text": ({"use_bidirectional_attention": True, "sliding_window": 8}, "bidirectional attention"),
+    "gpt_oss": ({"sliding_window": None}, "sliding_attention layers without sliding_window"),
+    "t5": ({}, "an encoder"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_layers_that_cannot_verify_a_tree_are_refused_before_weights_are_loaded(tmp_path, family):
+    settings, why = REFUSED[family]
+    AutoConfig.for_model(family, **{**SMALL, **settings}).save_pretrained(tmp_path)
+    with pytest.raises(PipelineError, match=f"target .* has {why}.*Supported are decoders"):
+        load_config(TargetConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["mask", "window", "positions"])
+def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypatch, fault, dtype):
+    """An architecture that nobody foresaw: found on a few tokens, whatever its configuration says."""
+    config = families["mistral, sliding"].config
+    Target(config, dtype)
+    masks, forward = attention.masks, Target.forward
+
+    def causal(kinds, seen_NC, *rest):
+        return masks(kinds, torch.ones_like(seen_NC).tril(seen_NC.shape[1] - len(seen_NC)), *rest)
+
+    def in_a_row(self, tokens_N, cache, positions_N=None, *rest):
+        return forward(self, tokens_N, cache, torch.arange(len(tokens_N)) + cache.length, *rest)
+
+    if fault == "mask":
+        monkeypatch.setattr("pipeline.target.masks", causal)
+    elif fault == "window":
+        monkeypatch.setattr("pipeline.target.windows", lambda text: {"sliding_attention": 2})
+    else:
+        monkeypatch.setattr(Target, "forward", in_a_row)
+    with pytest.raises(PipelineError, match="ignores the tree's mask or its positions"):
+        Target(config, dtype)
+
+
+def test_a_target_that_takes_no_mask_is_refused(families, monkeypatch):
+    monkeypatch.setattr("pipeline.target.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
+    with pytest.raises(
+        PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/attention.py"
+    ):
+        Target(families["llama-3.1"].config, "float32")
 
 
 def test_pickled_weights_are_refused(tmp_path):

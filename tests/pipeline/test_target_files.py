@@ -1,0 +1,82 @@
+"""Weights as the Hub has them: older names, a text model inside a larger one, quantised experts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
+
+from pipeline.sections import TargetConfig
+from pipeline.target import Target, fingerprint, load_config, load_ends, parameter_count_of
+from tests.kit import byte_tokenizer
+from tests.pipeline.families import FAMILIES, SMALL, save
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by its four bits
+SCALE = 124  # of the exponent's 8 bits: 2 to the power of -3
+
+
+def require_ends(config: TargetConfig) -> Target:
+    target, ends = Target(config, "float32"), load_ends(config)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ends.embedding_VD.float(), target.embedding_VD)
+    assert torch.equal(ends.to(torch.device("cpu"), torch.float32).head(hidden), target.head(hidden))
+    return target
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
+    """Gemma 3 from 4B on. Its files name tensors otherwise than the model does."""
+    text = AutoConfig.for_model("gemma3_text", **{**SMALL, **FAMILIES["gemma-3"][1]})
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text.to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=259,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert "language_model.model.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    target = require_ends(TargetConfig(model=str(tmp_path), device="cpu"))
+    tokens = torch.arange(9)[None]
+    states_BTSD = target.capture_all(tokens, [1, 6])
+    assert states_BTSD.shape == (1, 9, 3, 32)
+    assert torch.equal(target.head(states_BTSD[:, :, 0]), target.model(input_ids=tokens).logits)
+
+
+def test_a_head_that_the_files_name_otherwise_is_found(tmp_path):
+    require_ends(save(tmp_path, "gpt_neox", tie_word_embeddings=False))
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def quantised(tmp_path):
+    """gpt-oss as on the Hub: experts in MXFP4, all else in bfloat16. With what the experts' matrices stand for."""
+    config = save(tmp_path, "gpt-oss", intermediate_size=32)
+    weights, meant = load_file(tmp_path / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, wide, out = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (count, out, wide // 32, 16), dtype=torch.uint8, generator=generator)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": torch.full(blocks.shape[:-1], SCALE).to(torch.uint8)}
+        pairs = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], dim=-1)
+        meant[name] = (pairs * 2.0 ** (SCALE - 127)).reshape(count, out, wide).transpose(1, 2)
+    stored = {name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return config, meant
+
+
+def test_quantised_experts_are_read_as_what_they_stand_for(quantised):
+    config, meant = quantised
+    target = require_ends(config)
+    assert len(meant) == 4 and load_ends(config).embedding_VD.dtype == torch.bfloat16
+    for name, value in meant.items():
+        assert torch.equal(target.model.get_parameter(name), value)
+    assert Target(config, "bfloat16").capture(torch.arange(5)[None]).dtype == torch.bfloat16
+    assert parameter_count_of(config) == sum(p.numel() for p in target.model.parameters())
+    assert load_config(config).quantization_config["quant_method"] == "mxfp4" and fingerprint(config)
