@@ -1,6 +1,7 @@
 """Where an artifact comes from: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.files import write_json
+from pipeline.files import read_json, write_json
 from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -76,7 +77,30 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
+    resolved["target"]["template_keywords"] = (
+        recipe.target.template_keywords
+    )  # text for the target, whatever it looks like
     return resolved
+
+
+def changed(folder: Path, recipe: Recipe, draft: str) -> str:
+    """Which keys of the recipe beside an artifact are others now: of those that a draft's weights can depend on. May be empty."""
+    if not (folder / RECIPE).exists():
+        return ""
+    there, here = (
+        {
+            f"{section}.{key}": value
+            for section in ("target", "data", "features", "train")
+            for key, value in one.get(section, {}).items()
+        }
+        | {f"draft.{draft}.{key}": value for key, value in one.get("draft", {}).get(draft, {}).items()}
+        for one in (read_json(folder / RECIPE), public_recipe(recipe))
+    )
+    return ", ".join(
+        f"{key} is {json.dumps(there[key])} there and {json.dumps(value)} here"
+        for key, value in here.items()
+        if key in there and there[key] != value
+    )
 
 
 def _public(value: Any) -> Any:
