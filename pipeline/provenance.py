@@ -77,30 +77,23 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
-    resolved["target"]["template_keywords"] = (
-        recipe.target.template_keywords
-    )  # text for the target, whatever it looks like
+    resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
     return resolved
 
 
 def changed(folder: Path, recipe: Recipe, draft: str) -> str:
-    """Which keys of the recipe beside an artifact are others now: of those that a draft's weights can depend on. May be empty."""
+    """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now. May be empty."""
     if not (folder / RECIPE).exists():
         return ""
-    there, here = (
-        {
-            f"{section}.{key}": value
-            for section in ("target", "data", "features", "train")
-            for key, value in one.get(section, {}).items()
-        }
-        | {f"draft.{draft}.{key}": value for key, value in one.get("draft", {}).get(draft, {}).items()}
-        for one in (read_json(folder / RECIPE), public_recipe(recipe))
-    )
-    return ", ".join(
-        f"{key} is {json.dumps(there[key])} there and {json.dumps(value)} here"
-        for key, value in here.items()
-        if key in there and there[key] != value
-    )
+    there, here = _keys(read_json(folder / RECIPE), draft), _keys(public_recipe(recipe), draft)
+    found = [key for key, value in here.items() if there.get(key, value) != value]
+    return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
+
+
+def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
+    sections = {name: resolved.get(name, {}) for name in ("target", "data", "features", "train")}
+    sections[f"draft.{draft}"] = resolved.get("draft", {}).get(draft, {})
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _public(value: Any) -> Any:

@@ -5,7 +5,6 @@ covers them, and rendering never reads the clock.
 """
 
 import json
-from datetime import date
 from typing import Any, ClassVar
 
 import jinja2.ext
@@ -18,7 +17,14 @@ from pipeline.thoughts import probe, thinking
 
 CLOCK = "strftime_now"  # the function by which templates print today's date
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}  # by whoever renders
+PINNED = "pinned_date"  # a dictionary, directive -> text, by which the date is pinned
 DIRECTIVES = [*"aAbBdeFGHIjmMpSuUVwWyY", "-d", "-H", "-I", "-j", "-m", "-M", "-S"]  # of strftime, but of time zones
+
+_MACRO = (  # the clock's name, and always the same day, at midnight
+    f"{{% macro {CLOCK}(format) %}}{{% for part in format.split('%%') %}}{{% if not loop.first %}}%{{% endif %}}"
+    f"{{% set day = namespace(text=part) %}}{{% for directive, text in {PINNED}.items() %}}"
+    "{% set day.text = day.text.replace(directive, text) %}{% endfor %}{{ day.text }}{% endfor %}{% endmacro %}"
+)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -48,14 +54,13 @@ def settle(tokenizer: Any, config: TargetConfig) -> None:
                 f"target.template_keywords.{name}: the chat template of {config.model} has no such keyword; it knows "
                 f"{', '.join(known) or 'none'}"
             )
-    given = [
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
-        for name, value in sorted(config.template_keywords.items())
-    ]
-    asks = any(name.name == CLOCK for name in parsed.find_all(nodes.Name))
-    given += [_clock(config.template_date)] if asks else []
+    given = dict(sorted(config.template_keywords.items()))
+    if asks := any(name.name == CLOCK for name in parsed.find_all(nodes.Name)):
+        formats = f"{source} {given.values()}"
+        given[PINNED] = {f"%{d}": config.template_date.strftime(f"%{d}") for d in DIRECTIVES if f"%{d}" in formats}
+    before = [f"{{% if {n} is not defined %}}{{% set {n} = {_literal(v)} %}}{{% endif %}}" for n, v in given.items()]
     # Jinja drops the line break behind a block, so what follows begins a line as it did before.
-    tokenizer.chat_template = "".join([*given, "\n", source]) if given else source
+    tokenizer.chat_template = "".join([*before, _MACRO if asks else "", "\n", source]) if before else source
 
 
 def template_settings(tokenizer: Any, config: TargetConfig) -> str:
@@ -64,8 +69,7 @@ def template_settings(tokenizer: Any, config: TargetConfig) -> str:
     `tokenizer`: of `load_tokenizer`. The date is today's, as far as the target is told.
     """
     thinks = {True: ["thinking on"], False: ["thinking off"], None: []}[thinking(tokenizer)]
-    another_day = tokenizer.chat_template.replace(_clock(config.template_date), _clock(date(2001, 1, 1)))
-    dated = probe(tokenizer) != probe(tokenizer, chat_template=another_day)
+    dated = probe(tokenizer) != probe(tokenizer, **{PINNED: {}})
     given = [f"{name} = {json.dumps(value)}" for name, value in sorted(config.template_keywords.items())]
     return ", ".join([*thinks, *([f"date {config.template_date}"] if dated else []), *given])
 
@@ -89,16 +93,6 @@ def _keywords(parsed: nodes.Template) -> list[str]:
     own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"} - asked
     read = jinja2.meta.find_undeclared_variables(parsed) - GIVEN - own
     return sorted(name for name in read if not name.endswith("_token"))  # bos_token, ...: the tokenizer's
-
-
-def _clock(today: date) -> str:
-    """A macro of the clock's name that always gives the same day, at midnight."""
-    values = {f"%{directive}": today.strftime(f"%{directive}") for directive in DIRECTIVES}
-    return (
-        f"{{% macro {CLOCK}(format) %}}{{% for part in format.split('%%') %}}{{% if not loop.first %}}%{{% endif %}}"
-        f"{{% set day = namespace(text=part) %}}{{% for directive, value in {_literal(values)}.items() %}}"
-        "{% set day.text = day.text.replace(directive, value) %}{% endfor %}{{ day.text }}{% endfor %}{% endmacro %}"
-    )
 
 
 def _literal(value: Any) -> str:

@@ -6,6 +6,7 @@ template shows or hides them. In gpt-oss's format (harmony) thoughts and answer 
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -18,7 +19,12 @@ _PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|retur
 
 def thinking(tokenizer: Any) -> bool | None:
     """Whether the target is asked to think before it answers; None where its template has no say in it."""
-    if HARMONY in tokenizer.chat_template:
+    return _thinking(tokenizer, tokenizer.chat_template)
+
+
+@lru_cache(maxsize=4)
+def _thinking(tokenizer: Any, template: str) -> bool | None:
+    if HARMONY in template:
         return True
     for switch in SWITCHES:
         on, off = (probe(tokenizer, **{switch: value}) for value in (True, False))
@@ -65,4 +71,6 @@ def without_thoughts(message: dict[str, str]) -> dict[str, str]:
 def cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:
     """Whether an answer that was cut ends before its thoughts do."""
     content = message["content"]
+    if "reasoning_content" in message:
+        return not content.strip()
     return CLOSE not in content and (OPEN in content or _begins_thoughts(tokenizer))

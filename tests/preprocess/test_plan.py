@@ -23,6 +23,7 @@ from preprocess.plan import Plan
 from preprocess.task import ShardTask
 from preprocess.worker import Document, FeatureWorker, length_sorted_batches
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
+from tests.templates import QWEN_3, settled
 
 TOKENIZER = byte_tokenizer()
 
@@ -189,6 +190,21 @@ def test_windows_of_long_dialogues_are_documents_of_their_own_and_accounted_for(
     assert counts["accepted"] + rejected + skipped == counts["records"] + counts["further_sequences"]
     train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
     assert not train & validation
+
+
+@pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
+def test_answers_apart_are_documents_and_accounted_for(source, rule):
+    """Of a template that shows thoughts with the last answer only; training is full in the middle of a record."""
+    recipe = recipe_for(source, data={"long": rule, "max_length": 200, "max_dialogues": 21})
+    plan = Plan(recipe, settled(QWEN_3, enable_thinking=False))
+    tasks = list(plan.tasks())
+    counts = plan.accounting(as_if_written(tasks, drop=1))
+    rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())
+    assert counts["accepted"] + rejected + skipped == counts["records"] + counts["further_sequences"]
+    assert counts["further_sequences"] > 5 and counts["edits"]["one_sequence_per_answer"] > 5
+    assert counts["skipped"]["train is full"] > 0
+    train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
+    assert len(documents_of(tasks, "train")) == 21 and not train & validation
 
 
 def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):
