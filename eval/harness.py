@@ -23,6 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.provenance import hardware
 from pipeline.recipe import Recipe
 from pipeline.target import Target, fixed_capacity
+from pipeline.thoughts import as_message
 
 PLAIN = "plain"
 
@@ -167,8 +168,7 @@ class Harness:
                 return None
             if place + 1 < len(prompt.turns):
                 answer = plain(self.target, encoded[-1], self.sampling(0.0, "history")).tokens
-                text = self.target.tokenizer.decode(answer, skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": text})
+                messages.append(as_message(self.target.tokenizer, answer))
         return encoded
 
     def _decode_turn(self, unit: Unit, turn: int, ids: list[int], outcome: Outcome, told: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ from pipeline.drafts import build, parameter_count
 from pipeline.files import read_json, write_json, write_text
 from pipeline.provenance import provenance, public_name, write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.target import load_tokenizer
+from pipeline.template import template_settings
 
 
 def measured_already(path: Path, key: str) -> bool:
@@ -51,6 +53,7 @@ def measure(job: Job) -> dict:
         "key": job.key,
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
+        "template": template_settings(load_tokenizer(recipe.target), recipe.target),
         "definitions": report.explain(),
         "drafts": {name: facts_of(recipe, method) for name, method in methods.items()},
         "tuned": read_tuned(recipe),

@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import read_json, sha256, write_text
 from pipeline.provenance import RECIPE, public_name
 from pipeline.recipe import Recipe
-from pipeline.sections import TreeConfig
+from pipeline.sections import Section, TreeConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 REPORT, CARD, TEMPLATE_FILE = "report.json", "README.md", "chat_template.jinja"
@@ -144,6 +144,9 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         settings=settings_said(recipe),
         sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
         sampled_repeats=recipe.eval.sampled_repeats,
+        template_settings=measured["template"],
+        template_keywords=recipe.target.template_keywords,
+        template_date=_unless_default(recipe.target, "template_date"),
         chat_template=TEMPLATE_FILE if recipe.target.chat_template else None,
         trust_remote_code=recipe.target.trust_remote_code,
         left_out=measured["prompts_left_out"],
@@ -160,6 +163,11 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         max_length=recipe.data.max_length,
     )
     return f"---\n{head.to_yaml()}\n---\n\n{body}"
+
+
+def _unless_default(section: Section, key: str) -> Any:
+    value = getattr(section, key)
+    return None if value == type(section).model_fields[key].default else value
 
 
 def require_repository_name(repository: str) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.drafts import Draft, build
 from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, read_json, sha256, write_json
-from pipeline.provenance import PROVENANCE, public_name, write_provenance
+from pipeline.provenance import PROVENANCE, changed, public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.sections import DraftConfig, TreeConfig
 
@@ -108,8 +108,9 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
     folder = recipe.draft_dir(name)
     saved = read_config(folder)
     if saved.train_hash != recipe.train_hash(name):
+        keys = changed(folder, recipe, name)
         raise PipelineError(
-            f"{folder} holds a draft trained with other settings (hash {saved.train_hash}, this recipe has "
+            f"{folder} holds a draft trained with other settings ({keys + '; ' if keys else ''}hash {saved.train_hash}, this recipe has "
             f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
         )
     return saved

@@ -1,6 +1,7 @@
 """Where an artifact comes from: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.files import write_json
+from pipeline.files import read_json, write_json
 from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -76,7 +77,23 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
+    resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
     return resolved
+
+
+def changed(folder: Path, recipe: Recipe, draft: str) -> str:
+    """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now. May be empty."""
+    if not (folder / RECIPE).exists():
+        return ""
+    there, here = _keys(read_json(folder / RECIPE), draft), _keys(public_recipe(recipe), draft)
+    found = [key for key, value in here.items() if there.get(key, value) != value]
+    return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
+
+
+def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
+    sections = {name: resolved.get(name, {}) for name in ("target", "data", "features", "train")}
+    sections[f"draft.{draft}"] = resolved.get("draft", {}).get(draft, {})
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _public(value: Any) -> Any:

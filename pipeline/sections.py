@@ -1,8 +1,9 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from pipeline.errors import PipelineError
 
@@ -10,6 +11,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # becomes the name of a folder
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
 class Section(BaseModel):
@@ -25,6 +27,8 @@ class TargetConfig(Section):
     device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
+    template_keywords: dict[str, Scalar | list[Scalar]] = {}  # of the chat template: { enable_thinking = false }, ...
+    template_date: date = date(2024, 7, 26)  # today, for templates that print it; Llama's own where it knows no clock
 
 
 class DataConfig(Section):

@@ -31,6 +31,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.recipe import Recipe
 from pipeline.sections import TargetConfig
+from pipeline.template import settle, template_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CAPACITY_STEP = 512  # caches of a compiled target come in multiples of it: few shapes, few compilations
@@ -87,6 +88,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
             raise PipelineError(f"target.chat_template {template} does not exist: expected a Jinja file")
         tokenizer.chat_template = template.read_text().rstrip("\n")
     require_template(tokenizer, config.model)
+    settle(tokenizer, config)
     return tokenizer
 
 
@@ -161,6 +163,7 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         target=fingerprint(recipe.target),
         tokenizer=tokenizer_fingerprint(tokenizer),
         template=template_fingerprint(tokenizer),
+        template_settings=template_settings(tokenizer, recipe.target),
         recipe=recipe.dump_hash,
         auxiliary_layers=" ".join(map(str, layers)),
     )

@@ -21,6 +21,7 @@ from pipeline.chat import Messages, Unusable, prompt_ids
 from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe
 from pipeline.target import Target
+from pipeline.thoughts import as_message, cut_in_thoughts
 from preprocess.dialogues import Dialogue
 from preprocess.pieces import accepted_messages
 from preprocess.task import ShardTask, Tell, nobody_listens
@@ -222,19 +223,21 @@ class AnswerWorker:
         return torch.Generator(self._target.device).manual_seed(seed)
 
     def _take(self, conversation: Conversation, answer: list[int]) -> None:
-        """Adds an answer, or ends the conversation: before an empty one or a loop, after one that was cut."""
+        """Adds an answer, or ends the conversation: before an empty one, a loop or mere thoughts, after one that was cut."""
         conversation.tokens += len(answer)
         stopped = answer[-1] in self._stop_ids
-        text = self._target.tokenizer.decode(answer, skip_special_tokens=True)
+        message = as_message(self._target.tokenizer, answer)
         if not stopped:
-            text = text.rstrip("\ufffd")  # a character cut in two
-        if not text.strip():
+            message["content"] = message["content"].rstrip("\ufffd")  # a character cut in two
+        if not stopped and cut_in_thoughts(self._target.tokenizer, message):
+            conversation.end = "cut_in_thoughts"
+        elif not message["content"].strip():
             conversation.end = "empty_answer"
         elif repeats_itself(answer[:-1] if stopped else answer):
             conversation.end = "repetitive_answer"
         else:
             question = {"role": "user", "content": conversation.questions.pop(0)}
-            conversation.messages += [question, {"role": "assistant", "content": text}]
+            conversation.messages += [question, message]
             conversation.answers += 1
             if not stopped:
                 conversation.end = "cut_answer"

@@ -29,6 +29,7 @@ ROLES = {
     "user": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
 }
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where data sets keep an answer's, if apart from its content
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,13 @@ def _message(turn: Any) -> dict[str, str]:
         raise Unusable("not_unicode")
     if role not in ROLES:
         raise Unusable("unknown_role")
-    return {"role": ROLES[role], "content": content}
+    message = {"role": ROLES[role], "content": content}
+    thoughts = next((turn[key] for key in THOUGHTS if isinstance(turn.get(key), str) and turn[key].strip()), None)
+    if thoughts is None or message["role"] != "assistant":
+        return message
+    if thoughts.encode(errors="replace").decode() != thoughts:
+        raise Unusable("not_unicode")
+    return message | {"reasoning_content": thoughts}
 
 
 def held_out(doc_id: str, fraction: float) -> bool:

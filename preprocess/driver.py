@@ -171,10 +171,12 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     rejected = ", ".join(f"{reason} {count}" for reason, count in counts["rejected"].items()) or "none"
     skipped = ", ".join(f"{reason}: {count}" for reason, count in counts["skipped"].items()) or "none"
     total = sum(counts["rejected"].values())
-    windows = f" + {counts['windows']} further windows" if counts["windows"] else ""
+    further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(
-        f"{counts['records']} records{windows} = {counts['accepted']} accepted + {total} rejected ({rejected}) + skipped ({skipped})"
+        f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected ({rejected}) + skipped ({skipped})"
     )
+    edits = ", ".join(f"{edit} {count}" for edit, count in counts["edits"].items()) or "none"
+    lines.append(f"edits: {edits}; chat template: {manifest.spec.template_settings or 'no settings'}")
     for split in SPLITS:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")

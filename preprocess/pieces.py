@@ -4,6 +4,9 @@ cut       the first `max_length` tokens
 turns     as many whole exchanges as fit; "too_long" when the first one does not
 windows   several documents ID#0, ID#1, ...: each holds the system turn and as many further exchanges as fit; an exchange
           that does not fit by itself is cut; one whose question does not fit is dropped and counted
+
+A dialogue, or a window of it, is one sequence. Where the target's template shows earlier answers otherwise than the last one, it
+is a sequence for every answer, each a document of its own ("one_sequence_per_answer"); these are as long as their longest.
 """
 
 import py3langid
@@ -11,6 +14,7 @@ import py3langid
 from pipeline import chat
 from pipeline.chat import Encoded, Messages, Unusable
 from pipeline.sections import DataConfig
+from pipeline.thoughts import thinking, thoughts_of, without_thoughts
 from preprocess.dialogues import Dialogue
 
 LOOKED_AT = 4000  # characters of a dialogue whose language is judged
@@ -24,17 +28,10 @@ def language(dialogue: Dialogue) -> str:
 def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
     """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
     messages, edits = accepted_messages(tokenizer, dialogue)
-    if data.long == "cut":
-        pieces = [chat.encode(tokenizer, messages, data.max_length)]
-    else:
-        whole = chat.encode(tokenizer, messages, None)
-        if len(whole.input_ids) <= data.max_length:
-            pieces = [whole]
-        elif data.long == "turns":
-            pieces, edits = [_first_exchanges(tokenizer, messages, data.max_length)], [*edits, "cut_at_a_turn"]
-        else:
-            pieces, dropped = _windows(tokenizer, messages, data.max_length)
-            edits = [*edits, "cut_into_windows", *["exchange_dropped"] * dropped]
+    messages, thought = _thoughts_settled(tokenizer, messages)
+    groups, cut = _cut(tokenizer, messages, data)
+    apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
+    edits, pieces = [*edits, *thought, *cut, *apart], [piece for group in groups for piece in group]
     kept = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
     if not kept:
         raise Unusable("too_short")
@@ -42,6 +39,43 @@ def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     if len(pieces) == 1:
         return [(dialogue.doc_id, pieces[0])], edits
     return [(f"{dialogue.doc_id}#{number}", piece) for number, piece in enumerate(pieces)], edits
+
+
+def _cut(tokenizer, messages: Messages, data: DataConfig) -> tuple[list[list[Encoded]], list[str]]:
+    """The sequences of each window (one window, where nothing is cut into several), and edits."""
+    if data.long == "cut":
+        return [chat.encode(tokenizer, messages, data.max_length)], []
+    whole = chat.encode(tokenizer, messages, None)
+    if _longest(whole) <= data.max_length:
+        return [whole], []
+    if data.long == "turns":
+        return [_first_exchanges(tokenizer, messages, data.max_length)], ["cut_at_a_turn"]
+    windows, dropped = _windows(tokenizer, messages, data.max_length)
+    return windows, ["cut_into_windows", *["exchange_dropped"] * dropped]
+
+
+def _longest(sequences: list[Encoded]) -> int:
+    return max(len(encoded.input_ids) for encoded in sequences)
+
+
+def _thoughts_settled(tokenizer, messages: Messages) -> tuple[Messages, list[str]]:
+    """Of a target that is told not to think, answers lose the thoughts that they come with. One that is to think, but whose answers
+    come without, is trained on these as its template renders them: with no thoughts, or empty ones.
+    """
+    thinks, edits = thinking(tokenizer), []
+    if thinks is None:
+        return messages, edits
+    settled = []
+    for message in messages:
+        if message["role"] == "assistant":
+            has = bool(thoughts_of(message))
+            if thinks and not has:
+                edits.append("answer_without_thoughts")
+            if has and not thinks:
+                edits.append("thoughts_dropped")
+                message = without_thoughts(message)
+        settled.append(message)
+    return settled, edits
 
 
 def accepted_messages(tokenizer, dialogue: Dialogue) -> tuple[Messages, list[str]]:
@@ -61,32 +95,32 @@ def _split(messages: Messages) -> tuple[Messages, list[Messages]]:
     return system, [rest[at : at + 2] for at in range(0, len(rest), 2)]
 
 
-def _fitting(tokenizer, system: Messages, exchanges: list[Messages], limit: int) -> tuple[int, Encoded | None]:
+def _fitting(tokenizer, system: Messages, exchanges: list[Messages], limit: int) -> tuple[int, list[Encoded]]:
     """How many exchanges from the first on fit into `limit` tokens, and these, encoded."""
-    count, best = 0, None
+    count, best = 0, []
     for end in range(1, len(exchanges) + 1):
         encoded = chat.encode(tokenizer, system + [turn for pair in exchanges[:end] for turn in pair], None)
-        if len(encoded.input_ids) > limit:
+        if _longest(encoded) > limit:
             break
         count, best = end, encoded
     return count, best
 
 
-def _first_exchanges(tokenizer, messages: Messages, limit: int) -> Encoded:
+def _first_exchanges(tokenizer, messages: Messages, limit: int) -> list[Encoded]:
     system, exchanges = _split(messages)
     _, encoded = _fitting(tokenizer, system, exchanges, limit)
-    if encoded is None:
+    if not encoded:
         raise Unusable("too_long")
     return encoded
 
 
-def _windows(tokenizer, messages: Messages, limit: int) -> tuple[list[Encoded], int]:
+def _windows(tokenizer, messages: Messages, limit: int) -> tuple[list[list[Encoded]], int]:
     """The windows, and how many exchanges are in none: their question alone is longer than a window."""
     system, exchanges = _split(messages)
     windows, dropped = [], 0
     while exchanges:
         count, encoded = _fitting(tokenizer, system, exchanges, limit)
-        if encoded is None:
+        if not encoded:
             count = 1
             try:
                 encoded = chat.encode(tokenizer, system + exchanges[0], limit)
@@ -94,7 +128,7 @@ def _windows(tokenizer, messages: Messages, limit: int) -> tuple[list[Encoded], 
                 if str(reason) != "no_assistant_token":
                     raise
                 dropped += 1
-        windows += [encoded] if encoded is not None else []
+        windows += [encoded] if encoded else []
         exchanges = exchanges[count:]
     if not windows:
         raise Unusable("no_assistant_token")

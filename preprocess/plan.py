@@ -72,7 +72,7 @@ class Plan:
 
     recipe: Recipe
     tokenizer: object
-    windows: int = 0  # documents beyond the first of a record
+    further: int = 0  # sequences beyond the first of a record
     edits: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)  # by split
@@ -105,7 +105,7 @@ class Plan:
                 self._unusable.append((dialogue.doc_id, str(reason)))
                 continue
             for document in documents:
-                if self._full(split):  # after another window of the same record
+                if self._full(split):  # after another sequence of the same record
                     self.skipped[f"{split} is full"] += 1
                     continue
                 self._open[split].append(document)
@@ -143,7 +143,7 @@ class Plan:
         return "validation" if held_out(dialogue.doc_id, self.recipe.data.heldout_fraction) else "train"
 
     def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document]]:
-        """The dialogue's split and its documents: one, several windows, or none when the split is full (counted as skipped).
+        """The dialogue's split and its documents: one, several (windows, answers apart), or none when the split is full (counted as skipped).
 
         Raises chat.Unusable.
         """
@@ -154,7 +154,7 @@ class Plan:
             self.skipped[f"{split} is full"] += 1
             return split, []
         pieces, edits = encode()
-        self.windows += len(pieces) - 1
+        self.further += len(pieces) - 1
         self.edits.update([*dialogue.edits, *edits])
         return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in pieces]
 
@@ -188,21 +188,21 @@ class Plan:
         return task
 
     def accounting(self, shards: list[ShardRecord]) -> dict:
-        """Counts by fate: records + windows = accepted + rejected + skipped, exactly."""
+        """Counts by fate: records + further sequences = accepted + rejected + skipped, exactly."""
         shards = [
             shard for shard in shards if shard.split != ANSWERS
         ]  # those are of dialogues that are counted already
         late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)
-        if accepted + len(rejected) + sum(self.skipped.values()) != self.records + self.windows:
+        if accepted + len(rejected) + sum(self.skipped.values()) != self.records + self.further:
             raise PipelineError(
                 f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues are not the "
                 f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
             )
         return {
             "records": self.records,
-            "windows": self.windows,
+            "further_sequences": self.further,
             "accepted": accepted,
             "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
             "skipped": dict(self.skipped),

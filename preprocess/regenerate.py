@@ -4,8 +4,8 @@ python preprocess/regenerate.py RECIPE                                    (start
 ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a cluster)
 
 The questions are asked one after the other, each after the target's own answers to those before. The result is OUTPUT/regenerated/dialogues.jsonl,
-for another recipe's data.source; ids are kept, so the same dialogues are held out. A dialogue ends before an answer that is empty or runs
-in circles, and after one that reaches regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
+for another recipe's data.source; ids are kept, so the same dialogues are held out. A dialogue ends before an answer that is empty, runs
+in circles or ends in its thoughts, and after one that reaches regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
 """
 
 import json
@@ -27,6 +27,7 @@ from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
 from pipeline.recipe import Recipe
 from pipeline.target import fingerprint, load_tokenizer
+from pipeline.template import template_settings
 from preprocess.answers import AnswerWorker, Part
 from preprocess.driver import REJECTED, require_lasting
 from preprocess.intake import Intake
@@ -95,6 +96,7 @@ def regenerate(recipe: Recipe) -> list[str]:
             "target": fingerprint(recipe.target),
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "template": template_fingerprint(tokenizer),
+            "template_settings": template_settings(tokenizer, recipe.target),
             "settings": recipe.regenerate_hash,
         }
         parts = Parts.load(folder) if (folder / MANIFEST).exists() else Parts(made_by)

@@ -49,7 +49,7 @@ def test_the_template_masks_the_answers_only():
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "See you."},
     ]
-    encoded = encode(tokenizer, messages, 1000)
+    (encoded,) = encode(tokenizer, messages, 1000)
     whole = tokenizer.decode(encoded.input_ids)
     assert whole.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     answers = tokenizer.decode(encoded.input_ids[encoded.loss_mask.astype(bool)])

@@ -181,7 +181,7 @@ def test_the_vicuna_template_masks_the_answers():
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "See you."},
     ]
-    encoded = encode(tokenizer, messages, 1000)
+    (encoded,) = encode(tokenizer, messages, 1000)
     assert tokenizer.decode(encoded.input_ids).endswith(
         "to the user's questions. USER: Hi ASSISTANT: Hello.</s> USER: Bye ASSISTANT: See you.</s>"
     )

@@ -19,13 +19,17 @@ from pipeline.__main__ import run, stages
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
+from pipeline.target import feature_spec
+from preprocess.driver import dump
 from tests.hub import Hub
-from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import ROOT, TEMPLATE, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+from train.loop import stores
 
 pytestmark = pytest.mark.real
 RELEASE = {
     "README.md",
     "acceptance_by_depth.png",
+    "chat_template.jinja",
     "config.json",
     "loss_curves.png",
     "model.safetensors",
@@ -46,6 +50,10 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     folder = tmp_path_factory.mktemp("whole")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     tree["eval"]["benchmarks"]["heldout"]["prompts"] = 3
+    template = folder / "own.jinja"
+    template.write_text("{% if not enable_thinking %}{{ strftime_now('%Y') }} {{ tone }}{% endif %}" + TEMPLATE)
+    keywords = {"enable_thinking": False, "tone": "/brief"}
+    tree["target"] |= {"chat_template": str(template), "template_keywords": keywords, "template_date": "2025-01-02"}
     recipe = write_recipe(tree, folder / "recipe")
     done = pipeline("run", recipe)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -160,6 +168,35 @@ def test_the_code_on_the_card_runs(finished, tiny_target):
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert re.search(r"^tau \d", done.stdout, re.MULTILINE)
+
+
+def test_every_artifact_says_what_the_chat_template_was_told(finished):
+    _, run, printed = finished
+    said = 'thinking off, date 2025-01-02, enable_thinking = false, tone = "/brief"'
+    manifest, report = (json.loads((run / name).read_text()) for name in ("features/manifest.json", "eval/report.json"))
+    config = json.loads((run / "release/config.json").read_text())
+    assert manifest["spec"]["template_settings"] == report["template"] == config["training"]["template"] == said
+    assert said in (run / "release/README.md").read_text() and said in printed.replace("\n", "")
+
+
+@pytest.mark.parametrize("change", ["template_keywords.enable_thinking=true", "template_date=2025-01-03"])
+def test_other_keywords_are_refused_at_every_stage_by_their_name(finished, change):
+    recipe, _, _ = finished
+    key, value = change.split("=")
+    changed = load_recipe(recipe, [f"target.{change}"])
+    with pytest.raises(PipelineError, match=r"features: features of other settings of the chat template") as of_dump:
+        dump(changed)
+    with pytest.raises(PipelineError, match=r"features: features of other settings of the chat template") as of_train:
+        stores(changed, feature_spec(changed))
+    for caught in (of_dump, of_train):
+        told = f"enable_thinking = {value}" if "thinking" in key else f"date {value}"
+        assert told in str(caught.value) and "thinking off, date 2025-01-02, enable_thinking = false" in str(
+            caught.value
+        )
+    with pytest.raises(
+        PipelineError, match=rf"trained with other settings \(target\.{key.split('.')[0]} is .*{value}.* here; hash"
+    ):
+        methods_of(changed)
 
 
 def test_weights_that_were_not_measured_are_not_released(finished, tmp_path):

@@ -53,7 +53,7 @@ def _train(
     draft.move_ends(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
-    facts = {"parameters": parameters, **run.facts()}
+    facts = {"parameters": parameters, "template": expected.template_settings, **run.facts()}
     if draft.config.vocabulary:
         facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
     if rank == 0:

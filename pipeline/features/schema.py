@@ -50,6 +50,7 @@ class FeatureSpec:
     recipe: str  # Recipe.dump_hash
     norm_stage: str = POST_FINAL_NORM
     auxiliary_layers: str = ""  # "2 15 27", counted from 1; what follows the last hidden state
+    template_settings: str = ""  # in words: whether the target thinks, what date it is told, its template's keywords
     version: int = VERSION
 
     @property
@@ -133,6 +134,7 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
     meanings = {
         "target": "another target model or revision",
         "tokenizer": "another tokenizer",
+        "template_settings": "other settings of the chat template",
         "template": "another chat template",
         "norm_stage": "hidden states of another stage of the target",
         "stored_dtype": "another stored dtype",

@@ -1,15 +1,18 @@
 """The harness: its losslessness gate passes what is exact and fails what is not; units are finished one by one."""
 
+import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eval import exact, units
+from eval import exact, harness, units
 from eval.gate import DRIFT, EXACT, UNLIKELY, Gate
 from eval.harness import PLAIN, Harness, Outcome, Unit, pooled
 from eval.prompts import Prompt
+from pipeline.chat import prompt_ids
 from pipeline.decoding import accept, generate
 from pipeline.decoding import tree as tree_module
 from pipeline.decoding.accept import accept_drawn
@@ -22,6 +25,7 @@ from pipeline.errors import PipelineError
 from pipeline.sections import TargetConfig, TreeConfig
 from pipeline.target import Target
 from tests.pipeline.taught import VARIANTS, make_draft, prompt_of
+from tests.templates import GPT_OSS, QWEN_3, settled
 
 PROMPTS = [Prompt("one", "", ("What is the question?", "And then?")), Prompt("two", "", ("Why? Because of that?",))]
 DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
@@ -49,6 +53,27 @@ def harness_of(recipe, loaded_target, drafts, **changes) -> Harness:
 def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
     found = [("bench", made.decode(Unit("bench", prompt, t))) for t in temperatures for prompt in prompts]
     return pooled(found)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (QWEN_3, "<think>\nhm\n</think>\n\nwell"),
+        (GPT_OSS, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>well"),
+    ],
+    ids=["qwen3", "gpt-oss"],
+)
+def test_a_later_turn_is_asked_as_the_target_is_asked_it(
+    tiny_recipe, loaded_target, drafts, monkeypatch, template, said
+):
+    """After its own answer, as its template shows it in a history: without the thoughts."""
+    target, tokenizer = copy.copy(loaded_target), settled(template)
+    target.tokenizer = tokenizer
+    answer = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(harness, "plain", lambda *_: SimpleNamespace(tokens=answer))
+    _, second = harness_of(tiny_recipe, target, drafts).with_histories(Prompt("one", "", ("Q1?", "Q2?")))
+    history = [("user", "Q1?"), ("assistant", "well"), ("user", "Q2?")]
+    assert second == prompt_ids(tokenizer, [{"role": role, "content": text} for role, text in history])
 
 
 def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, drafts):

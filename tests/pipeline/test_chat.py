@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from pipeline import chat
-from pipeline.chat import Unusable, encode
+from pipeline.chat import Encoded, Unusable
 from pipeline.errors import PipelineError
 from tests.kit import byte_tokenizer
 
@@ -104,6 +104,12 @@ def masked_runs(tokenizer, encoded) -> list[str]:
             runs[-1].append(int(token))
         previous = mark
     return [text_of(tokenizer, run) for run in runs]
+
+
+def encode(tokenizer, messages, max_length) -> Encoded:
+    """Of a dialogue that is one sequence."""
+    (only,) = chat.encode(tokenizer, messages, max_length)
+    return only
 
 
 @pytest.fixture
@@ -230,10 +236,35 @@ def test_a_template_that_refuses_is_a_reason():
         encode(tokenizer_with(LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], 1000)
 
 
-def test_a_template_that_rewrites_earlier_answers_is_a_reason():
+def test_where_earlier_answers_are_shown_otherwise_each_is_trained_as_the_last_one():
     tokenizer = tokenizer_with(REASONING)
-    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
-        encode(tokenizer, TWO_TURNS, 1000)
+    one, other = chat.encode(tokenizer, TWO_TURNS, 1000)
+    asked = [chat.prompt_ids(tokenizer, TWO_TURNS[:turn]) for turn in (1, 3)]
+    for encoded, prompt, answer in ((one, asked[0], "I am\n\nAda."), (other, asked[1], "Yes — é😀")):
+        assert encoded.input_ids[: len(prompt)].tolist() == prompt
+        assert masked_runs(tokenizer, encoded) == [f"<think></think>{answer}<|end|>"]
+        assert encoded.loss_mask[: len(prompt) + 1].tolist() == [0] * len(prompt) + [1]
+    assert "<|assistant|>I am" in text_of(tokenizer, other.input_ids)
+
+
+def test_answers_share_a_sequence_as_far_as_they_are_shown_alike():
+    """Here only the third question changes how what comes before is shown."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if messages | length > 4 and loop.first %}LATE {% endif %}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = tokenizer_with(template)
+    one, other = chat.encode(tokenizer, [*TWO_TURNS, *TWO_TURNS], 1000)
+    assert masked_runs(tokenizer, one) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+    assert masked_runs(tokenizer, other) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+    assert text_of(tokenizer, other.input_ids).startswith("<|user|>LATE Hi, who?<|end|><|assistant|>I am")
+
+
+def test_a_sequence_that_is_cut_before_its_answer_is_left_out():
+    tokenizer = tokenizer_with(REASONING)
+    limit = len(chat.prompt_ids(tokenizer, TWO_TURNS[:3]))
+    assert len(encode(tokenizer, TWO_TURNS, limit).input_ids) < limit
+    assert len(chat.encode(tokenizer, TWO_TURNS, limit + 1)) == 2
 
 
 def test_a_template_without_a_generation_prompt_of_its_own_is_proven_or_refused():

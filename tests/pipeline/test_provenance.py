@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.provenance import hardware, public_name, write_provenance
+from pipeline.provenance import changed, hardware, public_name, write_provenance
 from pipeline.recipe import Recipe
 
 
@@ -43,6 +43,18 @@ def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, 
     resolved = json.loads((tmp_path / "out/recipe.json").read_text())
     assert resolved["target"]["chat_template"] == "template.jinja"
     assert resolved["draft"] == tree["draft"]
+
+
+def test_what_changed_since_a_draft_was_trained_is_named(tiny_recipe, tmp_path):
+    write_provenance(tmp_path, tiny_recipe)
+    assert changed(tmp_path, tiny_recipe, "eagle") == changed(tmp_path / "elsewhere", tiny_recipe, "eagle") == ""
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["target"]["template_keywords"] = {"enable_thinking": False}
+    tree["draft"]["eagle"]["fc_bias"] = tree["draft"]["jakiro"]["fc_bias"] = True
+    assert changed(tmp_path, Recipe.model_validate(tree), "eagle") == (
+        'target.template_keywords is {} there and {"enable_thinking": false} here, '
+        "draft.eagle.fc_bias is false there and true here"
+    )
 
 
 def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):

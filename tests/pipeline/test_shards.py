@@ -349,6 +349,7 @@ def test_a_shard_with_other_rows_than_the_manifest_says_is_refused(folder):
 FOREIGN = [
     ("target", "X", "another target model or revision (target is 'T', this run expects 'X')"),
     ("tokenizer", "X", "another tokenizer (tokenizer is 'K', this run expects 'X')"),
+    ("template_settings", "X", "other settings of the chat template (template_settings is '', this run"),
     ("template", "X", "another chat template (template is 'M', this run expects 'X')"),
     ("stored_dtype", "float16", "another stored dtype (stored_dtype is 'bfloat16', this run expects 'float16')"),
     ("hidden_size", 8, "another hidden size (hidden_size is 6, this run expects 8)"),

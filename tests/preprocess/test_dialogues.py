@@ -37,6 +37,25 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
     assert clean(asked(conversations=None, messages=nulls)) == expected
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
+    messages = [
+        {"role": "user", "content": "why?", name: "x"},
+        {"role": "assistant", "content": "because.", name: "hm"},
+    ]
+    kept = [
+        {"role": "user", "content": "why?"},
+        {"role": "assistant", "content": "because.", "reasoning_content": "hm"},
+    ]
+    assert clean(asked(messages=messages)).messages == kept
+    for nothing in (None, " ", 3):
+        messages[1][name] = nothing
+        assert clean(asked(messages=messages)).messages == [kept[0], {"role": "assistant", "content": "because."}]
+    messages[1][name] = "\ud83d"
+    with pytest.raises(Unusable, match="not_unicode"):
+        clean(asked(messages=messages))
+
+
 # -- the rules -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from preprocess.duplicates import Duplicates, shingles
 from preprocess.pieces import encode_pieces, language
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, MISTRAL, tokenizer_with
+from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled
 
 TOKENIZER = byte_tokenizer()
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -97,6 +98,79 @@ def test_a_system_turn_that_the_template_refuses_is_dropped_and_counted(template
     with_system, edits = pieces_of(dialogue(LONG, system=True), tokenizer, max_length=1000)
     assert edits == ["system_dropped"]
     assert with_system == pieces_of(dialogue(LONG), tokenizer, max_length=1000)[0]
+
+
+# -- answers apart ---------------------------------------------------------------------------------------------------
+
+TALK = [(5, 10), (5, 10), (5, 30)]  # of 46, 41 and 61 bytes as exchanges of Qwen's
+
+
+def of_qwen(number: int, last: bool) -> str:
+    letter, thoughts = chr(ord("a") + number), "<think>\n\n</think>\n\n" if last else ""
+    question, answer = TALK[number]
+    return (
+        f"<|im_start|>user\n{letter * question}<|im_end|>\n"
+        f"<|im_start|>assistant\n{thoughts}{letter.upper() * answer}<|im_end|>\n"
+    )
+
+
+def upto(number: int, first: int = 0) -> str:
+    """The sequence of an answer: the exchanges before it as history."""
+    return "".join(of_qwen(n, last=n == number) for n in range(first, number + 1))
+
+
+OFF, ON = settled(QWEN_3, enable_thinking=False), settled(QWEN_3)
+
+
+def width(text: str) -> int:
+    return len(OFF(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
+def test_answers_that_are_shown_otherwise_later_are_documents_of_their_own(rule):
+    got, edits = pieces_of(dialogue(TALK), OFF, max_length=1000, long=rule)
+    assert got == [(f"doc#{n}", upto(n)) for n in range(3)] and edits == ["one_sequence_per_answer"]
+    alone = dialogue(TALK[:1])
+    assert pieces_of(alone, OFF, max_length=1000, long=rule) == ([("doc", upto(0))], [])
+
+
+def test_answers_apart_are_cut_by_every_rule():
+    limit = width(upto(1)) + 20  # the third answer's prompt is longer
+    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="cut")
+    assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["one_sequence_per_answer"]
+    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="turns")
+    assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["cut_at_a_turn", "one_sequence_per_answer"]
+    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="windows")
+    assert got == [("doc#0", upto(0)), ("doc#1", upto(1)), ("doc#2", upto(2, first=2))]
+    assert edits == ["cut_into_windows", "one_sequence_per_answer"]
+
+
+def test_a_cut_answer_apart_keeps_what_fits_of_it():
+    limit = width(upto(2)) - 12
+    got, _ = pieces_of(dialogue(TALK), OFF, max_length=limit, long="cut")
+    assert [name for name, _ in got] == ["doc#0", "doc#1", "doc#2"]
+    assert upto(2).startswith(got[2][1]) and width(got[2][1]) == limit
+
+
+def test_answers_without_thoughts_are_counted_where_the_target_is_to_think():
+    thoughtful = dialogue(TALK)
+    thoughtful.messages[3]["content"] = "<think>\nwell\n</think>\n\n" + thoughtful.messages[3]["content"]
+    for tokenizer in (ON, settled(SMOLLM_3), settled(GPT_OSS)):
+        _, edits = pieces_of(dialogue(TALK), tokenizer, max_length=1000)
+        assert edits.count("answer_without_thoughts") == 3
+        _, edits = pieces_of(thoughtful, tokenizer, max_length=1000)
+        assert edits.count("answer_without_thoughts") == 2
+    (_, (_, second), _), _ = pieces_of(thoughtful, ON, max_length=1000)
+    assert "<think>\nwell\n</think>\n\nB" in second
+
+
+def test_thoughts_are_dropped_and_counted_where_the_target_is_not_to_think():
+    thoughtful = dialogue(TALK)
+    thoughtful.messages[3]["content"] = "<think>\nwell\n</think>\n\n" + thoughtful.messages[3]["content"]
+    thoughtful.messages[5]["reasoning_content"] = "well"
+    got, edits = pieces_of(thoughtful, OFF, max_length=1000)
+    assert got == [(f"doc#{n}", upto(n)) for n in range(3)]
+    assert edits == ["thoughts_dropped", "thoughts_dropped", "one_sequence_per_answer"]
 
 
 @pytest.mark.parametrize(

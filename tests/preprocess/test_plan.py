@@ -23,6 +23,7 @@ from preprocess.plan import Plan
 from preprocess.task import ShardTask
 from preprocess.worker import Document, FeatureWorker, length_sorted_batches
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
+from tests.templates import QWEN_3, settled
 
 TOKENIZER = byte_tokenizer()
 
@@ -153,7 +154,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
     plan, tasks = planned(recipe_for(write_spoilt(tmp_path), data={"heldout_fraction": 0.0}))
     assert plan.accounting(as_if_written(tasks)) == {
         "records": 21,
-        "windows": 0,
+        "further_sequences": 0,
         "accepted": 13,
         "rejected": {
             "blank_turn": 1,
@@ -184,11 +185,26 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
 def test_windows_of_long_dialogues_are_documents_of_their_own_and_accounted_for(source):
     plan, tasks = planned(recipe_for(source, data={"long": "windows", "max_length": 90}))
     counts = plan.accounting(as_if_written(tasks, drop=1))
-    assert counts["windows"] > 0 and counts["edits"]["cut_into_windows"] > 0
+    assert counts["further_sequences"] > 0 and counts["edits"]["cut_into_windows"] > 0
     rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())
-    assert counts["accepted"] + rejected + skipped == counts["records"] + counts["windows"]
+    assert counts["accepted"] + rejected + skipped == counts["records"] + counts["further_sequences"]
     train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
     assert not train & validation
+
+
+@pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
+def test_answers_apart_are_documents_and_accounted_for(source, rule):
+    """Of a template that shows thoughts with the last answer only; training is full in the middle of a record."""
+    recipe = recipe_for(source, data={"long": rule, "max_length": 200, "max_dialogues": 21})
+    plan = Plan(recipe, settled(QWEN_3, enable_thinking=False))
+    tasks = list(plan.tasks())
+    counts = plan.accounting(as_if_written(tasks, drop=1))
+    rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())
+    assert counts["accepted"] + rejected + skipped == counts["records"] + counts["further_sequences"]
+    assert counts["further_sequences"] > 5 and counts["edits"]["one_sequence_per_answer"] > 5
+    assert counts["skipped"]["train is full"] > 0
+    train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
+    assert len(documents_of(tasks, "train")) == 21 and not train & validation
 
 
 def test_features_that_are_not_finite_are_accounted_for_as_rejected(source):
@@ -220,7 +236,7 @@ def test_documents_are_the_encoded_dialogues_in_the_order_of_the_source(source):
     assert [d.doc_id for d in train] == [r["id"] for r in records if not held_out(r["id"], 0.2)]
     by_id = {r["id"]: r for r in records}
     for document in train:
-        expected = encode(TOKENIZER, clean(by_id[document.doc_id]).messages, 160)
+        (expected,) = encode(TOKENIZER, clean(by_id[document.doc_id]).messages, 160)
         assert document.input_ids.tolist() == expected.input_ids.tolist()
         assert document.loss_mask.tolist() == expected.loss_mask.tolist()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline import chat
 from pipeline.chat import prompt_ids
 from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe, load_recipe, override_arguments
@@ -19,6 +20,7 @@ from preprocess.plan import Plan
 from preprocess.regenerate import _tasks, regenerate, write_part
 from preprocess.task import ShardTask
 from tests.kit import kill_when_exists, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.templates import GPT_OSS, QWEN_3, QWEN_3_THINKING, settled
 
 
 def with_answers(recipe: Recipe, **settings) -> Recipe:
@@ -137,6 +139,34 @@ def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe):
         conversation = taken(answer)
         assert (conversation.end, conversation.answers, conversation.open) == (end, answers, False)
         assert conversation.tokens == len(answer)
+
+
+def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(tiny_recipe):
+    worker = AnswerWorker(tiny_recipe)
+    worker.ready()
+    for template, thought, answer, kept in (
+        (QWEN_3, "<think>\nhm\n", "</think>\n\nwell", {"content": "<think>\nhm\n</think>\n\nwell"}),
+        (QWEN_3_THINKING, "hm\n", "</think>\n\nwell", {"content": "hm\n</think>\n\nwell"}),
+        (
+            GPT_OSS,
+            "<|channel|>analysis<|message|>hm",
+            "<|end|><|start|>assistant<|channel|>final<|message|>well",
+            {"content": "well", "reasoning_content": "hm"},
+        ),
+    ):
+        tokenizer = worker._target.tokenizer = settled(template)
+        worker._stop_ids = [tokenizer.eos_token_id]
+
+        def taken(text: str, *stop: int, tokenizer=tokenizer) -> Conversation:
+            conversation = Conversation("id", [], ["one", "two"])
+            worker._take(conversation, [*tokenizer(text, add_special_tokens=False)["input_ids"], *stop])
+            return conversation
+
+        whole = taken(thought + answer, tokenizer.eos_token_id)
+        assert whole.messages[-1] == {"role": "assistant", **kept} and whole.open
+        assert (taken(thought).end, taken(thought).answers) == ("cut_in_thoughts", 0)
+        assert (taken(thought + answer).end, taken(thought + answer).answers) == ("cut_answer", 1)
+        assert "hm" not in chat.render(tokenizer, [*whole.messages, {"role": "user", "content": "two"}], True)
 
 
 def test_greedy_with_a_choice_is_refused(tiny_recipe):

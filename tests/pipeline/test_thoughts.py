@@ -1,0 +1,175 @@
+"""Thoughts: each answer is trained as the target gives it when it is the last one, and history is what the target is shown."""
+
+import pytest
+
+from pipeline import chat
+from pipeline.chat import Unusable
+from pipeline.thoughts import as_message, cut_in_thoughts, thoughts_of, without_thoughts
+from tests.pipeline.test_chat import masked_runs, text_of
+from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, SPECIAL, settled
+
+
+def dialogue(*answers: str, **last) -> list[dict]:
+    """Questions q1, q2, ... and these answers; `last` are further keys of the last one."""
+    messages = []
+    for number, answer in enumerate(answers, start=1):
+        messages += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": answer}]
+    messages[-1] |= last
+    return messages
+
+
+def sequences(tokenizer, messages) -> list[tuple[str, list[str]]]:
+    """Text of each, and of its marked runs."""
+    found = chat.encode(tokenizer, messages, None)
+    return [(text_of(tokenizer, encoded.input_ids), masked_runs(tokenizer, encoded)) for encoded in found]
+
+
+def qwen(*turns: str) -> str:
+    """Questions and answers as they stand in Qwen's text, an answer in what precedes it."""
+    roles = ("user", "assistant")
+    return "".join(f"<|im_start|>{roles[n % 2]}\n{turn}<|im_end|>\n" for n, turn in enumerate(turns))
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "keywords", "first", "second", "marked"),
+    [
+        (QWEN_3, {"enable_thinking": False}, EMPTY + "a1", EMPTY + "a2", ["a1<|im_end|>", "a2<|im_end|>"]),
+        (QWEN_3, {}, EMPTY + "a1", EMPTY + "a2", [EMPTY + "a1<|im_end|>", EMPTY + "a2<|im_end|>"]),
+        (QWEN_3_THINKING, {}, EMPTY + "a1", EMPTY + "a2", [EMPTY[8:] + "a1<|im_end|>", EMPTY[8:] + "a2<|im_end|>"]),
+    ],
+    ids=["thinking off", "thinking on", "always thinking"],
+)
+def test_every_answer_of_qwen_is_encoded_as_it_was_asked_for(template, keywords, first, second, marked):
+    tokenizer, messages = settled(template, **keywords), dialogue("a1", "a2")
+    texts = [qwen("q1", first), qwen("q1", "a1", "q2", second)]
+    assert sequences(tokenizer, messages) == [(text, [run]) for text, run in zip(texts, marked, strict=True)]
+    for turn, encoded in zip((1, 3), chat.encode(tokenizer, messages, None), strict=True):
+        prompt = chat.prompt_ids(tokenizer, messages[:turn])
+        assert encoded.input_ids[: len(prompt)].tolist() == prompt
+        assert int(encoded.loss_mask.argmax()) == len(prompt)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(apart):
+    """In the content, as the target writes them, or beside it, as data sets do."""
+    messages = dialogue(THOUGHT + "a1", THOUGHT + "a2")
+    if apart:
+        for message in messages[1::2]:
+            message |= {"content": message["content"][-2:], "reasoning_content": "hm"}
+    assert sequences(settled(QWEN_3), messages) == [
+        (qwen("q1", THOUGHT + "a1"), [THOUGHT + "a1<|im_end|>"]),
+        (qwen("q1", "a1", "q2", THOUGHT + "a2"), [THOUGHT + "a2<|im_end|>"]),
+    ]
+
+
+def test_gpt_oss_ends_the_last_answer_otherwise_than_the_others():
+    messages = dialogue("a1", "a2", reasoning_content="hm")
+    one, other = sequences(settled(GPT_OSS), messages)
+    assert one[1] == ["<|channel|>final<|message|>a1<|return|>"]
+    assert other[1] == [
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>"
+    ]
+    assert "<|start|>assistant<|channel|>final<|message|>a1<|end|><|start|>user<|message|>q2<|end|>" in other[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "keywords"),
+    [(LLAMA_3_2, {}), (SMOLLM_3, {}), (SMOLLM_3, {"enable_thinking": False})],
+    ids=["llama-3.2", "smollm3 thinking", "smollm3 not thinking"],
+)
+def test_where_renderings_agree_a_dialogue_is_one_sequence(template, keywords):
+    ((_, marked),) = sequences(settled(template, **keywords), dialogue("a1", "a2", "a3"))
+    assert marked == [f"a{number}{SPECIAL[template][0]}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("template", SPECIAL, ids=["llama-3.2", "qwen3", "qwen3-thinking", "smollm3", "gpt-oss"])
+def test_an_answer_ends_with_the_token_that_stops_the_target(template):
+    """The closing marker is one token, the tokenizer's end token; what follows it in the text is not trained."""
+    tokenizer = settled(template)
+    for encoded in chat.encode(tokenizer, dialogue("a1", "a2"), None):
+        last = len(encoded.loss_mask) - 1 - int(encoded.loss_mask[::-1].argmax())
+        assert encoded.input_ids[last] == tokenizer.eos_token_id
+        assert text_of(tokenizer, encoded.input_ids[last + 1 :]).strip() == ""
+        assert list(encoded.input_ids[encoded.loss_mask == 1]).count(tokenizer.eos_token_id) in (1, 2)
+
+
+def test_an_answer_that_its_own_prompt_does_not_begin_is_refused():
+    """As DeepSeek-R1's: the prompt opens thoughts, and no answer is ever shown with any."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    tokenizer = settled(LLAMA_3_2)
+    tokenizer.chat_template = template
+    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
+        chat.encode(tokenizer, dialogue("a1"), None)
+
+
+# -- what the target says -> a turn of the dialogue ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "keywords", "said", "message"),
+    [
+        (QWEN_3, {}, THOUGHT + "a1", {"content": THOUGHT + "a1"}),
+        (QWEN_3, {"enable_thinking": False}, "a1", {"content": "a1"}),
+        (QWEN_3_THINKING, {}, "hm\n</think>\n\na1", {"content": "hm\n</think>\n\na1"}),
+        (SMOLLM_3, {}, THOUGHT + "a1", {"content": THOUGHT + "a1"}),
+        (LLAMA_3_2, {}, "a1", {"content": "a1"}),
+        (
+            GPT_OSS,
+            {},
+            "<|channel|>analysis<|message|>h\nm<|end|><|start|>assistant<|channel|>final<|message|>a1",
+            {"content": "a1", "reasoning_content": "h\nm"},
+        ),
+        (GPT_OSS, {}, "<|channel|>final<|message|>a1", {"content": "a1"}),
+    ],
+)
+def test_what_the_target_says_is_rendered_again_as_it_said_it(template, keywords, said, message):
+    tokenizer = settled(template, **keywords)
+    question = [{"role": "user", "content": "q1"}]
+    prompt = chat.prompt_ids(tokenizer, question)
+    answer = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    turn = as_message(tokenizer, answer)
+    assert turn == {"role": "assistant", **message}
+    (encoded,) = chat.encode(tokenizer, [*question, turn], None)
+    assert encoded.input_ids[: len(prompt + answer)].tolist() == prompt + answer
+    assert encoded.input_ids[encoded.loss_mask == 1].tolist() == answer
+
+
+def test_thoughts_are_told_from_answers():
+    assert thoughts_of({"content": THOUGHT + "a"}) == thoughts_of({"content": "hm</think>a"}) == "hm"
+    assert thoughts_of({"content": "a", "reasoning_content": "hm"}) == "hm"
+    assert thoughts_of({"content": "a"}) == thoughts_of({"content": EMPTY + "a"}) == ""
+    assert without_thoughts({"role": "assistant", "content": THOUGHT + "a", "reasoning_content": "b"}) == {
+        "role": "assistant",
+        "content": "a",
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "cut"),
+    [
+        (QWEN_3, "<think>\nhm", True),
+        (QWEN_3, THOUGHT + "a", False),
+        (QWEN_3, "a", False),
+        (QWEN_3_THINKING, "hm", True),
+        (QWEN_3_THINKING, "hm\n</think>\n\na", False),
+        (LLAMA_3_2, "a", False),
+    ],
+)
+def test_an_answer_may_be_cut_in_its_thoughts(template, content, cut):
+    assert cut_in_thoughts(settled(template), {"role": "assistant", "content": content}) is cut
+
+
+@pytest.mark.parametrize(
+    ("final", "cut"), [("", True), ("<|end|><|start|>assistant<|channel|>final<|message|>a", False)]
+)
+def test_gpt_oss_may_be_cut_in_its_thoughts(final, cut):
+    tokenizer = settled(GPT_OSS)
+    said = tokenizer("<|channel|>analysis<|message|>hm" + final, add_special_tokens=False)["input_ids"]
+    assert cut_in_thoughts(tokenizer, as_message(tokenizer, said)) is cut
