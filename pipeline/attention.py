@@ -4,7 +4,7 @@ A full layer sees all of a token's path. A sliding layer sees the last `window` 
 are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    from pipeline.target import Target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MASKED = ("sdpa", "eager")  # the implementations that add any mask that they are given
@@ -48,6 +51,10 @@ def require_tree_attention(full: Any, name: str) -> None:
         _refuse(name, "an encoder", "its text is not one sequence that grows at its end")
     if getattr(text, "use_bidirectional_attention", None) is True or getattr(text, "is_causal", True) is False:
         _refuse(name, "bidirectional attention", "earlier tokens would have to see the tree")
+    if model is None and "AutoModelForCausalLM" not in (getattr(full, "auto_map", None) or {}):
+        raise PipelineError(
+            f"target {name!r} is a {full.model_type!r}, of which transformers knows no causal language model (AutoModelForCausalLM)"
+        )
     if not getattr(text, "layer_types", None) and getattr(model, "_is_stateful", False):
         _refuse(name, f"recurrent layers ({full.model_type})", _STATE)
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
@@ -114,3 +121,37 @@ def _filled_up(seen_NC: Tensor, width: int, capacity: int) -> Tensor:
     whole = F.pad(seen_NC, (0, capacity - known, 0, width - count))
     whole[count:, 0] = True
     return whole
+
+
+@torch.inference_mode()
+def require_tree(target: "Target", name: str) -> None:
+    """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give. Takes 16 tokens.
+
+    Where an ignored mask would show, the second of two siblings and its child see the first. In half precision the bound
+    is half of that distance, as one token that other experts take may move a state by much.
+    """
+    a, b, root, left, right, below = (target.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
+    want_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
+    want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
+    seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    seen[2:, 3] = False  # neither the second sibling nor its child sees the first
+    on = {"device": target.device}
+    try:
+        cache = target.new_cache(6)
+        target.forward(torch.tensor([a, b], **on), cache)
+        tree = torch.tensor([root, left, right, below], **on)
+        got_ND = target.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(target.device)).float()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise PipelineError(
+            f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support in "
+            "pipeline/attention.py"
+        ) from None
+    error, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
+    if target.dtype != torch.float32:
+        bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
+    if not error <= bound:
+        raise PipelineError(
+            f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a small tree are "
+            f"{error.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
+            "pipeline/attention.py"
+        )

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline import embedded
-from pipeline.attention import masks, most_positions, require_tree_attention, use_masks, windows
+from pipeline.attention import masks, most_positions, require_tree, require_tree_attention, use_masks, windows
 from pipeline.cache import TreeCache
 from pipeline.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.ends import Ends, LMHead, head_effects
@@ -255,7 +255,7 @@ class Target:
         self.head = LMHead(output.weight, output.bias, **head_effects(self.config))
         self.embedding_VD = self.model.get_input_embeddings().weight
         self._require_split(config.model)
-        self._require_tree(config.model)
+        require_tree(self, config.model)
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]
@@ -269,39 +269,6 @@ class Target:
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "
                 f"{(whole - split).abs().max().item():.3g}); this architecture needs support in pipeline/target.py"
-            )
-
-    @torch.inference_mode()
-    def _require_tree(self, name: str) -> None:
-        """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give: 16 tokens in all.
-
-        Where an ignored mask would show, the second of two siblings and its child see the first. In half precision the bound
-        is half of that distance, as one token that other experts take may move a state by much.
-        """
-        a, b, root, left, right, below = (self.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
-        want_BTD = self.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
-        want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
-        seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
-        seen[2:, 3] = False  # neither the second sibling nor its child sees the first
-        on = {"device": self.device}
-        try:
-            cache = self.new_cache(6)
-            self.forward(torch.tensor([a, b], **on), cache)
-            tree = torch.tensor([root, left, right, below], **on)
-            got_ND = self.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(self.device)).float()
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise PipelineError(
-                f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support in "
-                "pipeline/attention.py"
-            ) from None
-        error, bound = (got_ND - want_ND).norm(), torch.finfo(self.dtype).eps ** 0.5 * want_ND.norm()
-        if self.dtype != torch.float32:
-            bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
-        if not error <= bound:
-            raise PipelineError(
-                f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a small tree are "
-                f"{error.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
-                "pipeline/attention.py"
             )
 
     def stop_ids(self) -> set[int]:

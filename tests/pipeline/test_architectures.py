@@ -253,6 +253,12 @@ def test_layers_that_cannot_verify_a_tree_are_refused_before_weights_are_loaded(
         load_config(TargetConfig(model=str(tmp_path)))
 
 
+def test_what_is_no_language_model_is_refused(tmp_path):
+    AutoConfig.for_model("siglip_text_model").save_pretrained(tmp_path)
+    with pytest.raises(PipelineError, match="is a 'siglip_text_model', of which transformers knows no causal language"):
+        load_config(TargetConfig(model=str(tmp_path)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["mask", "window", "positions"])
 def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypatch, fault, dtype):
