@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.files import write_json
+from pipeline.files import write_sealed
 from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -67,8 +67,8 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
-    write_json(folder / PROVENANCE, provenance(recipe, **facts))
-    write_json(folder / RECIPE, public_recipe(recipe))
+    write_sealed(folder / PROVENANCE, provenance(recipe, **facts))
+    write_sealed(folder / RECIPE, public_recipe(recipe))
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
