@@ -86,10 +86,10 @@ def _why(error: Exception, repository: str, endpoint: str, last: httpx2.Response
         return f"{refused}: {' '.join(str(error.server_message or 'without a reason').split())}"
     if isinstance(error, httpx2.TimeoutException):
         return f"the Hub at {endpoint} did not answer in time ({TIMEOUT.connect:g} s to connect, {TIMEOUT.read:g} s for an answer)"
-    if isinstance(error, json.JSONDecodeError | KeyError):
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | KeyError):
         kind = answer.headers.get("content-type", "nothing") if answer is not None else "nothing"
         return f"{endpoint} answered {status} with {kind}, which is no answer of a Hub: check HF_ENDPOINT, and any proxy on the way"
-    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+    if isinstance(error, ValueError):
         return f"the upload to {repository} was refused: {' '.join(str(error).split())}"
     reason = f": {error}" if isinstance(error, OfflineModeIsEnabled) else ""
     return f"the Hub cannot be reached at {endpoint} ({type(error).__name__}{reason})"

@@ -97,7 +97,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     for facts in found["drafts"].values():
         folder = recipe.draft_dir(facts["draft"])
         if (
-            not (folder / checkpoint.CONFIG).exists()
+            facts["draft"] not in recipe.draft
+            or not (folder / checkpoint.CONFIG).exists()
             or checkpoint.read_config(folder).weights_sha256 != facts["weights_sha256"]
         ):
             return False, "release of other weights"
