@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, HfApi, is_offline_mode, set_client_factory
+from huggingface_hub import CommitOperationAdd, HfApi, constants, is_offline_mode, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import logging, validate_repo_id
 
@@ -38,6 +38,9 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=release / name) for name in names]
     api, asked, there = HfApi(), _Asked(), None
     set_client_factory(asked.client)
+    constants.HF_HUB_DISABLE_XET = (
+        True  # that one uploads through a client of its own, with its own patience and errors
+    )
     logging.set_verbosity_error()  # warnings of each try name addresses that are signed
     try:
         there = str(api.create_repo(repository, private=private, exist_ok=True))

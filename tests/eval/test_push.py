@@ -39,7 +39,7 @@ def hub(monkeypatch):
 
 def reach(monkeypatch, url: str) -> None:
     """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
-    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     monkeypatch.setattr(pushing, "TIMEOUT", httpx2.Timeout(0.3, connect=5))
