@@ -17,6 +17,8 @@ from eval.harness import PLAIN
 from eval.report import interval
 from pipeline import entry
 from pipeline.errors import PipelineError
+from pipeline.files import read_sealed_lines
+from pipeline.reports import REPORT
 
 Cell = tuple[str, float, str]  # benchmark, temperature, draft
 
@@ -27,11 +29,16 @@ Counts = dict[str, tuple[int, int]]  # by question: tokens emitted by verificati
 def read_counts(run: Path) -> tuple[dict[Cell, Counts], dict[tuple, list[list[int]]]]:
     """``(counts by cell, plain answers by (benchmark, temperature, question))``"""
     path = run / "eval" / "records.jsonl"
-    if not path.is_file():
-        raise PipelineError(f"{path} does not exist: evaluate the run first (python eval/main.py RECIPE)")
+    lines, damaged = read_sealed_lines(path)
+    if damaged:
+        raise PipelineError(
+            f"{path}: line {damaged[0]} was changed or damaged after it was written. Remove {run / 'eval' / REPORT} and run "
+            "python eval/main.py RECIPE again: it measures again what damaged lines held, and keeps the others"
+        )
+    if not lines:
+        raise PipelineError(f"{path} holds no records: evaluate the run first (python eval/main.py RECIPE)")
     counts: dict[Cell, Counts] = defaultdict(lambda: defaultdict(lambda: (0, 0)))
     answers: dict[tuple, list[list[int]]] = defaultdict(list)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
     newest = [line for line in lines if line["key"] == lines[-1]["key"]]  # there may be lines of other settings before
     for line in newest:
         for record in line["outcome"]["records"]:

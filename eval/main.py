@@ -11,21 +11,23 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 
 import torch
 
-from eval import plots, publish, report
+from eval import plots, report
 from eval.harness import pooled
+from eval.publish import build_release
+from eval.push import push, require_repository_name
 from eval.units import Job, Method, decode_all, job_of, method_facts, read_tuned
 from pipeline import checkpoint, entry
-from pipeline.curves import METRICS
 from pipeline.drafts import build, parameter_count
-from pipeline.files import read_json, write_json, write_text
+from pipeline.files import sha256, write_sealed, write_text
 from pipeline.provenance import provenance, public_name, write_provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.reports import REPORT, read_report
 from pipeline.target import load_tokenizer
 from pipeline.template import template_settings
 
 
 def measured_already(path: Path, key: str) -> bool:
-    return path.exists() and read_json(path).get("key") == key
+    return path.exists() and read_report(path).get("key") == key
 
 
 def facts_of(recipe: Recipe, method: Method) -> dict:
@@ -45,7 +47,7 @@ def measure(job: Job) -> dict:
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
-    metrics = {name: recipe.draft_dir(name) / METRICS for name in recipe.draft}
+    metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.draft}
     own = {name: m.tree.depth - m.tree.parallel + 1 for name, m in methods.items() if m.tree.parallel > 1}
     drawn = plots.draw(entries, own, metrics, folder)
     measured = {
@@ -60,11 +62,11 @@ def measure(job: Job) -> dict:
         "results": entries,
         "prompts_left_out": left_out,  # too long for the target's positions
         "table": report.table(entries),
-        "plots": [path.name for path in drawn],
+        "plots": {path.name: sha256(path) for path in drawn},
     }
     write_provenance(folder, recipe)
     write_text(folder / "table.md", measured["table"] + "\n")
-    write_json(folder / publish.REPORT, measured)
+    write_sealed(folder / REPORT, measured)
     return measured
 
 
@@ -76,17 +78,18 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.push:
-        publish.require_repository_name(arguments.push)
-    path = recipe.eval_dir / publish.REPORT
+        require_repository_name(arguments.push)
+    path = recipe.eval_dir / REPORT
     job = job_of(recipe)
-    measured = read_json(path) if measured_already(path, job.key) else measure(job)
+    measured = read_report(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])
-    release = publish.build_release(recipe)
-    print(f"release: {release}/")
+    release, notes = build_release(recipe)
+    print("\n".join([f"release: {release}/", *notes]))
     for plot in measured["plots"]:
         print(f"plot: {release / plot}")
     if arguments.push:
-        print(f"uploaded: {publish.push(release, arguments.push, private=not arguments.public)}")
+        print(f"uploading to {arguments.push} ...", flush=True)
+        print("\n".join(push(release, arguments.push, private=not arguments.public)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from eval import benchmarks
 from pipeline import embedded
 from pipeline.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
-from pipeline.features.store import fetch_prompts
+from pipeline.features.store import heldout_prompts
 from pipeline.recipe import Recipe
 from pipeline.sections import BenchmarkConfig
 
@@ -59,9 +59,7 @@ def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tup
         return _rows(name, config)
     if config.source == "embedded:humaneval":
         return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
-    if config.source == HELDOUT:
-        fetch_prompts(recipe)
-    path = recipe.features_dir / HELDOUT_PROMPTS if config.source == HELDOUT else Path(config.source)
+    path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source)
     return _read(name, path), str(path)
 
 
@@ -105,7 +103,7 @@ def _read(name: str, path: Path) -> list[tuple[int, Any]]:
         if line.strip():
             try:
                 found.append((number, json.loads(line)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise PipelineError(f"benchmark {name}: {path}, line {number} is not JSON: {error}") from None
     return found
 

@@ -1,36 +1,37 @@
-"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card. And its upload."""
+"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card."""
 
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import jinja2
-from huggingface_hub import HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import ModelCardData
 
 from eval import report
+from eval.release import CARD, install
 from pipeline import checkpoint, embedded
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, sha256, write_text
+from pipeline.files import exclusive, sha256, write_text
 from pipeline.provenance import RECIPE, public_name
 from pipeline.recipe import Recipe
+from pipeline.reports import REPORT, read_report
 from pipeline.sections import Section, TreeConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-REPORT, CARD, TEMPLATE_FILE = "report.json", "README.md", "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 _DESCRIPTIONS = {
     "eagle": "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,",
     "jakiro": "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,",
 }
 
 
-def build_release(recipe: Recipe) -> Path:
-    """Writes the release folder anew. Raises PipelineError unless the report measured this checkpoint and was lossless."""
+def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
+    """Writes the release folder anew, but for what the user did there; returns it, and what the user should know. Raises PipelineError
+    unless the report measured this checkpoint and was lossless.
+    """
     name = recipe.publish.draft
-    source, measured = recipe.draft_dir(name), read_json(recipe.eval_dir / REPORT)
+    source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
     saved = checkpoint.read_config(source)
     weights = sha256(source / checkpoint.WEIGHTS)
     if measured["drafts"].get(name, {}).get("weights_sha256") != weights:
@@ -40,19 +41,30 @@ def build_release(recipe: Recipe) -> Path:
     if not report.lossless(measured["results"]):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    checkpoint.export(source, building, tree_of(recipe, measured), recipe.eval_dir / RECIPE)
-    shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
-    if recipe.target.chat_template:
-        shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
-    drawn = [recipe.eval_dir / plot for plot in measured["plots"]]
-    for plot in drawn:
-        shutil.copy(plot, building / plot.name)
-    write_text(building / CARD, card(recipe, saved, measured, drawn))
-    shutil.rmtree(release, ignore_errors=True)
-    building.replace(release)
-    return release
+    with exclusive(recipe.eval_dir, "evaluation"):
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        checkpoint.export(source, building, tree_of(recipe, measured), recipe.eval_dir / RECIPE)
+        shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+        if recipe.target.chat_template:
+            shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
+        drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
+        write_text(building / CARD, card(recipe, saved, measured, drawn))
+        notes = install(building, release)
+        shutil.rmtree(building)
+    return release, notes
+
+
+def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Path]:
+    """Those that the report names (with their SHA-256), where they are now. Raises PipelineError for another file of that name."""
+    for name, mark in plots.items():
+        if not (source / name).is_file() or sha256(source / name) != mark:
+            raise PipelineError(
+                f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove {source / REPORT} and run "
+                "python eval/main.py RECIPE again: prompts that are decoded are kept"
+            )
+        shutil.copy(source / name, folder / name)
+    return [folder / name for name in plots]
 
 
 def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
@@ -168,34 +180,3 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
 def _unless_default(section: Section, key: str) -> Any:
     value = getattr(section, key)
     return None if value == type(section).model_fields[key].default else value
-
-
-def require_repository_name(repository: str) -> None:
-    """Raises PipelineError when `repository` is no OWNER/NAME that the Hub can hold; asks nobody."""
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise PipelineError(f"--push {repository!r}: {error}") from None
-    if repository.count("/") != 1:
-        raise PipelineError(f"--push {repository!r}: expected OWNER/NAME")
-
-
-def push(release: Path, repository: str, private: bool) -> str:
-    """Uploads the release folder; returns its address. The token is huggingface_hub's own (HF_TOKEN or its login)."""
-    api = HfApi()
-    try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        found = api.upload_folder(
-            repo_id=repository, folder_path=release, commit_message=f"Release {read_json(release / REPORT)['name']}"
-        )
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no answer"
-        raise PipelineError(
-            f"the Hub refused the upload to {repository} ({status}): check the name and that HF_TOKEN may write there"
-        ) from None
-    except (OSError, httpx2.HTTPError) as error:  # no network, HF_HUB_OFFLINE
-        raise PipelineError(
-            f"the Hub cannot be reached to upload to {repository} ({type(error).__name__}). The release stays in {release}: "
-            "run the same command again, it measures nothing twice"
-        ) from None
-    return str(found.commit_url)

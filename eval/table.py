@@ -14,7 +14,8 @@ from eval import plots
 from eval.report import with_interval
 from pipeline import entry
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, write_json, write_text
+from pipeline.files import write_json, write_text
+from pipeline.reports import REPORT, read_report
 
 
 def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     arguments = parser.parse_args()
-    reports = [read_json(run / "eval" / "report.json") for run in arguments.runs]
+    reports = [read_report(run / "eval" / REPORT) for run in arguments.runs]
     names = [report["name"] for report in reports]
     if len(set(names)) < len(names):
         raise PipelineError(

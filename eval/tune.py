@@ -30,7 +30,7 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.drafts import Draft
 from pipeline.errors import PipelineError
-from pipeline.files import write_json
+from pipeline.files import write_sealed
 from pipeline.provenance import provenance
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.sections import BenchmarkConfig, TreeConfig
@@ -197,7 +197,7 @@ def main() -> None:
     walks = zip(*(harness.walks(grown, *pair) for pair in answers), strict=True)
     for name, of_draft in zip(names, walks, strict=True):
         found[name] = tune(recipe, harness, name, units, list(of_draft), costs[name], depth)
-        write_json(path, known | found)
+        write_sealed(path, known | found)
     print(
         json.dumps(
             {

@@ -1,10 +1,11 @@
 """Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
 
 Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings and
-weights; a torn line is dropped, lines of other settings do not count; what is missing is done, or the command ends with an error.
+weights; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count; what is missing is done, or
+the command ends with an error.
 """
 
-import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,15 +18,17 @@ from pipeline.chat import template_fingerprint
 from pipeline.drafts import Draft
 from pipeline.ends import Ends
 from pipeline.errors import PipelineError
-from pipeline.files import exclusive, read_json, write_text
+from pipeline.files import exclusive, read_sealed_lines, sealed_line, write_text
 from pipeline.packed import pack_linears
 from pipeline.progress import Progress
 from pipeline.provenance import revision
 from pipeline.recipe import Recipe, digest
+from pipeline.reports import read_tuned_trees
 from pipeline.sections import TreeConfig
 from pipeline.target import Target, fingerprint, load_tokenizer
 
 RECORDS = "records.jsonl"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def methods_of(recipe: Recipe) -> dict[str, Method]:
 
 def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By draft, what eval/tune.py found out; empty when it never ran."""
-    return read_json(recipe.tuned_file) if recipe.tuned_file.exists() else {}
+    return read_tuned_trees(recipe.tuned_file)
 
 
 @dataclass(frozen=True)
@@ -142,27 +145,21 @@ class Finished:
     def __init__(self, folder: Path, key: str):
         self._path, self._key = folder / RECORDS, key
         self.outcomes: dict[tuple[str, str, float], Outcome] = {}
-        text = self._path.read_text() if self._path.exists() else ""
-        whole = [line for line in text.splitlines() if _parsed(line)]
-        for found in map(_parsed, whole):
+        whole, damaged = read_sealed_lines(self._path)
+        for found in whole:
             if found["key"] == key:
                 self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
-        if (kept := "".join(f"{line}\n" for line in whole)) != text or not text:
+        if damaged:
+            numbers = ", ".join(map(str, damaged))
+            log.warning("%s: damaged and removed, what they measured is measured again: lines %s", self._path, numbers)
+        kept = "".join(map(sealed_line, whole))
+        if not self._path.exists() or self._path.read_bytes() != kept.encode():
             write_text(self._path, kept)
 
     def add(self, unit: Unit, outcome: Outcome) -> None:
-        line = json.dumps({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()})
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(sealed_line({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()}))
         self.outcomes[unit.name] = outcome
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Empty for a line that was torn when the command was killed."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {}
 
 
 def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:

@@ -28,11 +28,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from pipeline import checkpoint, entry
 from pipeline.errors import PipelineError
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
-from pipeline.files import read_json
+from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
+from pipeline.files import read_sealed
 from pipeline.progress import CHANNEL
 from pipeline.provenance import ROOT
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.reports import REPORT, read_release, read_report, read_tuned_trees
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
-    if not manifest.complete or not (folder / HELDOUT_PROMPTS).exists():
+    if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
 
@@ -66,7 +67,7 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
         folder = recipe.draft_dir(name)
         if not (folder / checkpoint.CONFIG).exists():
             resume = folder / "resume" / "resume.json"
-            at = f"stopped after step {read_json(resume)['step']}" if resume.exists() else "not trained"
+            at = f"stopped after step {_resume_step(resume)}" if resume.exists() else "not trained"
             parts.append(f"{name}: {at}")
             done = False
             continue
@@ -79,21 +80,25 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
     return done, "; ".join(parts)
 
 
+def _resume_step(state: Path) -> int:
+    return read_sealed(state, f"Remove {state.parent} to train this draft from the start")["step"]
+
+
 def eval_state(recipe: Recipe) -> tuple[bool, str]:
     """Done when the release's report was measured under this recipe on the weights that are in the draft folders now."""
-    path = recipe.release_dir / "report.json"
-    if not path.exists():
+    path = recipe.release_dir / REPORT
+    if not path.exists() or read_release(recipe.release_dir)["pending"]:
         return False, "no release"
-    found = read_json(path)
+    found = read_report(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
-    tuned = recipe.tuned_file
-    if (read_json(tuned) if tuned.exists() else {}) != found.get("tuned"):
+    if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():
         folder = recipe.draft_dir(facts["draft"])
         if (
-            not (folder / checkpoint.CONFIG).exists()
+            facts["draft"] not in recipe.draft
+            or not (folder / checkpoint.CONFIG).exists()
             or checkpoint.read_config(folder).weights_sha256 != facts["weights_sha256"]
         ):
             return False, "release of other weights"
@@ -216,7 +221,7 @@ def _last_words(log: Path) -> str:
 
 
 def _print_release(recipe: Recipe, console: Console) -> None:
-    found = read_json(recipe.release_dir / "report.json")
+    found = read_report(recipe.release_dir / REPORT)
     print(found["table"])
     console.print(f"\nrelease: {recipe.release_dir}/", highlight=False)
     for plot in found["plots"]:

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.drafts import Draft, build
 from pipeline.errors import PipelineError
-from pipeline.files import atomic_path, read_json, sha256, write_json
+from pipeline.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.provenance import PROVENANCE, changed, public_name, write_provenance
 from pipeline.recipe import Recipe
 from pipeline.sections import DraftConfig, TreeConfig
 
 VERSION = 2
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
+UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Saved:
     target: dict[str, Any]  # model, revision, fingerprint
     train_hash: str
     weights_sha256: str
+    metrics_sha256: str | None
     training: dict[str, Any]  # what was done to get here: steps, tokens, ...
 
 
@@ -56,10 +58,11 @@ def save(
         },
         "train_hash": recipe.train_hash(name),
         "weights_sha256": sha256(folder / WEIGHTS),
+        "metrics_sha256": sha256(folder / METRICS) if (folder / METRICS).exists() else None,
         "training": training,
     }
     write_provenance(folder, recipe, draft=name)
-    write_json(folder / CONFIG, config)
+    write_sealed(folder / CONFIG, config)
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -74,11 +77,14 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 def export(source: Path, folder: Path, tree: TreeConfig, recipe_file: Path) -> None:
     """Copies a saved draft into `folder`, with the tree that it is to grow by default and the recipe that it was measured under."""
-    for file in (source / WEIGHTS, source / PROVENANCE, recipe_file):
-        shutil.copy(file, folder / file.name)
-    raw = read_json(source / CONFIG)
+    shutil.copy(source / WEIGHTS, folder / WEIGHTS)
+    for file in (source / PROVENANCE, recipe_file):
+        write_sealed(
+            folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
+        )
+    raw = read_sealed(source / CONFIG, UNREADABLE)
     raw["draft"]["tree"] = tree.model_dump(mode="json")
-    write_json(folder / CONFIG, raw)
+    write_sealed(folder / CONFIG, raw)
 
 
 def read_config(folder: Path) -> Saved:
@@ -88,8 +94,8 @@ def read_config(folder: Path) -> Saved:
         raise PipelineError(
             f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
         )
-    raw = read_json(path)
-    version = raw.get("format_version") if isinstance(raw, dict) else None
+    raw = read_sealed(path, UNREADABLE)
+    version = raw.get("format_version")
     if version != VERSION:
         raise PipelineError(
             f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this "
@@ -98,7 +104,8 @@ def read_config(folder: Path) -> Saved:
     try:
         config = TypeAdapter(DraftConfig).validate_python(raw["draft"])
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
-        return Saved(config, raw["shapes"], raw["target"], raw["train_hash"], raw["weights_sha256"], raw["training"])
+        rest = (raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training"))
+        return Saved(config, raw["shapes"], raw["target"], *rest)
     except (KeyError, TypeError, ValidationError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 
@@ -114,6 +121,17 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
             f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
         )
     return saved
+
+
+def metrics_of(folder: Path) -> Path:
+    """What the training of a saved draft wrote down. Raises PipelineError where it is not that any more."""
+    path = folder / METRICS
+    if path.exists() and sha256(path) != read_config(folder).metrics_sha256:
+        raise PipelineError(
+            f"{path} was changed or damaged after the training: its SHA-256 is not the one in {CONFIG}. Restore it, or remove it: the "
+            "curves are then drawn without this draft"
+        )
+    return path
 
 
 def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) -> Draft:

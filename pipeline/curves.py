@@ -1,6 +1,5 @@
 """What training did, drawn from its metrics.jsonl: loss, agreement, and tau as estimated and as decoded."""
 
-import json
 from pathlib import Path
 
 import matplotlib
@@ -10,13 +9,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
-METRICS = "metrics.jsonl"
+from pipeline.checkpoint import METRICS as METRICS
+from pipeline.files import parse_object
+
 COLOURS = ["#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"]
 SMOOTHED = 20  # steps
 
 
 def read_metrics(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Raises PipelineError for a line that is no JSON object."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [parse_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def draw_training(metrics: dict[str, Path], file: Path) -> Path:

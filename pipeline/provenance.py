@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.files import read_json, write_json
+from pipeline.files import read_sealed, write_sealed
 from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -68,8 +68,8 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
-    write_json(folder / PROVENANCE, provenance(recipe, **facts))
-    write_json(folder / RECIPE, public_recipe(recipe))
+    write_sealed(folder / PROVENANCE, provenance(recipe, **facts))
+    write_sealed(folder / RECIPE, public_recipe(recipe))
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def changed(folder: Path, recipe: Recipe, draft: str) -> str:
     """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now. May be empty."""
     if not (folder / RECIPE).exists():
         return ""
-    there, here = _keys(read_json(folder / RECIPE), draft), _keys(public_recipe(recipe), draft)
+    there, here = _keys(read_sealed(folder / RECIPE, "Restore it, or train again"), draft), _keys(public_recipe(recipe), draft)
     found = [key for key, value in here.items() if there.get(key, value) != value]
     return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pipeline.errors import PipelineError
+from pipeline.files import SEAL, checked
 from pipeline.sections import (
     DataConfig,
     DraftConfig,
@@ -200,10 +201,14 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
     if not isinstance(tree, dict):
         raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
+    if SEAL in tree:  # the one beside an artifact
+        tree = checked(
+            tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
+        )
     for override in overrides or []:
         _apply(tree, override)
     try:

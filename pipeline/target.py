@@ -29,6 +29,7 @@ from pipeline.chat import require_template, template_fingerprint, tokenizer_fing
 from pipeline.ends import Ends, LMHead, head_effects
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
+from pipeline.files import read_json
 from pipeline.recipe import Recipe
 from pipeline.sections import TargetConfig
 from pipeline.template import settle, template_settings
@@ -105,7 +106,7 @@ def weight_files(where: Source) -> dict[str, Path]:
     """Tensor name -> safetensors file. Raises PipelineError when the target has none."""
     index = where.file(_INDEX)
     if index:
-        names = json.loads(index.read_text())["weight_map"]
+        names = read_json(index)["weight_map"]
         paths = {shard: where.file(shard) for shard in sorted(set(names.values()))}
         missing = [shard for shard, path in paths.items() if path is None]
         if missing:

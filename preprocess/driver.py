@@ -12,9 +12,18 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import ANSWERS, HELDOUT_PROMPTS, MANIFEST, SPLITS, Manifest, ShardRecord, damage
+from pipeline.features.shards import (
+    ANSWERS,
+    HELDOUT_PROMPTS,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    ShardRecord,
+    damage,
+    prompts_damage,
+)
 from pipeline.features.store import Store, store_of
-from pipeline.files import exclusive, write_text
+from pipeline.files import exclusive, sha256, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import PROVENANCE, RECIPE, public_name, write_provenance
 from pipeline.recipe import Recipe
@@ -69,7 +78,7 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
             progress.advance(1)
     published = store is None or MANIFEST in sizes
     same = len(whole) == len(manifest.shards) and manifest.answers == answers
-    if not same or not (folder / HELDOUT_PROMPTS).exists() or not published:
+    if not same or prompts_damage(folder, manifest) or not published:
         manifest.shards, manifest.complete = whole, False  # saved with the first shard that is written again
         manifest.answers = answers
     return manifest
@@ -157,7 +166,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             path.unlink()
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
-    manifest.complete = True
+    manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
 
 

@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 from pipeline import entry
 from pipeline.chat import template_fingerprint, tokenizer_fingerprint
 from pipeline.errors import PipelineError
-from pipeline.files import atomic_path, exclusive, read_json, sha256, write_json, write_text
+from pipeline.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
 from pipeline.recipe import Recipe
@@ -52,8 +52,12 @@ class PartRecord:
     sha256: str
 
 
+def part_name(index: int) -> str:
+    return f"part-{index:06d}.jsonl"
+
+
 def write_part(folder: Path, part: Part) -> PartRecord:
-    path = folder / f"part-{part.index:06d}.jsonl"
+    path = folder / part_name(part.index)
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in part.dialogues))
     counts = {**asdict(part), "dialogues": len(part.dialogues)}
     return PartRecord(name=path.name, sha256=sha256(path), **counts)
@@ -67,23 +71,39 @@ class Parts:
     parts: list[PartRecord] = field(default_factory=list)
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    dialogues_sha256: str = ""  # of dialogues.jsonl, once that is written
 
     def save(self, folder: Path) -> None:
         self.parts.sort(key=lambda part: part.index)
-        write_json(folder / MANIFEST, asdict(self))
+        write_sealed(folder / MANIFEST, asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> "Parts":
         """Parts that are missing or damaged are left out: they are answered again."""
         path = folder / MANIFEST
-        raw = read_json(path)
+        remedy = "Restore it, or remove it and run again: every dialogue is then answered anew"
+        raw = read_sealed(path, remedy)
         try:
             parts = [PartRecord(**record) for record in raw["parts"]]
-            whole = [p for p in parts if (folder / p.name).exists() and sha256(folder / p.name) == p.sha256]
-            complete = raw["complete"] and len(whole) == len(parts) and (folder / DIALOGUES).exists()
-            return cls(raw["made_by"], whole, raw["accounting"], complete)
+            found = cls(raw["made_by"], parts, raw["accounting"], raw["complete"], raw["dialogues_sha256"])
         except (KeyError, TypeError) as error:
             raise PipelineError(f"{path} is no manifest of this version ({error}); use another output") from None
+        names = set()
+        for part in parts:
+            named = type(part.index) is int and part.index >= 0 and part.name == part_name(part.index)
+            if not named or part.name in names:
+                raise PipelineError(
+                    f"{path}: {part.name!r} (index {part.index!r}) is no part that this job writes, or is there twice. {remedy}"
+                )
+            names.add(part.name)
+        found.parts = [part for part in parts if _is_there(folder / part.name, part.sha256)]
+        whole = len(found.parts) == len(parts) and _is_there(folder / DIALOGUES, found.dialogues_sha256)
+        found.complete = found.complete and whole
+        return found
+
+
+def _is_there(path: Path, checksum: str) -> bool:
+    return path.exists() and sha256(path) == checksum
 
 
 def regenerate(recipe: Recipe) -> list[str]:
@@ -161,7 +181,7 @@ def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     with atomic_path(folder / DIALOGUES) as temporary, temporary.open("wb") as whole:
         for part in parts.parts:
             whole.write((folder / part.name).read_bytes())
-    parts.complete = True
+    parts.complete, parts.dialogues_sha256 = True, sha256(folder / DIALOGUES)
     parts.save(folder)
 
 

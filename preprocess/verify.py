@@ -17,7 +17,17 @@ import torch
 from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, ShardRecord, damage, open_shard
+from pipeline.features.shards import (
+    ANSWERS,
+    HELDOUT_PROMPTS,
+    SPLITS,
+    FeatureStore,
+    Manifest,
+    ShardRecord,
+    damage,
+    open_shard,
+    prompts_damage,
+)
 from pipeline.features.store import fetch, store_of
 from pipeline.progress import Progress
 from pipeline.provenance import RECIPE
@@ -31,7 +41,7 @@ ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Name -> what is wrong, over all shards of the manifest and all shards of the folder."""
+    """Name -> what is wrong, over all shards of the manifest, all shards of the folder and the held-out prompts."""
     found = {}
     with Progress("verify", len(manifest.shards), "shards") as progress:
         for record in manifest.shards:
@@ -45,6 +55,8 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
             found[path.name] = (
                 "the manifest does not know it (a dump that was interrupted leaves such a file; it is redone)"
             )
+    if manifest.complete and (reason := prompts_damage(folder, manifest)):
+        found[HELDOUT_PROMPTS] = reason
     return found
 
 

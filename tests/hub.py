@@ -4,14 +4,20 @@ import base64
 import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 
 
 class Hub:
-    """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in."""
+    """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
-    def __init__(self, token: str = "hf_test"):
+    `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status 200) or "drop" (the
+    connection is closed). `exists`: the repository is there. `private`: what the Hub says of it, None: nothing.
+    """
+
+    def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):
         self.files: dict[str, bytes] = {}
+        self.faults: dict[str, int | str] = {}
+        self.exists, self.private, self._over = exists, private, Event()
         self.created: list[dict] = []
         self.requests: list[str] = []
         self.token, self._objects = token, {}
@@ -19,10 +25,11 @@ class Hub:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "Hub":
-        Thread(target=self._server.serve_forever, daemon=True).start()
+        Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -41,29 +48,56 @@ class Hub:
                     return b"".join(parts)
                 return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-            def answer(self, value: object, status: int = 200) -> None:
-                content = json.dumps(value).encode()
+            def answer(self, value: object, status: int = 200, kind: str = "application/json") -> None:
+                content = json.dumps(value).encode() if kind == "application/json" else str(value).encode()
                 self.send_response(status)
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
+            def is_faulty(self) -> bool:
+                """Answers with the fault that this request is to have, if any."""
+                fault = next((fault for part, fault in hub.faults.items() if part in self.path), None)
+                if fault == "hang":
+                    hub._over.wait()
+                elif fault == "html":
+                    self.answer("<html>Welcome</html>", kind="text/html")
+                elif fault == "drop":
+                    self.close_connection = True
+                elif fault is not None:
+                    self.answer({"error": "as the test wants it"}, fault)
+                return fault is not None
+
             def do_GET(self) -> None:
                 hub.requests.append(f"GET {self.path}")
-                self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": []})
+                said = {} if hub.private is None else {"private": hub.private}
+                if self.is_faulty():
+                    return
+                if not hub.exists:
+                    self.answer({"error": "Repository not found"}, 404)
+                else:
+                    self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": [], **said})
 
             def do_PUT(self) -> None:
+                if self.is_faulty():
+                    return
                 hub._objects[self.path.removeprefix("/objects/")] = self.body()
                 self.answer({})
 
             def do_POST(self) -> None:
                 body = self.body()
                 hub.requests.append(f"POST {self.path}")
+                if self.is_faulty():
+                    return
                 if self.path != "/api/validate-yaml" and self.headers.get("Authorization") != f"Bearer {hub.token}":
                     self.answer({"error": "Invalid credentials"}, 401)
                 elif self.path == "/api/repos/create":
+                    if hub.exists:
+                        self.answer({"error": "You already created this model repo", "url": f"{hub.url}/me/draft"}, 409)
+                        return
                     hub.created.append(json.loads(body))
+                    hub.exists = True
                     self.answer({"url": f"{hub.url}/me/draft", "id": "me/draft", "name": "me/draft"})
                 elif self.path == "/api/validate-yaml":
                     self.answer({"errors": [], "warnings": []})

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.features.shards import Manifest
+from pipeline.files import write_sealed
 from pipeline.recipe import Recipe, override_arguments
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
@@ -128,6 +129,27 @@ def write_recipe(tree: dict, path: Path) -> Path:
     """A recipe file that commands can be given."""
     path.write_text(json.dumps(tree))
     return path.rename(path.with_suffix(".json"))
+
+
+def change_sealed(path: Path, change: Callable[[dict], object]) -> None:
+    """Another file with a right seal: whoever refuses it refuses what it says."""
+    raw = json.loads(path.read_text())
+    change(raw)
+    write_sealed(path, raw)
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    """What a slip of an editor or of a disk does: the same file but for one place."""
+    text = path.read_text()
+    assert old in text, f"{path} holds no {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def flip(path: Path, place: int | None = None) -> None:
+    """Turns one bit of the byte at `place`, of the middle one without it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 1
+    path.write_bytes(content)
 
 
 def dump_here(recipe: Recipe) -> Manifest:

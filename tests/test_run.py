@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from eval.publish import require_repository_name
+from eval.publish import build_release
+from eval.push import require_repository_name
 from eval.units import make_harness, methods_of
 from pipeline.__main__ import run, stages
 from pipeline.errors import PipelineError
@@ -22,7 +23,18 @@ from pipeline.recipe import load_recipe
 from pipeline.target import feature_spec
 from preprocess.driver import dump
 from tests.hub import Hub
-from tests.kit import ROOT, TEMPLATE, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import (
+    ROOT,
+    TEMPLATE,
+    change_sealed,
+    command_environment,
+    flip,
+    recipe_tree,
+    replace_once,
+    run_command,
+    write_recipe,
+    write_sharegpt,
+)
 from train.loop import stores
 
 pytestmark = pytest.mark.real
@@ -35,6 +47,7 @@ RELEASE = {
     "model.safetensors",
     "provenance.json",
     "recipe.json",
+    "release.json",
     "report.json",
     "tau_and_speed.png",
 }
@@ -222,9 +235,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(finished, tmp_path, 
         sets = ["train.epochs=9"]
         message = "trained with other settings"
     else:
-        changed = json.loads(config.read_text())
-        changed["target"]["fingerprint"] = "0123456789abcdef"
-        config.write_text(json.dumps(changed))
+        change_sealed(config, lambda raw: raw["target"].update(fingerprint="0123456789abcdef"))
         message = "A draft works with its own target only"
     if damage == "missing":
         done = run_command([sys.executable, "eval/main.py", str(recipe), "--set", f"output={copy}"])
@@ -255,7 +266,7 @@ def test_push_uploads_the_release_and_only_on_demand(finished):
         assert f"uploaded: {hub.url}/me/draft/commit/" in pushed.stdout
         assert hub.created[0]["visibility"] == "private"
         assert {path: len(content) for path, content in hub.files.items()} == {
-            path.name: path.stat().st_size for path in (run / "release").iterdir()
+            path.name: path.stat().st_size for path in (run / "release").iterdir() if path.name != "release.json"
         }
         refused = run_command([*command, "--push", "me/draft"], **{**environment, "HF_TOKEN": "hf_wrong"})
         assert refused.returncode == 2
@@ -279,6 +290,35 @@ def copied(finished, tmp_path) -> tuple[Path, Path]:
     recipe, run, _ = finished
     shutil.copytree(run, tmp_path / "run")
     return recipe, tmp_path / "run"
+
+
+def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
+    """A figure of the report, a plot, the draft's own words: each is named, and nothing of the release is touched."""
+    recipe_file, run = copied
+    recipe, release = load_recipe(recipe_file, [f"output={run}"]), run / "release"
+    before = {path.name: sha256(path) for path in release.iterdir()}
+    for path, old, new in (
+        (run / "eval/report.json", '"tau": ', '"tau": 9'),
+        (run / "eval/recipe.json", '"seed": 0', '"seed": 1'),
+        (run / "drafts/jakiro/config.json", '"rope_theta": ', '"rope_theta": 3'),
+        (run / "drafts/jakiro/provenance.json", '"hardware": "', '"hardware": "8 x '),
+        (run / "eval/tau_and_speed.png", None, None),
+    ):
+        whole = path.read_bytes()
+        replace_once(path, old, new) if old else flip(path)
+        with pytest.raises(PipelineError, match=f"{path.name} (was changed or damaged|is missing, or not the plot)"):
+            build_release(recipe)
+        path.write_bytes(whole)
+    assert {path.name: sha256(path) for path in release.iterdir()} == before
+    assert build_release(recipe) == (release, [])
+    evaluation = next(stage for stage in stages(str(recipe_file), [], recipe) if stage.name == "eval")
+    assert evaluation.state(recipe)[0]
+    change_sealed(release / "release.json", lambda raw: raw["pending"].update({"README.md": "0" * 64}))
+    assert evaluation.state(recipe) == (False, "no release")  # it was broken off
+    replace_once(release / "report.json", '"tau": ', '"tau": 9')
+    change_sealed(release / "release.json", lambda raw: raw["pending"].clear())
+    with pytest.raises(PipelineError, match=r"release/report.json was changed or damaged"):
+        evaluation.state(recipe)
 
 
 def answers_of(run: Path) -> dict:
@@ -362,9 +402,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
     assert (tmp_path / "table/table.png").stat().st_size > 5000
     assert "| 0 | tiny | target0 | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
 
-    config = json.loads((run / "drafts/jakiro/config.json").read_text())
-    config["weights_sha256"] = "0" * 64
-    (run / "drafts/jakiro/config.json").write_text(json.dumps(config))
+    change_sealed(run / "drafts/jakiro/config.json", lambda raw: raw.update(weights_sha256="0" * 64))
     with pytest.raises(PipelineError, match="was tuned for other weights of jakiro"):
         methods_of(load_recipe(recipe, [f"output={run}"]))
 
@@ -383,7 +421,7 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     shutil.copytree(run / "drafts", tmp_path / "all/seed-1/drafts")  # as if it had been trained with another seed
     config = tmp_path / "all/seed-1/drafts/eagle/config.json"
     other_seed = load_recipe(changed, ["seed=1"]).train_hash("eagle")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"train_hash": other_seed}))
+    change_sealed(config, lambda raw: raw.update(train_hash=other_seed))
     done = run_command([sys.executable, "-m", "eval.ablations", str(changed), "--seeds", "2", "--against", "eagle"])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["results"]

@@ -19,12 +19,11 @@ from transformers import get_scheduler
 from pipeline.batch import Batch
 from pipeline.drafts import Draft, parameter_count
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, sync, write_json
+from pipeline.files import sync, write_sealed
 from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES
+from train.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by
 
-RESUME = "resume.json"  # the only truth about which resume state is whole
-BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
 IN_A_ROW = 10  # steps in which something may be left out
 PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -115,6 +114,7 @@ class Engine:
         self._folder, self._train_hash, self._config = folder, train_hash, config
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         state = self._found_state()
+        self._files = state["files"] if state else {}
         universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
         require_dtype(config.dtype)
         optimizer = torch.optim.AdamW(
@@ -281,7 +281,7 @@ class Engine:
 
         Raises PipelineError where the weights are not finite: the state before is kept.
         """
-        folder, tag = self._folder, f"step-{self.step:07d}"
+        folder, tag = self._folder, tag_of(self.step)
         if not self._finite_everywhere(torch.tensor(0.0 if self.weights_finite() else math.nan, device=self.device)):
             raise PipelineError(
                 f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train in bfloat16 or "
@@ -293,22 +293,28 @@ class Engine:
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
             sync(folder / tag)
+            mine = marks(folder, written_by(folder / tag, self.rank, self.ranks))
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
                 f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is kept: make "
                 "room and run again"
             ) from None
-        self.barrier()
+        files = {name: mark for share in self.gathered(mine) for name, mark in share.items()}
         if self.rank == 0:
+            best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
+            if best and (folder / best).exists():
+                known = best in self._files
+                files |= {best: self._files[best]} if known else marks(folder, [folder / best])
+            self._files = files
             state = {
                 "tag": tag,
                 "step": self.step,
                 "ranks": self.ranks,
                 "train_hash": self._train_hash,
                 "progress": progress,
+                "files": files,
             }
-            write_json(folder / RESUME, state)
-            best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
+            write_sealed(folder / RESUME, state)
             for old in [*folder.glob("step-*"), *folder.glob("universal-*")]:
                 if old.name != tag:
                     shutil.rmtree(old)
@@ -318,9 +324,9 @@ class Engine:
         self.barrier()
 
     def _found_state(self) -> dict[str, Any] | None:
-        """What `resume.json` says. Raises PipelineError for the state of other settings."""
+        """What `resume.json` says. Raises PipelineError for the state of other settings, or one that is not whole any more."""
         folder = self._folder
-        state = read_json(folder / RESUME) if (folder / RESUME).exists() else None
+        state = read_state(folder)
         seen = self.gathered(state and state["tag"])
         if len(set(seen)) > 1:
             raise PipelineError(
@@ -334,6 +340,7 @@ class Engine:
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run has "
                 f"{self._train_hash}). Use the recipe it was started with, or another output folder"
             )
+        require_whole(folder, state["files"])
         return state
 
     def _load(self, tag: str) -> None:

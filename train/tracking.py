@@ -100,7 +100,7 @@ class Metrics:
 
     def __init__(self, folder: Path, resumed: int, tracker: Tracker | None):
         self._path, self._tracker = folder / METRICS, tracker
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line) <= resumed] if resumed else []
         write_text(self._path, "".join(f"{line}\n" for line in kept))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
@@ -128,5 +128,5 @@ def _step_of(line: str) -> float:
     """Infinite for a line that was torn when the disk filled or the power went."""
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf

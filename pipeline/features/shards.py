@@ -18,11 +18,14 @@ import pyarrow as pa
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch, require_same, spec_of, to_batch
-from pipeline.files import atomic_path, read_json, sha256, write_json
+from pipeline.files import atomic_path, read_sealed, sha256, write_sealed
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")
+UNREADABLE = (
+    f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
+)
 ANSWERS = "answers"  # a split beside these: the target's own greedy answers to the calibration prompts
 
 
@@ -51,6 +54,7 @@ class Manifest:
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
     answers: str = ""  # Recipe.answers_hash, of the shards of that split
+    prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -59,26 +63,37 @@ class Manifest:
             raise PipelineError(
                 f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py RECIPE"
             )
-        return cls.parse(read_json(path), path)
+        return cls.parse(read_sealed(path, UNREADABLE), path)
 
     @classmethod
-    def parse(cls, raw: Any, path: object) -> "Manifest":
+    def parse(cls, raw: dict[str, Any], path: object) -> "Manifest":
+        """Raises PipelineError for what is no manifest, and for a shard whose name is not that of its split and index."""
         try:
-            return cls(
+            found = cls(
                 spec=FeatureSpec(**raw["spec"]),
                 shards=[ShardRecord(**record) for record in raw["shards"]],
                 accounting=raw["accounting"],
                 complete=raw["complete"],
-                answers=raw.get("answers", ""),
+                answers=raw["answers"],
+                prompts_sha256=raw["prompts_sha256"],
             )
         except (KeyError, TypeError) as error:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
+        names = set()
+        for record in found.shards:
+            if not _is_named_rightly(record) or record.name in names:
+                raise PipelineError(
+                    f"{path}: shard {record.name!r} (split {record.split!r}, index {record.index!r}) is not one that a dump writes, or is "
+                    f"there twice. {UNREADABLE}"
+                )
+            names.add(record.name)
+        return found
 
     def save(self, folder: Path) -> None:
         self.shards.sort(key=lambda record: (record.split, record.index))
-        write_json(folder / MANIFEST, asdict(self))
+        write_sealed(folder / MANIFEST, asdict(self))
 
     def total(self, split: str, count: str) -> int:
         return sum(getattr(record, count) for record in self.shards if record.split == split)
@@ -96,6 +111,13 @@ def link_features(source: Path, folder: Path) -> None:
 
 def shard_name(split: str, index: int) -> str:
     return f"features-{split}-{index:06d}.arrow"
+
+
+def _is_named_rightly(record: ShardRecord) -> bool:
+    """Whether it names the file that its split and index make, and no other place; and whether its counts are such."""
+    counts = (record.index, record.rows, record.tokens, record.trained_tokens, record.bytes)
+    known = record.split in (*SPLITS, ANSWERS) and all(type(count) is int and count >= 0 for count in counts)
+    return known and record.name == shard_name(record.split, record.index)
 
 
 def write_shard(
@@ -136,6 +158,9 @@ class _Hashed(io.RawIOBase):
         return self._file.write(content)
 
 
+_OTHER = "its SHA-256 is not the manifest's: its content was changed or damaged"
+
+
 def damage(folder: Path, record: ShardRecord, checksum: bool = True) -> str | None:
     """Why the shard on disk is not the one of the manifest, or None when it is."""
     path = folder / record.name
@@ -145,8 +170,16 @@ def damage(folder: Path, record: ShardRecord, checksum: bool = True) -> str | No
     if size != record.bytes:
         return f"it has {size} bytes, the manifest says {record.bytes}: it was truncated or overwritten"
     if checksum and sha256(path) != record.sha256:
-        return "its SHA-256 is not the manifest's: its content was changed or damaged"
+        return _OTHER
     return None
+
+
+def prompts_damage(folder: Path, manifest: Manifest) -> str | None:
+    """Why the held-out prompts on disk are not those of a finished dump, or None when they are."""
+    path = folder / HELDOUT_PROMPTS
+    if not path.exists():
+        return "it is missing"
+    return None if sha256(path) == manifest.prompts_sha256 else _OTHER
 
 
 def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> None:

@@ -5,7 +5,6 @@ it from there. The manifest in the store is the truth: an object that it does no
 nothing. Credentials are the libraries' own (environment, profiles, roles).
 """
 
-import json
 from pathlib import Path
 
 import fsspec
@@ -15,8 +14,8 @@ from pyarrow import fs
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage
-from pipeline.files import atomic_path, sha256
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, UNREADABLE, Manifest, damage, prompts_damage
+from pipeline.files import atomic_path, sha256, unsealed
 from pipeline.progress import Progress
 from pipeline.provenance import RECIPE, public_name
 from pipeline.recipe import Recipe
@@ -78,12 +77,11 @@ class Store:
     def manifest(self) -> Manifest:
         try:
             with self._fs.open_input_stream(f"{self._root}/{MANIFEST}") as file:
-                raw = json.loads(file.read())
+                content = file.read()
         except OSError as error:
             raise self._unreadable(MANIFEST, error) from None
-        except ValueError as error:
-            raise self._failed(f"reading {MANIFEST}", error) from None
-        return Manifest.parse(raw, f"{self.name}/{MANIFEST}")
+        where = f"{self.name}/{MANIFEST}"
+        return Manifest.parse(unsealed(content, where, UNREADABLE), where)
 
     def _unreadable(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):
@@ -131,13 +129,18 @@ def fetch(recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool =
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
                 progress.advance(1)
-        for name in (HELDOUT_PROMPTS, RECIPE):
-            store.get(name, folder)
+        store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
+        store.get(RECIPE, folder)
         manifest.save(folder)
 
 
-def fetch_prompts(recipe: Recipe) -> None:
-    """Only the held-out prompts, for evaluation."""
-    store = store_of(recipe)
+def heldout_prompts(recipe: Recipe) -> Path:
+    """The held-out prompts, for evaluation; of a dump in a store only these are fetched. Where there are none the path does not
+    exist; where they are not those of the dump, raises PipelineError.
+    """
+    store, path = store_of(recipe), recipe.features_dir / HELDOUT_PROMPTS
     if store is not None:
-        store.get(HELDOUT_PROMPTS, recipe.features_dir)
+        store.get(HELDOUT_PROMPTS, recipe.features_dir, store.manifest().prompts_sha256)
+    elif path.exists() and (reason := prompts_damage(recipe.features_dir, Manifest.load(recipe.features_dir))):
+        raise PipelineError(f"{path}: {reason}. Run the dump again: it writes this file anew and keeps the shards")
+    return path

@@ -8,7 +8,8 @@ import pytest
 
 from eval.compare import compared, read_counts
 from pipeline.errors import PipelineError
-from tests.kit import run_command
+from pipeline.files import sealed_line
+from tests.kit import replace_once, run_command
 
 
 def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
@@ -19,7 +20,7 @@ def write_records(run: Path, answers: list[tuple[str, str, int, int]]) -> Path:
         generation = {"tokens": [tokens], "acceptance": {"tokens": tokens, "passes": passes}}
         place = {"benchmark": "set", "question_id": question, "temperature": 0.0, "method": method, "repeat": 0}
         lines.append({"key": "k", "outcome": {"records": [place | {"generation": generation}]}})
-    (run / "eval/records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "eval/records.jsonl").write_text("".join(map(sealed_line, lines)))
     return run
 
 
@@ -59,3 +60,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compared(read_counts(one)[0][cell], read_counts(other)[0][cell])
     with pytest.raises(PipelineError, match="evaluate the run first"):
         read_counts(tmp_path / "none")
+
+
+def test_a_changed_count_is_refused_and_a_torn_last_line_is_not_there(tmp_path):
+    run = write_records(tmp_path / "one", [("x", "a", 10, 5), ("x", "b", 20, 4)])
+    records = run / "eval/records.jsonl"
+    with records.open("a") as file:
+        file.write('{"key": "k", "outc')
+    assert read_counts(run)[0]["set", 0.0, "x"] == {"a": (10, 5), "b": (20, 4)}
+    replace_once(records, '"tokens": 20', '"tokens": 90')
+    with pytest.raises(
+        PipelineError, match=r"records.jsonl: line 2 was changed or damaged .*eval/main.py RECIPE again"
+    ):
+        read_counts(run)

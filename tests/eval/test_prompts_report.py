@@ -11,12 +11,16 @@ from eval import report
 from eval.gate import EXACT, Gate
 from eval.harness import PLAIN, Record
 from eval.prompts import Prompt, load_prompts
+from eval.tune import calibration_units
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
 from pipeline.errors import PipelineError
+from pipeline.features.schema import FeatureSpec
+from pipeline.features.shards import Manifest
+from pipeline.files import sha256
 from pipeline.recipe import Recipe
 from pipeline.sections import BenchmarkConfig
-from tests.kit import recipe_tree
+from tests.kit import recipe_tree, replace_once
 
 
 @pytest.fixture
@@ -61,8 +65,26 @@ def test_numbers_as_ids_become_texts_and_missing_ids_are_numbered(tmp_path, reci
 
 
 def test_held_out_prompts_are_those_of_the_dump(recipe):
-    write_lines(recipe.features_dir / "heldout_prompts.jsonl", prompt_line(0))
+    held_out(recipe, prompt_line(0))
     assert [prompt.question_id for prompt in load("heldout", recipe)] == ["q0"]
+
+
+def held_out(recipe: Recipe, *lines: str) -> Path:
+    path = Path(write_lines(recipe.features_dir / "heldout_prompts.jsonl", *lines))
+    spec = FeatureSpec(8, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
+    Manifest(spec, complete=True, prompts_sha256=sha256(path)).save(recipe.features_dir)
+    return path
+
+
+def test_a_changed_held_out_prompt_is_refused(recipe):
+    path = held_out(recipe, prompt_line(0), prompt_line(1))
+    replace_once(path, "turn 1", "turn 2")
+    with pytest.raises(
+        PipelineError, match=r"heldout_prompts.jsonl: its SHA-256 is not the manifest's.*Run the dump again"
+    ):
+        load("heldout", recipe)
+    with pytest.raises(PipelineError, match=r"heldout_prompts.jsonl: its SHA-256 is not the manifest's"):
+        calibration_units(recipe, 1)  # the tuner's
 
 
 def test_held_out_prompts_need_a_dump_first(recipe):

@@ -1,16 +1,15 @@
 """The draft checkpoint: what is written comes back bit for bit, and what is not that draft is refused."""
 
-import json
-
 import pytest
 import torch
 
-from pipeline.checkpoint import CONFIG, WEIGHTS, load, read_config, save
+from pipeline.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe
 from pipeline.sections import TreeConfig
+from tests.kit import change_sealed, flip, replace_once
 
 
 @pytest.fixture
@@ -35,9 +34,7 @@ def make(tiny_recipe, loaded_target, ends, tmp_path):
 
 
 def change_config(folder, change):
-    raw = json.loads((folder / CONFIG).read_text())
-    change(raw)
-    (folder / CONFIG).write_text(json.dumps(raw))
+    change_sealed(folder / CONFIG, change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,7 +100,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monke
     def crash(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.checkpoint.write_json", crash)
+    monkeypatch.setattr("pipeline.checkpoint.write_sealed", crash)
     with pytest.raises(KeyboardInterrupt):
         save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
     with pytest.raises(PipelineError, match=r"holds no draft checkpoint \(config.json is missing\)"):
@@ -157,7 +154,9 @@ def test_another_format_version_is_refused(make, ends, version):
         load(folder, ends.fingerprint)
 
 
-@pytest.mark.parametrize("key", ["draft", "shapes", "target", "train_hash", "weights_sha256", "training"])
+@pytest.mark.parametrize(
+    "key", ["draft", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training"]
+)
 def test_a_config_without_a_key_is_refused(make, ends, key):
     folder, _ = make()
     change_config(folder, lambda raw: raw.pop(key))
@@ -189,3 +188,40 @@ def test_a_truncated_config_is_refused(make, ends, text):
     (folder / CONFIG).write_text(text)
     with pytest.raises(PipelineError, match=r"config.json is not JSON"):
         load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"rope_theta": 1', '"rope_theta": 2'),
+        ('"rms_norm_eps": 1', '"rms_norm_eps": 3'),
+        ('"embedding_scale": 1', '"embedding_scale": 5'),
+        ('"train_hash": "', '"train_hash": "0'),
+    ],
+)
+def test_a_digit_of_the_config_that_changed_is_refused(make, ends, old, new):
+    """The weights would load and be used wrongly."""
+    folder, _ = make()
+    replace_once(folder / CONFIG, old, new)
+    with pytest.raises(PipelineError, match=r"jakiro/config.json was changed or damaged .*train again"):
+        load(folder, ends.fingerprint)
+
+
+@pytest.mark.parametrize("name", ["provenance.json", "recipe.json"])
+def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tmp_path, name):
+    folder, _ = make()
+    (tmp_path / "there").mkdir()
+    replace_once(folder / name, '"tiny"', '"tina"')
+    with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
+        export(folder, tmp_path / "there", TreeConfig(), folder / "recipe.json")
+
+
+def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):
+    folder, draft = make()
+    assert metrics_of(folder) == folder / METRICS  # there is none: nothing to draw, nothing to refuse
+    (folder / METRICS).write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
+    assert metrics_of(folder).exists()
+    flip(folder / METRICS)
+    with pytest.raises(PipelineError, match=r"metrics.jsonl was changed or damaged after the training"):
+        metrics_of(folder)

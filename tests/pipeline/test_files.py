@@ -2,12 +2,24 @@
 
 import errno
 import hashlib
+import json
 import os
 
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.files import atomic_path, read_json, sha256, write_json, write_text
+from pipeline.files import (
+    atomic_path,
+    read_json,
+    read_sealed,
+    read_sealed_lines,
+    sealed_line,
+    sha256,
+    unsealed,
+    write_json,
+    write_sealed,
+    write_text,
+)
 
 
 def test_a_file_appears_whole_and_alone_in_a_new_folder(tmp_path):
@@ -96,9 +108,77 @@ def test_a_missing_json_file_is_named(tmp_path):
         read_json(tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"{'a': 1}", b"\xff\xfe{}"])
-def test_what_is_not_json_is_named(tmp_path, content):
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"{'a': 1}", b"\xff\xfe{}", b'{"a": "\xe9"}', b"[]", b"3", b"null", b'"text"']
+    + [b'{"a": ' + b"[" * depth for depth in (1_100, 200_000)],
+    ids=lambda content: content[:12],
+)
+@pytest.mark.parametrize("read", [read_json, lambda path: read_sealed(path, "Do this.")], ids=["plain", "sealed"])
+def test_what_is_no_json_object_is_one_clear_error(tmp_path, content, read):
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(PipelineError, match=r"x\.json is not JSON: "):
-        read_json(path)
+    with pytest.raises(PipelineError, match=r"x\.json is (not|a) JSON") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(PipelineError, match=r"x\.json cannot be read: Is a directory"):
+        read_json(tmp_path / "x.json")
+
+
+# -- seals -----------------------------------------------------------------------------------------------------------
+
+VALUE = {"b": [1, 2.5, None, True, -0.0, 1e-05, float("inf")], "a": {"é😀\u2028": "x", "2": {"10": 1}}, "text": "line"}
+
+
+def test_a_sealed_file_comes_back_without_its_seal(tmp_path):
+    path = tmp_path / "x.json"
+    write_sealed(path, VALUE | {"keys": {9: "a", 10: "b"}})  # JSON has no numbers as keys
+    assert read_sealed(path, "") == VALUE | {"keys": {"9": "a", "10": "b"}}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()), sort_keys=True, indent=7)
+    )  # the same content otherwise set
+    assert read_sealed(path, "") == VALUE | {"keys": {"9": "a", "10": "b"}}
+
+
+@pytest.mark.parametrize("bit", [1, 4, 32])
+def test_whichever_byte_is_flipped_the_content_is_the_same_or_refused(tmp_path, bit):
+    write_sealed(tmp_path / "x.json", VALUE)
+    content, refused = (tmp_path / "x.json").read_bytes(), 0
+    for place in range(len(content)):
+        flipped = content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
+        try:
+            assert repr(unsealed(flipped, "x.json", "Do this.")) == repr(VALUE), flipped
+        except PipelineError as error:
+            assert "x.json" in str(error) and str(error).endswith(". Do this.")
+            refused += 1
+    assert refused > len(content) / 2
+
+
+def test_a_file_without_a_seal_is_refused(tmp_path):
+    write_json(tmp_path / "x.json", VALUE)
+    with pytest.raises(PipelineError, match=r"x\.json has no 'seal': .* Do this\.$"):
+        read_sealed(tmp_path / "x.json", "Do this.")
+
+
+def test_what_is_nested_as_deep_as_can_be_read_is_refused_as_well():
+    """Somewhere here what could be read cannot be written again."""
+    for depth in range(850, 1010):
+        with pytest.raises(PipelineError, match=r"^x (was changed or damaged|is not JSON)"):
+            unsealed(b'{"seal": "0", "a": ' + b"[" * depth + b"]" * depth + b"}", "x", "")
+
+
+def test_lines_are_whole_damaged_or_torn(tmp_path):
+    path = tmp_path / "lines"
+    assert read_sealed_lines(path) == ([], [])
+    lines = [sealed_line({"number": number, "text": "a\nb\u2028c"}) for number in range(5)]
+    lines[1] = lines[1].replace('"number": 1', '"number": 7')
+    lines[3] = "\n"
+    path.write_text("".join([*lines, lines[0][:-9]]))
+    whole, damaged = read_sealed_lines(path)
+    assert [line["number"] for line in whole] == [0, 2, 4] and damaged == [2, 4]
+    path.write_bytes(path.read_bytes().replace(b"number", b"n\xffmber", 1))
+    assert read_sealed_lines(path)[1] == [1, 2, 4]

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.provenance import changed, hardware, public_name, write_provenance
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, load_recipe
+from tests.kit import replace_once
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,22 @@ def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
     assert " cores, " in hardware("cpu")
     assert hardware("auto") == hardware("cuda") == "an accelerator (one of 8)"
     assert hardware("spread") == "8 x an accelerator"
+
+
+def test_the_recipe_beside_an_artifact_can_be_used_and_not_have_changed(tiny_recipe, tmp_path):
+    """One without a seal is a user's own."""
+    write_provenance(tmp_path, tiny_recipe)
+    path = tmp_path / "recipe.json"
+    assert load_recipe(path).draft == tiny_recipe.draft
+    replace_once(path, '"max_length": 160', '"max_length": 161')
+    with pytest.raises(PipelineError, match=r"recipe\.json was changed or damaged .*on purpose, remove its 'seal'"):
+        load_recipe(path)
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "seal"}))
+    assert load_recipe(path).data.max_length == 161
+
+
+@pytest.mark.parametrize("content", [b"[" * 2000, b'{"name": "\xff"}', b"[1]"])
+def test_a_recipe_that_is_no_json_object_is_one_clear_error(tmp_path, content):
+    (tmp_path / "recipe.json").write_bytes(content)
+    with pytest.raises(PipelineError, match=r"recipe\.json (cannot be parsed|is a JSON list)"):
+        load_recipe(tmp_path / "recipe.json")

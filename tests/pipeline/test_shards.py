@@ -25,7 +25,7 @@ from pipeline.features.shards import (
     write_shard,
 )
 from pipeline.files import sha256
-from tests.kit import ROOT
+from tests.kit import ROOT, change_sealed, replace_once
 
 D = 6
 SPEC = FeatureSpec(D, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
@@ -328,6 +328,53 @@ def test_an_unfinished_dump_is_refused(folder):
 def test_a_manifest_that_is_none_is_refused(folder, text):
     (folder / MANIFEST).write_text(text)
     assert str(folder / MANIFEST) in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "../../evil.arrow"},
+        {"name": "/tmp/evil.arrow"},
+        {"name": "features-train-000001.arrow"},
+        {"name": "features-train-0.arrow"},
+        {"split": "validation"},
+        {"split": "../train", "name": "features-../train-000000.arrow"},
+        {"index": -1, "name": "features-train--00001.arrow"},
+        {"index": "0"},
+        {"index": True, "name": "features-train-000001.arrow"},
+        {"rows": "3"},
+        {"bytes": -1},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_names_another_file_than_its_schema_makes_is_refused(folder, changes):
+    """Its seal is right: whoever made it meant it."""
+    change_sealed(folder / MANIFEST, lambda raw: raw["shards"][0].update(changes))
+    assert re.match(
+        rf"{re.escape(str(folder / MANIFEST))}: shard .* is not one that a dump writes, or is there twice\. Restore",
+        refusal(folder),
+    )
+
+
+def test_a_shard_that_is_there_twice_is_refused(folder):
+    change_sealed(folder / MANIFEST, lambda raw: raw["shards"].append(raw["shards"][0]))
+    assert "is there twice" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"train"', '"validation"'),
+        ('"rows": 3', '"rows": 2'),
+        ('"complete": true', '"complete": false'),
+        ('"R"', '"S"'),
+    ],
+)
+def test_a_manifest_that_was_changed_is_refused(folder, old, new):
+    """A shard of another split would leave training without a word."""
+    replace_once(folder / MANIFEST, old, new)
+    assert f"{folder / MANIFEST} was changed or damaged after it was written" in refusal(folder)
+    assert "remove it and dump again" in refusal(folder)
 
 
 def test_a_split_without_dialogues_is_refused(folder):

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from preprocess.answers import AnswerWorker, Conversation, _Gumbel, repeats_itse
 from preprocess.dialogues import Dialogue
 from preprocess.intake import Intake
 from preprocess.plan import Plan
-from preprocess.regenerate import _tasks, regenerate, write_part
+from preprocess.regenerate import PartRecord, Parts, _tasks, regenerate, write_part
 from preprocess.task import ShardTask
-from tests.kit import kill_when_exists, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import flip, kill_when_exists, recipe_tree, replace_once, run_command, write_recipe, write_sharegpt
 from tests.templates import GPT_OSS, QWEN_3, QWEN_3_THINKING, settled
 
 
@@ -216,8 +217,13 @@ def test_a_damaged_part_is_answered_again_and_other_settings_are_refused(job):
     recipe, folder = job
     whole = (folder / "dialogues.jsonl").read_bytes()
     (folder / "part-000003.jsonl").write_text("{}\n")
+    flip(folder / "dialogues.jsonl")
     assert run_command(command(recipe)).returncode == 0
     assert (folder / "dialogues.jsonl").read_bytes() == whole
+    flip(folder / "dialogues.jsonl")
+    assert not Parts.load(folder).complete
+    flip(folder / "dialogues.jsonl")
+    assert Parts.load(folder).complete
     with pytest.raises(PipelineError, match="answers of another target or other settings"):
         regenerate(load_recipe(recipe, ["regenerate.temperature=0.5"]))
 
@@ -236,6 +242,32 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
     assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
     assert set(found.values()) == {"train", "validation", "answers"}
+
+
+PART = PartRecord("part-000000.jsonl", 0, 1, 1, 1, "", {}, {}, "0" * 64)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[replace(PART, name="../../evil.jsonl")], [replace(PART, index=-1, name="part--00001.jsonl")], [PART, PART]],
+)
+def test_a_manifest_that_names_another_file_than_a_part_is_refused(tmp_path, parts):
+    """Its text would go into the result."""
+    Parts({}, parts).save(tmp_path)
+    with pytest.raises(
+        PipelineError, match=r"manifest.json: '.*' .* is no part that this job writes, or is there twice"
+    ):
+        Parts.load(tmp_path)
+
+
+def test_a_manifest_that_was_changed_is_refused(tmp_path):
+    Parts({"target": "0123"}, [PART]).save(tmp_path)
+    assert Parts.load(tmp_path).parts == []  # it is not there: to be answered
+    replace_once(tmp_path / "manifest.json", '"0123"', '"0124"')
+    with pytest.raises(
+        PipelineError, match=r"manifest.json was changed or damaged .*every dialogue is then answered anew"
+    ):
+        Parts.load(tmp_path)
 
 
 def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):

@@ -12,8 +12,8 @@ from pyarrow import fs
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest
-from pipeline.features.store import Store, fetch, store_of
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest, ShardRecord
+from pipeline.features.store import Store, fetch, heldout_prompts, store_of
 from pipeline.files import sha256
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.target import feature_spec
@@ -199,6 +199,49 @@ def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
     with pytest.raises(PipelineError, match="the dump is not finished"):
         fetch(recipe, spec)
     assert Manifest.load(recipe.features_dir).accounting == {"mine": 1}  # what was here is untouched
+
+
+@pytest.mark.parametrize("name", ["../../pwned.txt", "/tmp/pwned.txt", "pwned.txt", "manifest.json"])
+def test_a_store_cannot_make_a_trainer_write_outside_its_folder(tiny_recipe, tmp_path, name):
+    """Its manifest's seal is right: whoever made it meant it."""
+    spec, (store, away) = feature_spec(tiny_recipe), (tmp_path / "store/run/features", tmp_path / "store")
+    store.mkdir(parents=True)
+    for place in (store, away):
+        (place / "pwned.txt").write_text("pwned")
+    mark = {"bytes": 5, "sha256": sha256(away / "pwned.txt")}
+    record = ShardRecord(name, "train", 0, rows=1, tokens=9, trained_tokens=4, **mark)
+    Manifest(spec, [record], {}, complete=True).save(store)
+    (tmp_path / "here").mkdir()
+    tree = tiny_recipe.model_copy(update={"output": str(tmp_path / "here/run")})
+    with pytest.raises(PipelineError, match=rf"manifest.json: shard '{name}' .* is not one that a dump writes"):
+        fetch(tree.with_features(store=f"file://{store}"), spec)
+    assert not [path for path in (tmp_path / "here").rglob("*") if path.is_file() and path.name != ".fetch.lock"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"train"', '"validation"'), ('"index": 0', '"index": 9'), ("{", '{"complete": '), ("s", "\xff")]
+)
+def test_a_stores_manifest_that_was_changed_is_refused(tiny_recipe, tmp_path, old, new):
+    spec, store = feature_spec(tiny_recipe), tmp_path / "store"
+    store.mkdir()
+    record = ShardRecord("features-train-000000.arrow", "train", 0, 1, 9, 4, 5, "0" * 64)
+    Manifest(spec, [record], {}, complete=True).save(store)
+    (store / MANIFEST).write_bytes((store / MANIFEST).read_text().replace(old, new, 1).encode("latin-1"))
+    with pytest.raises(PipelineError, match=r"store/manifest.json (was changed or damaged|is not JSON)"):
+        Store(f"file://{store}").manifest()
+
+
+def test_held_out_prompts_that_changed_in_the_store_do_not_arrive(tiny_recipe, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / HELDOUT_PROMPTS).write_text('{"turns": ["why?"]}\n')
+    Manifest(feature_spec(tiny_recipe), complete=True, prompts_sha256=sha256(store / HELDOUT_PROMPTS)).save(store)
+    recipe = tiny_recipe.with_features(store=f"file://{store}")
+    assert heldout_prompts(recipe).read_text() == '{"turns": ["why?"]}\n'
+    (store / HELDOUT_PROMPTS).write_text('{"turns": ["who?"]}\n')
+    with pytest.raises(PipelineError, match=r"heldout_prompts.jsonl is damaged there"):
+        heldout_prompts(recipe)
+    assert "why" in (recipe.features_dir / HELDOUT_PROMPTS).read_text()
 
 
 @pytest.mark.real

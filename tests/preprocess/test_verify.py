@@ -2,14 +2,26 @@
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
-from tests.kit import dump_command, recipe_tree, run_command, save_tiny_target, write_recipe, write_sharegpt
+from preprocess.verify import verify as check
+from tests.kit import (
+    change_sealed,
+    dump_command,
+    flip,
+    recipe_tree,
+    run_command,
+    save_tiny_target,
+    write_recipe,
+    write_sharegpt,
+)
 
 pytestmark = pytest.mark.real
 
@@ -62,6 +74,28 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
     mended = verify(dumped, "--repair")
     assert mended.returncode == 0, mended.stderr
     assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
+
+
+def test_a_changed_prompt_is_named_and_written_again(dumped):
+    _, features = dumped
+    prompts = features / "heldout_prompts.jsonl"
+    before = sha256(prompts)
+    flip(prompts)
+    found = verify(dumped, "--rows", "0")
+    assert found.returncode == 2 and "heldout_prompts.jsonl: its SHA-256 is not the manifest's" in found.stdout
+    assert verify(dumped, "--rows", "0", "--repair").returncode == 0
+    assert sha256(prompts) == before
+
+
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(dumped, tmp_path):
+    recipe, features = dumped
+    folder = tmp_path / "run/features"
+    shutil.copytree(features, folder)
+    (tmp_path / "evil.arrow").write_bytes((features / "features-train-000000.arrow").read_bytes())
+    shards = len(Manifest.load(folder).shards)
+    change_sealed(folder / "manifest.json", lambda raw: raw["shards"][shards - 1].update(name="../../evil.arrow"))
+    with pytest.raises(PipelineError, match=r"shard '../../evil.arrow' .* is not one that a dump writes"):
+        check(folder, recipe, [], rows=0, repair=False)
 
 
 def test_rows_of_another_target_are_refused(dumped, tmp_path):

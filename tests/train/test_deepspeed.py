@@ -15,6 +15,7 @@ from pipeline.files import sha256
 from pipeline.recipe import load_recipe
 from pipeline.sections import TrainConfig
 from tests.kit import (
+    flip,
     kill_when,
     run_command,
     train_command,
@@ -130,6 +131,14 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     other = run_command([*command, "--set", "train.learning_rate=0.01"])
     assert other.returncode != 0 and "Traceback" not in other.stderr
     assert "holds the resume state of a run with other settings" in other.stdout + other.stderr
+    state = json.loads(resume.read_text())
+    assert set(state["files"]) == {f"{state['tag']}/{path.name}" for path in (resume.parent / state["tag"]).iterdir()}
+    (name,) = state["files"]
+    flip(resume.parent / name)
+    refused = run_command(command)
+    assert refused.returncode != 0 and "Traceback" not in refused.stderr
+    assert f"resume state {resume.parent / name} was changed or damaged" in refused.stdout + refused.stderr
+    flip(resume.parent / name)
     again = run_command(command)
     assert again.returncode == 0, again.stdout + again.stderr
     weights = "drafts/jakiro/model.safetensors"

@@ -7,6 +7,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.curves import read_metrics
 from pipeline.errors import PipelineError
 from train.tracking import Metrics, open_tracker
 
@@ -102,3 +103,14 @@ def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
     with Metrics(tmp_path, 2, None):
         pass
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
+
+
+def test_a_line_that_cannot_be_read_is_dropped_by_training_and_refused_by_who_draws_it(tmp_path):
+    path, good = tmp_path / "metrics.jsonl", b'{"kind": "train", "step": 1}'
+    for bad in (b'{"kind": "\xff"}', b"[" * 2000, b"[]"):
+        path.write_bytes(good + b"\n" + bad + b"\n")
+        with pytest.raises(PipelineError, match=r"metrics\.jsonl, line 2 is (not|a) JSON"):
+            read_metrics(path)
+        with Metrics(tmp_path, 2, None):
+            pass
+        assert path.read_bytes() == good + b"\n"

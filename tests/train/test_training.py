@@ -103,7 +103,9 @@ def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
     torn.write_bytes(b"half")
     kill_when_exists(train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft="jakiro"), state)
     wait_until_dead(str(output))
-    return json.loads(state.read_text())["step"]
+    found = json.loads(state.read_text())
+    assert set(found["files"]) == {f"{found['tag']}/{path.name}" for path in (state.parent / found["tag"]).iterdir()}
+    return found["step"]
 
 
 @pytest.mark.parametrize(("stage", "before", "after"), [(0, 2, 1), (2, 1, 2), (3, 2, 1)])

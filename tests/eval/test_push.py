@@ -1,0 +1,150 @@
+"""An upload to a Hub that fails in every way a server can: one line that says why and what is there now; the next try completes."""
+
+import re
+from pathlib import Path
+
+import httpx2
+import pytest
+from huggingface_hub import close_session, constants
+
+from eval import push as pushing
+from eval.push import push
+from eval.release import install
+from pipeline.errors import PipelineError
+from pipeline.files import write_sealed
+from pipeline.reports import REPORT
+from tests.eval.test_reports import FOUND
+from tests.hub import Hub
+
+
+@pytest.fixture
+def release(tmp_path) -> Path:
+    built = tmp_path / ".built"
+    built.mkdir()
+    (built / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nthe card")
+    (built / "model.safetensors").write_bytes(bytes(1000))
+    write_sealed(built / REPORT, FOUND)
+    install(built, tmp_path / "release")
+    return tmp_path / "release"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with Hub() as hub:
+        reach(monkeypatch, hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        yield hub
+        close_session()
+
+
+def reach(monkeypatch, url: str) -> None:
+    """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
+    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setattr(pushing, "TIMEOUT", httpx2.Timeout(0.3, connect=5))
+
+
+def refusal(release: Path) -> str:
+    with pytest.raises(PipelineError) as caught:
+        push(release, "me/draft", private=True)
+    said = str(caught.value)
+    assert "\n" not in said and "hf_" not in said.replace("HF_", "")
+    assert f"The release stays in {release}: run the same command again, it measures nothing twice" in said
+    return said
+
+
+LISTED = {"README.md", "model.safetensors", "report.json"}
+UNKNOWN = "whether the repository was created is not known"
+THERE = "the upload into it did not end, and arrives as a whole or not at all"
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "why", "now"),
+    [
+        ("repos/create", "hang", r"did not answer in time \(5 s to connect, 0.3 s for an answer\)", UNKNOWN),
+        (
+            "repos/create",
+            "html",
+            "answered 200 with text/html, which is no answer of a Hub: check HF_ENDPOINT",
+            UNKNOWN,
+        ),
+        ("repos/create", "drop", r"cannot be reached at http://127.0.0.1:\d+ \(RemoteProtocolError\)", UNKNOWN),
+        ("repos/create", 503, r"failed \(503\): that is its own fault, not your token's", UNKNOWN),
+        (
+            "repos/create",
+            403,
+            r"refused the upload to me/draft \(403\): check that HF_TOKEN is valid",
+            "Nothing was created",
+        ),
+        ("repos/create", 404, r"refused the upload to me/draft \(404\): it knows no such owner", "Nothing was created"),
+        ("repos/create", 429, r"refused the upload to me/draft \(429\): as the test wants it", "Nothing was created"),
+        ("api/models/me/draft", 500, r"failed \(500\): that is its own fault", THERE),
+        ("validate-yaml", "hang", "did not answer in time", THERE),
+        ("validate-yaml", "html", "answered 200 with text/html", THERE),
+        ("validate-yaml", 502, r"failed \(502\): that is its own fault", THERE),
+        ("preupload", "hang", "did not answer in time", THERE),
+        ("preupload", 503, r"failed \(503\): that is its own fault", THERE),
+        ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", THERE),
+        ("objects/", "hang", "did not answer in time", THERE),
+        ("objects/", 500, r"failed \(500\)", THERE),
+        ("/commit/", "hang", "did not answer in time", THERE),
+        ("/commit/", "html", "answered 200 with text/html", THERE),
+        ("/commit/", 403, r"refused the upload to me/draft \(403\)", THERE),
+        ("/commit/", 504, r"failed \(504\)", THERE),
+    ],
+)
+def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, where, fault, why, now):
+    hub.faults[where] = fault
+    said = refusal(release)
+    assert re.search(why, said) and now in said
+    assert ("token" in said.lower()) == (fault in (401, 403, 404, 500, 502, 503, 504))
+    assert not hub.files
+    hub.faults.clear()
+    lines = push(release, "me/draft", private=True)
+    assert set(hub.files) == LISTED and len(hub.created) == 1
+    assert lines == [f"uploaded: {hub.url}/me/draft/commit/{'1' * 40} (a private repository)"]
+
+
+def test_a_hub_that_is_not_there_is_told(release, hub, monkeypatch):
+    reach(monkeypatch, "http://user:hf_secret@127.0.0.1:9")
+    assert "the Hub cannot be reached at http://127.0.0.1:9 (ConnectError)" in refusal(release)
+    reach(monkeypatch, "no address")
+    assert "cannot be reached at no address (UnsupportedProtocol)" in refusal(release)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "(OfflineModeIsEnabled: HF_HUB_OFFLINE is set)" in refusal(release)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("hidden", "private", "said"),
+    [
+        (True, True, " (a private repository)"),
+        (False, False, " (a public repository)"),
+        (False, True, " (a public repository; it was so before, and --push changes no existing repository)"),
+        (True, False, " (a private repository; it was so before, and --push changes no existing repository)"),
+        (None, True, ""),
+    ],
+)
+def test_a_repository_that_exists_is_left_as_it_is_and_who_sees_it_is_said(release, hub, hidden, private, said):
+    hub.exists, hub.private = True, hidden
+    (line,) = push(release, "me/draft", private=private)
+    assert line.endswith(f"/commit/{'1' * 40}{said}")
+    assert not hub.created and not [request for request in hub.requests if "settings" in request]
+
+
+def test_only_what_the_release_lists_is_uploaded_and_the_rest_is_told(release, hub):
+    (release / "notes.txt").write_text("mine")
+    (release / "secrets").mkdir()
+    (release / "README.md").write_text("---\nlicense: mit\n---\n\nmy card")
+    lines = push(release, "me/draft", private=True)
+    assert set(hub.files) == LISTED and b"my card" in hub.files["README.md"]
+    assert lines[1:] == ["not uploaded, for the release does not list them: notes.txt, secrets"]
+
+
+def test_a_changed_report_is_not_uploaded(release, hub):
+    text = (release / REPORT).read_text()
+    (release / REPORT).write_text(text.replace("2.5", "9.5"))
+    with pytest.raises(PipelineError, match=r"report.json was changed or damaged"):
+        push(release, "me/draft", private=True)
+    assert not hub.requests

@@ -1,0 +1,104 @@
+"""What is kept of a run: a changed figure is refused by whoever reads it, and no file elsewhere is named."""
+
+import logging
+
+import pytest
+
+from eval import table
+from eval.harness import Gate, Outcome, Unit
+from eval.prompts import Prompt
+from eval.units import RECORDS, Finished, read_tuned
+from pipeline.errors import PipelineError
+from pipeline.files import write_sealed
+from pipeline.reports import REPORT, read_report
+from tests.kit import change_sealed, flip, replace_once
+
+FOUND = {
+    "name": "run",
+    "provenance": {"hardware": "one", "recipe_hash": "0"},
+    "target": "T",
+    "drafts": {},
+    "results": [{"tau": 2.5, "speedup": 1.5}],
+    "table": "| a |",
+    "plots": {"tau_and_speed.png": "0" * 64},
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "eval").mkdir()
+    write_sealed(tmp_path / "eval" / REPORT, FOUND)
+    return tmp_path / "eval" / REPORT
+
+
+def test_a_report_comes_back(path):
+    assert read_report(path) == FOUND
+
+
+def test_a_changed_figure_of_a_report_is_refused(path, monkeypatch):
+    replace_once(path, '"tau": 2.5', '"tau": 9.5')
+    with pytest.raises(PipelineError, match=r"report.json was changed or damaged .*eval/main.py RECIPE again"):
+        read_report(path)
+    monkeypatch.setattr("sys.argv", ["table", str(path.parent.parent), "--out", str(path.parent)])
+    with pytest.raises(PipelineError, match=r"report.json was changed or damaged"):
+        table.main()
+
+
+@pytest.mark.parametrize("name", ["../../secret.png", "/etc/secret.png", "..", "", "report.json", "a/b.png"])
+def test_a_report_names_no_plot_elsewhere(path, name):
+    change_sealed(path, lambda raw: raw.update(plots={name: "0" * 64}))
+    with pytest.raises(PipelineError, match=r"report.json: '.*' is no name of a plot beside it"):
+        read_report(path)
+
+
+def test_a_report_without_its_parts_is_refused(path):
+    change_sealed(path, lambda raw: raw.pop("results"))
+    with pytest.raises(PipelineError, match=r"report.json has no 'results'"):
+        read_report(path)
+
+
+def test_a_changed_tuned_tree_is_refused(tiny_recipe):
+    assert read_tuned(tiny_recipe) == {}
+    tiny_recipe.eval_dir.mkdir(parents=True)
+    write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
+    assert read_tuned(tiny_recipe) == {"jakiro": {"tree": {"nodes": 8}}}
+    replace_once(tiny_recipe.tuned_file, '"nodes": 8', '"nodes": 9')
+    with pytest.raises(
+        PipelineError, match=r"tuned.json was changed or damaged .*run python eval/tune.py RECIPE again"
+    ):
+        read_tuned(tiny_recipe)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def unit(number: int) -> Unit:
+    return Unit("set", Prompt(f"q{number}", "code", ("why?",)), 0.0)
+
+
+def test_a_changed_record_does_not_count_and_is_told(tmp_path, caplog):
+    finished = Finished(tmp_path, "key")
+    for number in range(4):
+        finished.add(unit(number), Outcome([], {"x": Gate(0.0, checked=7 + number)}, hardware="one"))
+    before = (tmp_path / RECORDS).read_text().splitlines()
+    replace_once(tmp_path / RECORDS, '"checked": 8', '"checked": 9')
+    with caplog.at_level(logging.WARNING):
+        again = Finished(tmp_path, "key")
+    assert list(again.outcomes) == [unit(number).name for number in (0, 2, 3)]
+    assert f"{tmp_path / RECORDS}: damaged and removed, what they measured is measured again: lines 2" in caplog.text
+    assert (tmp_path / RECORDS).read_text().splitlines() == [before[number] for number in (0, 2, 3)]
+    assert again.outcomes[unit(2).name].gates["x"].checked == 9
+
+
+def test_a_torn_last_record_is_dropped_without_a_word(tmp_path, caplog):
+    finished = Finished(tmp_path, "key")
+    for number in range(2):
+        finished.add(unit(number), Outcome([], {}))
+    whole = (tmp_path / RECORDS).read_bytes()
+    (tmp_path / RECORDS).write_bytes(whole[:-30])
+    again = Finished(tmp_path, "key")
+    assert list(again.outcomes) == [unit(0).name] and not caplog.text
+    again.add(unit(1), Outcome([], {}))
+    assert (tmp_path / RECORDS).read_bytes() == whole
+    flip(tmp_path / RECORDS, 3)
+    assert list(Finished(tmp_path, "other").outcomes) == [] and "lines 1" in caplog.text

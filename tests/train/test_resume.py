@@ -1,0 +1,98 @@
+"""A resume state is the one that was saved, or it is refused by name. (Real ones: test_deepspeed.py, test_training.py.)"""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import PipelineError
+from pipeline.files import write_sealed
+from tests.kit import change_sealed, flip, replace_once
+from train.resume import RESUME, marks, read_state, require_whole, written_by
+
+NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
+
+
+@pytest.fixture
+def state(tmp_path) -> Path:
+    """A folder as two ranks left it, one of whom took over a third one's share."""
+    folder = tmp_path / "step-0000012"
+    folder.mkdir()
+    for number, name in enumerate(NAMES):
+        (folder / name).write_bytes(bytes(range(10 + number)))
+    best = tmp_path / "best-0000008.safetensors"
+    best.write_bytes(b"weights")
+    files = marks(tmp_path, [*written_by(folder, 0, 2), *written_by(folder, 1, 2), best])
+    progress = {"best": {"tau": 1.25, "step": 8}, "trained_tokens": 100}
+    fields = {"tag": folder.name, "step": 12, "ranks": 2, "train_hash": "0" * 16, "progress": progress, "files": files}
+    write_sealed(tmp_path / RESUME, fields)
+    return tmp_path
+
+
+def alone(monkeypatch, rank: int = 0, size: int = 1) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_SIZE", str(size))
+
+
+def test_every_file_is_listed_once_by_the_rank_that_wrote_it(state):
+    files = read_state(state)["files"]
+    assert set(files) == {*(f"step-0000012/{name}" for name in NAMES), "best-0000008.safetensors"}
+    shares = [{path.name for path in written_by(state / "step-0000012", rank, 2)} for rank in range(2)]
+    assert shares == [{NAMES[0], NAMES[1], NAMES[3]}, {NAMES[2]}]
+
+
+@pytest.mark.parametrize("name", [*(f"step-0000012/{name}" for name in NAMES), "best-0000008.safetensors"])
+def test_a_flipped_byte_of_any_file_is_refused_by_name(state, monkeypatch, name):
+    alone(monkeypatch)
+    files = read_state(state)["files"]
+    require_whole(state, files)
+    flip(state / name)
+    with pytest.raises(
+        PipelineError, match=f"resume state {state / name} was changed or damaged .*to train this draft from the start"
+    ):
+        require_whole(state, files)
+    (state / name).unlink()
+    with pytest.raises(PipelineError, match=f"resume state {state / name} is missing"):
+        require_whole(state, files)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_ranks_of_a_host_read_every_file_once(state, monkeypatch, size):
+    read = []
+    monkeypatch.setattr("train.resume.sha256", lambda path: read.append(path) or "another")
+    files = {name: mark | {"sha256": "another"} for name, mark in read_state(state)["files"].items()}
+    for rank in range(size):
+        alone(monkeypatch, rank, size)
+        require_whole(state, files)
+    assert sorted(read) == sorted(state / name for name in files)
+
+
+@pytest.mark.parametrize(("old", "new"), [('"step": 12', '"step": 2'), ('"tau": 1.25', '"tau": 9.25'), ("100", "900")])
+def test_a_resume_json_that_was_changed_is_refused(state, old, new):
+    replace_once(state / RESUME, old, new)
+    with pytest.raises(PipelineError, match=r"resume.json was changed or damaged .*to train this draft from the start"):
+        read_state(state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tag": "../../elsewhere"},
+        {"tag": "step-0000002"},
+        {"step": -12, "tag": "step--000012"},
+        {"step": True},
+        {"ranks": "2"},
+        {"progress": []},
+        {"files": {"../evil.pt": {}}},
+        {"files": {"step-0000012/../../evil.pt": {}}},
+        {"files": {"best-0000009.safetensors": {}}},
+    ],
+    ids=str,
+)
+def test_a_state_that_names_other_files_than_its_own_is_refused(state, changes):
+    change_sealed(state / RESUME, lambda raw: raw.update(changes))
+    with pytest.raises(PipelineError, match=r"resume.json: .* is (not what a training writes|no file of this state)"):
+        read_state(state)
+
+
+def test_without_one_there_is_no_state(tmp_path):
+    assert read_state(tmp_path) is None
