@@ -51,6 +51,7 @@ LIMITS = {  # seconds after which a part is ended
 }
 LEAST = {"demo": 120}  # seconds without which a part is not begun
 ROOM = 6e9  # bytes of disk: the target's ends, random features, the demo
+CHOICES = ("auto", "8b", "1b", "tiny")  # of the random target's shape
 NOTHING_YET = "Nothing has been measured on a GPU yet."
 Figures = dict[str, Any]
 
@@ -73,7 +74,7 @@ def measure(device: str, shape: str, parts: list[str], minutes: float, folder: P
         group = waiting if device == "cpu" else waiting[:1]
         left = end - time.monotonic()
         if left < LEAST.get(group[0], 15):
-            found[waiting.pop(0)] = {"skipped": f"{max(left, 0):.0f} s were left: give --minutes more"}
+            found[waiting.pop(0)] = {"skipped": f"only {max(left, 0):.0f} s were left: give it more --minutes"}
             continue
         limit = min(left, sum(LIMITS[part] for part in group))
         shape = found.get("machine", {}).get("shape", shape)
@@ -138,17 +139,18 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def verdict(parts: Figures) -> Figures:
-    """What a reader wants to know first."""
+    """The parts that failed, and those whose gate did."""
     failed = [name for name, part in parts.items() if "error" in part]
     lost = [name for name, part in parts.items() if part.get("passed") is False]
     return {"failed": failed, "not_lossless": lost}
 
 
-def table(figures: Figures) -> str:
-    """Markdown that can be read as it is."""
-    parts = figures["parts"]
-    lines = ["| part | what | figure |", "|---|---|---|"]
-    for name, part in parts.items():
+def said(figures: Figures) -> str:
+    """The verdict, then a table in Markdown."""
+    bad = {"failed": figures["failed"], "NOT LOSSLESS": figures["not_lossless"]}
+    lines = [f"{what}: {', '.join(names)}." for what, names in bad.items() if names]
+    lines = [*(lines or ["Every part ran, and nothing was lost."]), "", "| part | what | figure |", "|---|---|---|"]
+    for name, part in figures["parts"].items():
         for what, figure in _rows(name, part):
             lines.append(f"| {name} | {what} | {figure} |")
     return "\n".join(lines)
@@ -255,7 +257,7 @@ def with_section(text: str, figures: Figures) -> str:
     """docs/gpu.md with this device's section, in the place of the one that it had."""
     name = figures["device"]
     raw = f"<details><summary>JSON</summary>\n\n```json\n{json.dumps(figures)}\n```\n\n</details>\n"
-    section = f"## {name}\n\nMeasured on {figures['day']}.\n\n{table(figures)}\n\n{raw}"
+    section = f"## {name}\n\nMeasured on {figures['day']}.\n\n{said(figures)}\n\n{raw}"
     before = re.compile(rf"^## {re.escape(name)}\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
     if before.search(text):
         return before.sub(lambda _: section + "\n", text).rstrip("\n") + "\n"
@@ -265,11 +267,12 @@ def with_section(text: str, figures: Figures) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=("auto", "8b", "1b", "tiny"), default="auto", help="of the random target")
+    parser.add_argument("--shape", choices=CHOICES, default="auto", help="of the random target")
     parser.add_argument("--minutes", type=float, default=10, help="after which no part goes on")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(LIMITS), help="NAME,NAME,...")
     parser.add_argument("--write", type=Path, metavar="FILE", help="where this device's section goes: docs/gpu.md")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running part is ended, too
     if unknown := [part for part in arguments.parts if part not in LIMITS]:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(LIMITS)}")
     if arguments.write and not arguments.write.is_file():
@@ -282,7 +285,7 @@ def main() -> None:
         parts = measure(arguments.device, arguments.shape, arguments.parts, arguments.minutes, Path(folder))
     device = parts["machine"].get("name", arguments.device)
     figures = {"device": device, "day": time.strftime("%Y-%m-%d"), **verdict(parts), "parts": parts}
-    print(f"\n{table(figures)}\n")
+    print(f"\n{said(figures)}\n")
     if arguments.write and "name" in parts["machine"]:
         write_text(arguments.write, with_section(arguments.write.read_text(), figures))
     print(json.dumps(figures))

@@ -28,7 +28,7 @@ from infra.gpu_lossless import lossless
 from infra.gpu_shapes import GIB, SHAPES, Given, dump_tasks, new_drafts, supported, write_random_features
 from pipeline import embedded, entry
 from pipeline.decoding.generate import Sampling
-from pipeline.drafts import Draft, build
+from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, write_json
@@ -196,10 +196,10 @@ def training(draft: str, given: Given) -> dict[str, Any]:
     figures |= {"turns": len(found["step"]), "data_wait_share": round(sum(waits[1:]) / len(waits[1:]), 4)}
     with torch.device("meta"):
         shaped = build(recipe.draft[draft], shapes_of(load_config(recipe.target)))
-    figures |= {"parameters": sum(p.numel() for p in shaped.parameters())}
-    if given.device == "cuda":
-        figures |= {"step_gib": round(ways["step"].peak_mb(STEPS) * 1e6 / GIB, 2)}
-        figures |= {"formula_gib": round(step_bytes(recipe, shaped) / GIB, 2), "peak_gib": peak_gib(given)}
+    figures |= {"parameters": parameter_count(shaped), "peak_gib": peak_gib(given)}
+    if given.device == "cuda":  # what follows counts the peak anew
+        figures["step_gib"] = round(ways["step"].peak_mb(STEPS) * 1e6 / GIB, 2)
+        figures["formula_gib"] = round(step_bytes(recipe, shaped) / GIB, 2)
     return figures
 
 
@@ -259,7 +259,7 @@ def _ms(seconds: dict[int, float]) -> dict[int, float]:
 def demo(given: Given) -> dict[str, Any]:
     """The demo's recipe, from the dump to the release."""
     if given.device != "cuda":
-        return {"skipped": "it is the GPU's: on a CPU `make demo` shows it"}
+        return {"skipped": "it is for GPUs: on a CPU, run make demo"}
     try:
         embedded.dialogues(), embedded.human_eval_prompts()
     except PipelineError as error:
