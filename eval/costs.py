@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,12 +53,13 @@ def measure_costs(
     max_nodes: int,
     samplings: list[Sampling],
     prompt: list[int],
+    sizes: Sequence[int] = SIZES,
 ) -> dict[str, Costs]:
     """By draft. Medians over interleaved repeats, behind a prompt of `context` tokens; what the target costs is measured once for all
-    drafts, so that their trees are chosen on equal terms.
+    drafts, so that their trees are chosen on equal terms. A compiled target is compiled for each of `sizes`.
     """
     device = target.device
-    sizes = [size for size in SIZES if size <= max_nodes]
+    sizes = [size for size in sizes if size <= max_nodes]
     cache = target.new_cache(context + max_nodes)
     tokens = torch.arange(context + max_nodes, device=device) % 1000 + 5
     hidden_TD = target.forward(tokens[:context], cache)

@@ -28,13 +28,19 @@ def test_stages_import_the_pipeline_and_never_each_other():
         assert not (imports(path) & STAGES) - {own}, f"{path} imports another stage"
 
 
+def test_infra_may_import_everything_and_is_imported_by_nobody():
+    for path in sources():
+        assert "infra" not in imports(path), f"{path} imports infra"
+
+
 def test_each_heavy_engine_is_imported_in_one_file_a_stage():
     for engine, allowed in HEAVY.items():
-        users = {str(path.relative_to(ROOT)) for path in sources() if engine in imports(path)}
+        everything = [*sources(), *(ROOT / "infra").rglob("*.py")]
+        users = {str(path.relative_to(ROOT)) for path in everything if engine in imports(path)}
         assert users == allowed
 
 
 def test_no_pickle():
-    for path in sources():
+    for path in [*sources(), *(ROOT / "infra").rglob("*.py")]:
         assert not imports(path) & {"pickle", "dill", "joblib", "cloudpickle"}, path
         assert "torch.load(" not in path.read_text(), path
