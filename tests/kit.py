@@ -23,6 +23,7 @@ from preprocess.worker import FeatureWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+PATIENCE = 3600  # seconds; it ends what hangs, on however slow a machine, and no test that is sound waits for its end
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -142,10 +143,10 @@ def dump_here(recipe: Recipe) -> Manifest:
     return manifest
 
 
-def run_command(arguments: list[str], timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
+def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
     """Runs one of the project's commands from the checkout, as a user would."""
     return subprocess.run(
-        arguments, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=command_environment(**environment)
+        arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
 
 
@@ -178,12 +179,29 @@ def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert process.poll() is None and time.monotonic() < deadline
+    try:
+        wait_until(happened, process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(
+    happened: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = PATIENCE
+) -> float:
+    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A test that
+    has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that ends
+    before is not waited for.
+    """
+    begin = time.monotonic()
+    while True:
+        ended = process is not None and process.poll() is not None
+        if happened():
+            return time.monotonic() - begin
+        assert not ended, f"it ended with status {process.returncode} before that happened"
+        assert time.monotonic() - begin < seconds, f"it did not happen within {seconds:.0f} s"
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def ray_processes(folder: str) -> list[tuple[int, str]]:

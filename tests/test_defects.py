@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.kit import ROOT
+from tests.kit import PATIENCE, ROOT
 
 TREE, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/generate.py"
 DEFECTS = {
@@ -69,7 +69,7 @@ def test_the_named_test_fails_with_the_defect_put_back_in(copied, defect):
             cwd=copied,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copied)},
         )
     finally:

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
 from tests.hub import Hub
-from tests.kit import ROOT, command_environment, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import ROOT, command_environment, recipe_tree, run_command, wait_until, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 RELEASE = {
@@ -105,26 +105,23 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/features").symlink_to(run / "features")
     mark = f"output={tmp_path / 'run'}"
-    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=500"]
+    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=5000"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run/drafts/eagle/metrics.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    started = wait_until((tmp_path / "run/drafts/eagle/metrics.jsonl").exists, process)
     process.terminate()
-    process.wait(60)
-    while any(mark in command_line(number) for number in Path("/proc").glob("[0-9]*")):
-        assert time.monotonic() < deadline, "a rank or its launcher still runs"
-        time.sleep(0.2)
+    # Whatever is left, a rank or its launcher, would train for far longer.
+    wait_until(lambda: process.poll() is not None and not running(mark), seconds=5 * started)
 
 
-def command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+def running(mark: str) -> list[str]:
+    """The command lines with `mark` in them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    return [line for line in found if mark in line]
 
 
 def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(finished):

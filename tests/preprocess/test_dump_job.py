@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.kit import (
     save_tiny_target,
     stop_ray,
     train_command,
+    wait_until,
     write_recipe,
     write_sharegpt,
 )
@@ -231,11 +231,14 @@ def test_ray_job_submit_on_a_cluster(job, tmp_path, short_folder):
         assert started.returncode == 0, started.stderr
         submit = [ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--working-dir", ".", "--"]
         script = ["python", "preprocess/dump_features.py", str(recipe)]
-        for _ in range(20):  # `ray start` returns before the agent that takes jobs is there
-            lost = run_command([*submit, *script, "--set", "output=runs/relative"], **cluster)
-            if "No available agent" not in lost.stdout + lost.stderr:
-                break
-            time.sleep(1)
+        tries = []  # `ray start` returns before the agent that takes jobs is there
+
+        def taken() -> bool:
+            tries.append(run_command([*submit, *script, "--set", "output=runs/relative"], **cluster))
+            return "No available agent" not in tries[-1].stdout + tries[-1].stderr
+
+        wait_until(taken)
+        lost = tries[-1]
         assert lost.returncode != 0 and "temporary copy of the checkout" in lost.stdout + lost.stderr
         sets = ["--set", f"output={tmp_path / 'run'}", "--set", "features.workers=3"]  # one more than there is room for
         done = run_command([*submit, *script, *sets], **cluster)

@@ -22,7 +22,7 @@ from preprocess.dialogues import clean, held_out, record_id
 from preprocess.plan import Plan
 from preprocess.task import ShardTask
 from preprocess.worker import Document, FeatureWorker, length_sorted_batches
-from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
+from tests.kit import PATIENCE, byte_tokenizer, recipe_tree, write_sharegpt
 
 TOKENIZER = byte_tokenizer()
 
@@ -443,7 +443,7 @@ def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_ta
 
     def together(batch):
         if len(told) <= 3:
-            meeting.wait(10)
+            meeting.wait(PATIENCE)
         return forward(batch)
 
     three._forward = together

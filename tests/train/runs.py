@@ -2,12 +2,12 @@
 
 import os
 import signal
-import time
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.curves import METRICS, read_metrics
 from pipeline.recipe import load_recipe
-from tests.kit import dump_here, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
+from tests.kit import dump_here, recipe_tree, run_command, train_command, wait_until, write_recipe, write_sharegpt
 
 
 def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
@@ -46,12 +46,20 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def wait_until_dead(mark: str) -> None:
     """Kills what the launcher left behind: its ranks are process groups of their own."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if mark in words and "train/main.py" in words:
-                os.kill(int(entry.name), signal.SIGKILL)
-    time.sleep(0.5)
+    for pid in trainings(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not trainings(mark))
+
+
+def trainings(mark: str) -> list[int]:
+    """The processes of trainings with `mark` in their command line; one that has ended has none."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if mark in words and "train/main.py" in words and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
