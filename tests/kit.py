@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.features.shards import Manifest
 from pipeline.recipe import Recipe, override_arguments
-from pipeline.target import feature_spec, load_tokenizer
-from preprocess.plan import Plan
-from preprocess.worker import FeatureWorker
+from preprocess.driver import dump
+from preprocess.pool import Pool
+from preprocess.task import ShardTask
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -131,16 +133,26 @@ def write_recipe(tree: dict, path: Path) -> Path:
     return path.rename(path.with_suffix(".json"))
 
 
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """A pool's work is done in this process, by one worker. Starting Ray and loading a target elsewhere takes far longer than the
+    work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
+    """
+
+    def records(self: Pool, tasks: Iterator[ShardTask]) -> Iterator[Any]:
+        worker = self._make(lambda doc_ids: None)
+        for task in tasks:
+            yield worker.work(task)
+
+    with mock.patch.object(Pool, "records", records):
+        yield
+
+
 def dump_here(recipe: Recipe) -> Manifest:
-    """Dumps the recipe's features in this process, without Ray; shards only."""
-    spec, folder = feature_spec(recipe), recipe.features_dir
-    folder.mkdir(parents=True)
-    worker, plan = FeatureWorker(recipe, folder, spec), Plan(recipe, load_tokenizer(recipe.target))
-    manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
-    manifest.answers = recipe.answers_hash
-    manifest.accounting = plan.accounting(manifest.shards)
-    manifest.save(folder)
-    return manifest
+    """Dumps the recipe's features, or what is missing of them, in this process."""
+    with without_ray():
+        dump(recipe)
+    return Manifest.load(recipe.features_dir)
 
 
 def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
@@ -148,6 +160,12 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
     return subprocess.run(
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
+
+
+def call(main: Callable[[], None], *arguments: str) -> None:
+    """Runs a command's `main` in this process: for what need not be shown of a process. Raises PipelineError."""
+    with mock.patch.object(sys, "argv", [main.__module__, *arguments]):
+        main()
 
 
 def command_environment(**environment: str) -> dict[str, str]:

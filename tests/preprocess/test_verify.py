@@ -7,9 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
-from tests.kit import dump_command, recipe_tree, run_command, save_tiny_target, write_recipe, write_sharegpt
+from pipeline.recipe import load_recipe
+from preprocess import verify
+from tests.kit import (
+    call,
+    dump_here,
+    recipe_tree,
+    run_command,
+    save_tiny_target,
+    without_ray,
+    write_recipe,
+    write_sharegpt,
+)
 
 pytestmark = pytest.mark.real
 
@@ -20,25 +32,24 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("verify")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_command(dump_command(recipe))
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(recipe))
     return recipe, folder / "run/features"
 
 
-def verify(dumped, *more: str):
+def arguments(dumped, *more: str) -> list[str]:
     recipe, features = dumped
-    return run_command([sys.executable, "-m", "preprocess.verify", str(features), "--recipe", str(recipe), *more])
+    return [str(features), "--recipe", str(recipe), *more]
 
 
 def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped):
-    done = verify(dumped)
+    done = run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped)])
     assert done.returncode == 0, done.stderr
     shards = len(Manifest.load(dumped[1]).shards)
     assert f"{shards} of {shards} shards are whole; complete: True" in done.stdout
     assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", done.stdout)
 
 
-def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
+def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     _, features = dumped
     before = {path.name: sha256(path) for path in features.glob("*.arrow")}
     truncated, flipped, missing, unknown = (features / f"features-train-00000{number}.arrow" for number in range(4))
@@ -50,7 +61,7 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
     manifest = Manifest.load(features)
     manifest.shards = [record for record in manifest.shards if record.name != unknown.name]
     manifest.save(features)
-    found = verify(dumped, "--rows", "0")
+    found = run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped, "--rows", "0")])
     assert found.returncode == 2 and "is not whole" in found.stderr
     for path, reason in (
         (truncated, "it has 100 bytes"),
@@ -59,12 +70,13 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
         (unknown, "the manifest does not know it"),
     ):
         assert f"{path.name}: {reason}" in found.stdout
-    mended = verify(dumped, "--repair")
-    assert mended.returncode == 0, mended.stderr
+    with without_ray():
+        call(verify.main, *arguments(dumped, "--repair"))
+    assert "rows forwarded again" in capsys.readouterr().out
     assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
 
 
 def test_rows_of_another_target_are_refused(dumped, tmp_path):
     other = save_tiny_target(tmp_path / "other", seed=1)
-    done = verify(dumped, "--set", f"target.model={other}")
-    assert done.returncode == 2 and "dumped from another target" in done.stderr
+    with pytest.raises(PipelineError, match="dumped from another target"):
+        call(verify.main, *arguments(dumped, "--set", f"target.model={other}"))
