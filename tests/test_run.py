@@ -6,21 +6,32 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from eval.main import main as evaluate
 from eval.publish import require_repository_name
 from eval.units import make_harness, methods_of
-from pipeline.__main__ import run, stages
+from pipeline.__main__ import run, stages, status
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
 from tests.hub import Hub
-from tests.kit import ROOT, command_environment, recipe_tree, run_command, wait_until, write_recipe, write_sharegpt
+from tests.kit import (
+    ROOT,
+    call,
+    command_environment,
+    recipe_tree,
+    run_command,
+    wait_until,
+    write_recipe,
+    write_sharegpt,
+)
 
 pytestmark = pytest.mark.real
 RELEASE = {
@@ -38,6 +49,13 @@ RELEASE = {
 
 def pipeline(command: str, recipe: Path, *more: str) -> subprocess.CompletedProcess:
     return run_command([sys.executable, "-m", "pipeline", command, str(recipe), *more])
+
+
+def status_here(recipe: Path, *overrides: str) -> str:
+    """What `python -m pipeline status` prints, in this process."""
+    with redirect_stdout(StringIO()) as told:
+        status(str(recipe), list(overrides))
+    return told.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +183,8 @@ def test_weights_that_were_not_measured_are_not_released(finished, tmp_path):
     shutil.copytree(run, copy)
     for name in ("model.safetensors", "config.json"):
         shutil.copy(copy / "drafts/eagle" / name, copy / "drafts/jakiro" / name)
-    status = pipeline("status", recipe, "--set", f"output={copy}")
-    assert "to do  train" in status.stdout and "to do  eval" in status.stdout
+    told = status_here(recipe, f"output={copy}")
+    assert "to do  train" in told and "to do  eval" in told
 
 
 @pytest.mark.parametrize("damage", ["missing", "foreign", "other settings"])
@@ -285,7 +303,7 @@ def test_the_bench_splits_a_round(copied):
     assert "transformers' generate():" in done.stdout
 
 
-def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
+def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
     recipe, run = copied
     sets = ["--set", f"output={run}"]
     tuned = run_command(
@@ -296,11 +314,10 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
     assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
-    assert "to do  eval        release without the tuned trees" in pipeline("status", recipe, *sets).stdout
+    assert "to do  eval        release without the tuned trees" in status_here(recipe, f"output={run}")
 
-    done = run_command([sys.executable, "eval/main.py", str(recipe), *sets])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| heldout | 0 | jakiro-tuned | 3 |" in done.stdout
+    call(evaluate, str(recipe), *sets)
+    assert "| heldout | 0 | jakiro-tuned | 3 |" in capsys.readouterr().out
     released = json.loads((run / "release/config.json").read_text())["draft"]["tree"]
     results = json.loads((run / "release/report.json").read_text())["results"]
     speeds = {m: math.prod(r["speedup"] for r in results if r["draft"] == m) for m in ("jakiro", "jakiro-tuned")}

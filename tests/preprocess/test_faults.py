@@ -19,7 +19,7 @@ from preprocess.task import ShardTask
 from tests.kit import (
     BIN,
     PATIENCE,
-    dump_command,
+    dump_here,
     free_port,
     ray_processes,
     recipe_tree,
@@ -188,8 +188,7 @@ def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, und
     assert done.returncode == 2
     assert faults == 3  # twice, and again after each of its dialogues came through alone
     assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
-    again = run_command(dump_command(recipe, f"output={tmp_path / 'run'}", "features.batch_tokens=1"))
-    assert again.returncode == 0, again.stderr
+    dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
     assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 

@@ -11,7 +11,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
-from preprocess import verify
+from preprocess.verify import main
 from tests.kit import (
     call,
     dump_here,
@@ -36,17 +36,20 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     return recipe, folder / "run/features"
 
 
+def verify(dumped, *more: str):
+    return run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped, *more)])
+
+
 def arguments(dumped, *more: str) -> list[str]:
     recipe, features = dumped
     return [str(features), "--recipe", str(recipe), *more]
 
 
-def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped):
-    done = run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped)])
-    assert done.returncode == 0, done.stderr
-    shards = len(Manifest.load(dumped[1]).shards)
-    assert f"{shards} of {shards} shards are whole; complete: True" in done.stdout
-    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", done.stdout)
+def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, capsys):
+    call(main, *arguments(dumped))
+    told, shards = capsys.readouterr().out, len(Manifest.load(dumped[1]).shards)
+    assert f"{shards} of {shards} shards are whole; complete: True" in told
+    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
 
 
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
@@ -61,7 +64,7 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     manifest = Manifest.load(features)
     manifest.shards = [record for record in manifest.shards if record.name != unknown.name]
     manifest.save(features)
-    found = run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped, "--rows", "0")])
+    found = verify(dumped, "--rows", "0")
     assert found.returncode == 2 and "is not whole" in found.stderr
     for path, reason in (
         (truncated, "it has 100 bytes"),
@@ -71,7 +74,7 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     ):
         assert f"{path.name}: {reason}" in found.stdout
     with without_ray():
-        call(verify.main, *arguments(dumped, "--repair"))
+        call(main, *arguments(dumped, "--repair"))
     assert "rows forwarded again" in capsys.readouterr().out
     assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
 
@@ -79,4 +82,4 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
 def test_rows_of_another_target_are_refused(dumped, tmp_path):
     other = save_tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(PipelineError, match="dumped from another target"):
-        call(verify.main, *arguments(dumped, "--set", f"target.model={other}"))
+        call(main, *arguments(dumped, "--set", f"target.model={other}"))
