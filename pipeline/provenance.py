@@ -85,7 +85,10 @@ def changed(folder: Path, recipe: Recipe, draft: str) -> str:
     """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now. May be empty."""
     if not (folder / RECIPE).exists():
         return ""
-    there, here = _keys(read_sealed(folder / RECIPE, "Restore it, or train again"), draft), _keys(public_recipe(recipe), draft)
+    there, here = (
+        _keys(read_sealed(folder / RECIPE, "Restore it, or train again"), draft),
+        _keys(public_recipe(recipe), draft),
+    )
     found = [key for key, value in here.items() if there.get(key, value) != value]
     return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
 

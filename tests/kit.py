@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,12 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline.features.shards import Manifest
 from pipeline.files import write_sealed
 from pipeline.recipe import Recipe, override_arguments
-from pipeline.target import feature_spec, load_tokenizer
-from preprocess.plan import Plan
-from preprocess.worker import FeatureWorker
+from preprocess.driver import dump
+from preprocess.pool import Pool
+from preprocess.task import ShardTask
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+PATIENCE = 3600  # seconds; it ends what hangs, on however slow a machine, and no test that is sound waits for its end
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -152,23 +155,39 @@ def flip(path: Path, place: int | None = None) -> None:
     path.write_bytes(content)
 
 
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """A pool's work is done in this process, by one worker. Starting Ray and loading a target elsewhere takes far longer than the
+    work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
+    """
+
+    def records(self: Pool, tasks: Iterator[ShardTask]) -> Iterator[Any]:
+        worker = self._make(lambda doc_ids: None)
+        for task in tasks:
+            yield worker.work(task)
+
+    with mock.patch.object(Pool, "records", records):
+        yield
+
+
 def dump_here(recipe: Recipe) -> Manifest:
-    """Dumps the recipe's features in this process, without Ray; shards only."""
-    spec, folder = feature_spec(recipe), recipe.features_dir
-    folder.mkdir(parents=True)
-    worker, plan = FeatureWorker(recipe, folder, spec), Plan(recipe, load_tokenizer(recipe.target))
-    manifest = Manifest(spec, [worker.work(task) for task in plan.tasks()], complete=True)
-    manifest.answers = recipe.answers_hash
-    manifest.accounting = plan.accounting(manifest.shards)
-    manifest.save(folder)
-    return manifest
+    """Dumps the recipe's features, or what is missing of them, in this process."""
+    with without_ray():
+        dump(recipe)
+    return Manifest.load(recipe.features_dir)
 
 
-def run_command(arguments: list[str], timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
+def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
     """Runs one of the project's commands from the checkout, as a user would."""
     return subprocess.run(
-        arguments, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=command_environment(**environment)
+        arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
+
+
+def call(main: Callable[[], None], *arguments: str) -> None:
+    """Runs a command's `main` in this process: for what need not be shown of a process. Raises PipelineError."""
+    with mock.patch.object(sys, "argv", [main.__module__, *arguments]):
+        main()
 
 
 def command_environment(**environment: str) -> dict[str, str]:
@@ -200,12 +219,29 @@ def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert process.poll() is None and time.monotonic() < deadline
+    try:
+        wait_until(happened, process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(
+    happened: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = PATIENCE
+) -> float:
+    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A test that
+    has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that ends
+    before is not waited for.
+    """
+    begin = time.monotonic()
+    while True:
+        ended = process is not None and process.poll() is not None
+        if happened():
+            return time.monotonic() - begin
+        assert not ended, f"it ended with status {process.returncode} before that happened"
+        assert time.monotonic() - begin < seconds, f"it did not happen within {seconds:.0f} s"
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def ray_processes(folder: str) -> list[tuple[int, str]]:

@@ -3,14 +3,13 @@
 A copy of the sources gets the defect by a replacement in its text; then the test that is named here runs there and has to fail.
 """
 
-import os
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.kit import ROOT
+from tests.kit import ROOT, run_command
 
 TREE, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/generate.py"
 DEFECTS = {
@@ -43,36 +42,57 @@ DEFECTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkout")
+# What all of them import is imported once; each test then runs in a fork, where its copy of the sources is.
+RUNNER = """
+import os, sys
+import hypothesis, pytest, ray, torch, transformers.models.llama.modeling_llama
+
+for folder, test in zip(sys.argv[1::2], sys.argv[2::2]):
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", test])
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def copy_with(defect: str, folder: Path) -> Path:
+    """The sources with the defect in `folder`."""
+    file, old, new, _, *more = DEFECTS[defect]
     for name in ("pipeline", "preprocess", "train", "eval", "tests", "infra", "pyproject.toml"):
         source = ROOT / name
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, folder / name, ignore=skip) if source.is_dir() else shutil.copy(source, folder / name)
-    return folder
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_the_named_test_fails_with_the_defect_put_back_in(copied, defect):
-    file, old, new, test, *more = DEFECTS[defect]
-    path = copied / file
-    sound = path.read_text()
-    changed = sound
+    changed = (folder / file).read_text()
     for before, after in [(old, new), *more]:
         assert changed.count(before) == 1, before
         changed = changed.replace(before, after)
-    path.write_text(changed)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test],
-            cwd=copied,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copied)},
-        )
-    finally:
-        path.write_text(sound)
-    assert done.returncode == 1 and " failed" in done.stdout, done.stdout + done.stderr
-    assert "AssertionError" in done.stdout or "\nE       assert " in done.stdout, done.stdout  # a verdict, not a crash
+    (folder / file).write_text(changed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """By defect: pytest's status and what it printed."""
+    folders = {defect: copy_with(defect, tmp_path_factory.mktemp("checkout")) for defect in DEFECTS}
+    told = run_command(
+        [sys.executable, "-c", RUNNER, *(str(one) for d, folder in folders.items() for one in (folder, DEFECTS[d][3]))],
+        PYTHONDONTWRITEBYTECODE="1",
+    )
+    assert told.returncode == 0, told.stderr
+    statuses = map(int, told.stdout.split())
+    return {
+        defect: (status, (folder / "output").read_text())
+        for (defect, folder), status in zip(folders.items(), statuses, strict=True)
+    }
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_named_test_fails_with_the_defect_put_back_in(verdicts, defect):
+    status, printed = verdicts[defect]
+    assert status == 1 and " failed" in printed, printed
+    assert "AssertionError" in printed or "\nE       assert " in printed, printed  # a verdict, not a crash

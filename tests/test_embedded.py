@@ -79,7 +79,7 @@ def smoke_run(tmp_path_factory):
     """The smoke recipe's run folder; two real DeepSpeed ranks."""
     folder = tmp_path_factory.mktemp("smoke")
     sets = ["--set", f"output={folder}", "--set", "train.ranks=2", "--set", "eval.temperatures=[0.0]"]
-    done = run_command([sys.executable, "-m", "pipeline", "run", SMOKE, *sets], timeout=600)
+    done = run_command([sys.executable, "-m", "pipeline", "run", SMOKE, *sets])
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

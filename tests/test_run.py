@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from eval.main import main as evaluate
 from eval.publish import build_release
 from eval.push import require_repository_name
 from eval.units import make_harness, methods_of
-from pipeline.__main__ import run, stages
+from pipeline.__main__ import run, stages, status
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.recipe import load_recipe
@@ -26,12 +28,14 @@ from tests.hub import Hub
 from tests.kit import (
     ROOT,
     TEMPLATE,
+    call,
     change_sealed,
     command_environment,
     flip,
     recipe_tree,
     replace_once,
     run_command,
+    wait_until,
     write_recipe,
     write_sharegpt,
 )
@@ -55,6 +59,13 @@ RELEASE = {
 
 def pipeline(command: str, recipe: Path, *more: str) -> subprocess.CompletedProcess:
     return run_command([sys.executable, "-m", "pipeline", command, str(recipe), *more])
+
+
+def status_here(recipe: Path, *overrides: str) -> str:
+    """What `python -m pipeline status` prints, in this process."""
+    with redirect_stdout(StringIO()) as told:
+        status(str(recipe), list(overrides))
+    return told.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -126,26 +137,23 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/features").symlink_to(run / "features")
     mark = f"output={tmp_path / 'run'}"
-    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=500"]
+    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=5000"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run/drafts/eagle/metrics.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    started = wait_until((tmp_path / "run/drafts/eagle/metrics.jsonl").exists, process)
     process.terminate()
-    process.wait(60)
-    while any(mark in command_line(number) for number in Path("/proc").glob("[0-9]*")):
-        assert time.monotonic() < deadline, "a rank or its launcher still runs"
-        time.sleep(0.2)
+    # Whatever is left, a rank or its launcher, would train for far longer.
+    wait_until(lambda: process.poll() is not None and not running(mark), seconds=5 * started)
 
 
-def command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+def running(mark: str) -> list[str]:
+    """The command lines with `mark` in them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    return [line for line in found if mark in line]
 
 
 def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(finished):
@@ -218,8 +226,8 @@ def test_weights_that_were_not_measured_are_not_released(finished, tmp_path):
     shutil.copytree(run, copy)
     for name in ("model.safetensors", "config.json"):
         shutil.copy(copy / "drafts/eagle" / name, copy / "drafts/jakiro" / name)
-    status = pipeline("status", recipe, "--set", f"output={copy}")
-    assert "to do  train" in status.stdout and "to do  eval" in status.stdout
+    told = status_here(recipe, f"output={copy}")
+    assert "to do  train" in told and "to do  eval" in told
 
 
 @pytest.mark.parametrize("damage", ["missing", "foreign", "other settings"])
@@ -365,7 +373,7 @@ def test_the_bench_splits_a_round(copied):
     assert "transformers' generate():" in done.stdout
 
 
-def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
+def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
     recipe, run = copied
     sets = ["--set", f"output={run}"]
     tuned = run_command(
@@ -376,11 +384,10 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path):
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
     assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
-    assert "to do  eval        release without the tuned trees" in pipeline("status", recipe, *sets).stdout
+    assert "to do  eval        release without the tuned trees" in status_here(recipe, f"output={run}")
 
-    done = run_command([sys.executable, "eval/main.py", str(recipe), *sets])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| heldout | 0 | jakiro-tuned | 3 |" in done.stdout
+    call(evaluate, str(recipe), *sets)
+    assert "| heldout | 0 | jakiro-tuned | 3 |" in capsys.readouterr().out
     released = json.loads((run / "release/config.json").read_text())["draft"]["tree"]
     results = json.loads((run / "release/report.json").read_text())["results"]
     speeds = {m: math.prod(r["speedup"] for r in results if r["draft"] == m) for m in ("jakiro", "jakiro-tuned")}

@@ -1,8 +1,10 @@
 """What happens to workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray, real kills."""
 
 import json
+import math
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from preprocess.pool import Pool, _first_line, _History
 from preprocess.task import ShardTask
 from tests.kit import (
     BIN,
-    dump_command,
+    PATIENCE,
+    dump_here,
     free_port,
     ray_processes,
     recipe_tree,
@@ -62,7 +65,7 @@ ANYWHERE = "'doc7' in ids"
 def recipe(tiny_target, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
-    tree["features"] |= {"workers": 2, "hang_seconds": 60}
+    tree["features"] |= {"workers": 2, "hang_seconds": PATIENCE}
     return write_recipe(tree, folder / "recipe")
 
 
@@ -87,17 +90,29 @@ def doc_ids(recipe: Path, folder: Path) -> Counter:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def timed(recipe, tmp_path_factory) -> tuple[Path, float]:
+    """(folder of a dump that nothing disturbs, the seconds that it took)"""
+    folder, begin = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
     done, _ = faulty_dump(recipe, folder, "False", "pass")
     assert done.returncode == 0, done.stderr
-    return folder
+    return folder, time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("what", "patience"), [(KILLED, 60), (HUNG, 15)], ids=["killed", "hung"])
-def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, tmp_path, what, patience):
+@pytest.fixture(scope="module")
+def undisturbed(timed) -> Path:
+    return timed[0]
+
+
+@pytest.fixture(scope="module")
+def hang_seconds(timed) -> int:
+    """Nothing that a worker does, loading included, takes as long: the whole dump took two thirds of it a moment ago."""
+    return math.ceil(1.5 * timed[1])
+
+
+@pytest.mark.parametrize("what", [KILLED, HUNG], ids=["killed", "hung"])
+def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, hang_seconds, tmp_path, what):
     done, faults = faulty_dump(
-        recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.hang_seconds={patience}"
+        recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.hang_seconds={hang_seconds}"
     )
     assert done.returncode == 0, done.stderr
     assert faults == 1 and "a worker was lost (shard " in done.stderr
@@ -173,8 +188,7 @@ def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, und
     assert done.returncode == 2
     assert faults == 3  # twice, and again after each of its dialogues came through alone
     assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
-    again = run_command(dump_command(recipe, f"output={tmp_path / 'run'}", "features.batch_tokens=1"))
-    assert again.returncode == 0, again.stderr
+    dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
     assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,18 @@ from pipeline.features.store import Store, fetch, heldout_prompts, store_of
 from pipeline.files import sha256
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.target import feature_spec
-from tests.kit import dump_command, dump_here, recipe_tree, run_command, train_command, write_recipe, write_sharegpt
+from preprocess import verify
+from tests.kit import (
+    call,
+    dump_command,
+    dump_here,
+    recipe_tree,
+    run_command,
+    train_command,
+    without_ray,
+    write_recipe,
+    write_sharegpt,
+)
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -124,14 +134,13 @@ def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
     (tmp_path / "edited").mkdir()
     manifest.save(tmp_path / "edited")
     store.put(tmp_path / "edited" / MANIFEST)
-    done = run_command(dump_command(recipe_file, f"output={tmp_path / 'again'}"))
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(recipe_file, [f"output={tmp_path / 'again'}"]))
     recipe, _ = fetched(recipe_file, tmp_path / "trainer")
     assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
 
 
 @pytest.mark.real
-def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_path):
+def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_path, capsys):
     recipe_file, url, expected = dumped
     overrides = [f"output={tmp_path}", "train.epochs=1"]
     done = run_command(train_command(recipe_file, *overrides, draft="eagle", ranks=2))
@@ -147,11 +156,12 @@ def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_
     Store(url).put(tmp_path / "copy" / name)
     with pytest.raises(PipelineError, match="its SHA-256 is not the manifest's"):
         fetched(recipe_file, tmp_path / "other")
-    verify = [sys.executable, "-m", "preprocess.verify", str(tmp_path / "third/features"), "--recipe", str(recipe_file)]
-    found = run_command([*verify, "--rows", "0"])
-    assert found.returncode == 2 and f"{name}: its SHA-256" in found.stdout
-    repaired = run_command([*verify, "--repair"])
-    assert repaired.returncode == 0, repaired.stdout + repaired.stderr
+    arguments = [str(tmp_path / "third/features"), "--recipe", str(recipe_file)]
+    with pytest.raises(PipelineError, match="is not whole"):
+        call(verify.main, *arguments, "--rows", "0")
+    assert f"{name}: its SHA-256" in capsys.readouterr().out
+    with without_ray():
+        call(verify.main, *arguments, "--repair")
     Store(url).get(name, tmp_path / "copy")
     assert (tmp_path / "copy" / name).read_bytes() == whole
 
@@ -165,11 +175,10 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     content = bytearray((recipe.features_dir / name).read_bytes())
     content[len(content) // 2] ^= 1
     (recipe.features_dir / name).write_bytes(content)
-    verify = [sys.executable, "-m", "preprocess.verify", str(recipe.features_dir), "--rows", "0"]
-    blind = run_command([*verify, "--repair"])
-    assert blind.returncode == 2 and "give the recipe that names it" in blind.stderr
-    done = run_command([*verify, "--recipe", str(recipe_file)])
-    assert done.returncode == 0, done.stderr
+    arguments = [str(recipe.features_dir), "--rows", "0"]
+    with pytest.raises(PipelineError, match="give the recipe that names it"):
+        call(verify.main, *arguments, "--repair")
+    call(verify.main, *arguments, "--recipe", str(recipe_file))
     assert sha256(recipe.features_dir / name) == expected[name] and Store(url).sizes() == before
 
 
@@ -181,8 +190,7 @@ def test_a_finished_dump_can_move_into_a_store(dumped, tmp_path):
     shutil.copytree(plain, tmp_path / "run")
     url = f"file://{tmp_path}/store"
     stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run/features").glob("*.arrow")}
-    done = run_command(dump_command(recipe_file, f"output={tmp_path / 'run'}", f'features.store="{url}"'))
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(recipe_file, [f"output={tmp_path / 'run'}", f'features.store="{url}"']))
     assert stamps and not list((tmp_path / "run/features").glob("*.arrow"))
     recipe = load_recipe(recipe_file, [f"output={tmp_path / 'again'}", f'features.store="{url}"'])
     fetch(recipe, feature_spec(recipe))

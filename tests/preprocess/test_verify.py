@@ -11,14 +11,18 @@ import pytest
 from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
+from pipeline.recipe import load_recipe
+from preprocess.verify import main
 from preprocess.verify import verify as check
 from tests.kit import (
+    call,
     change_sealed,
-    dump_command,
+    dump_here,
     flip,
     recipe_tree,
     run_command,
     save_tiny_target,
+    without_ray,
     write_recipe,
     write_sharegpt,
 )
@@ -32,25 +36,27 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("verify")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_command(dump_command(recipe))
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(recipe))
     return recipe, folder / "run/features"
 
 
 def verify(dumped, *more: str):
+    return run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped, *more)])
+
+
+def arguments(dumped, *more: str) -> list[str]:
     recipe, features = dumped
-    return run_command([sys.executable, "-m", "preprocess.verify", str(features), "--recipe", str(recipe), *more])
+    return [str(features), "--recipe", str(recipe), *more]
 
 
-def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped):
-    done = verify(dumped)
-    assert done.returncode == 0, done.stderr
-    shards = len(Manifest.load(dumped[1]).shards)
-    assert f"{shards} of {shards} shards are whole; complete: True" in done.stdout
-    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", done.stdout)
+def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, capsys):
+    call(main, *arguments(dumped))
+    told, shards = capsys.readouterr().out, len(Manifest.load(dumped[1]).shards)
+    assert f"{shards} of {shards} shards are whole; complete: True" in told
+    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
 
 
-def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
+def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     _, features = dumped
     before = {path.name: sha256(path) for path in features.glob("*.arrow")}
     truncated, flipped, missing, unknown = (features / f"features-train-00000{number}.arrow" for number in range(4))
@@ -71,8 +77,9 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
         (unknown, "the manifest does not know it"),
     ):
         assert f"{path.name}: {reason}" in found.stdout
-    mended = verify(dumped, "--repair")
-    assert mended.returncode == 0, mended.stderr
+    with without_ray():
+        call(main, *arguments(dumped, "--repair"))
+    assert "rows forwarded again" in capsys.readouterr().out
     assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
 
 
@@ -100,5 +107,5 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(dumped, tmp_path):
 
 def test_rows_of_another_target_are_refused(dumped, tmp_path):
     other = save_tiny_target(tmp_path / "other", seed=1)
-    done = verify(dumped, "--set", f"target.model={other}")
-    assert done.returncode == 2 and "dumped from another target" in done.stderr
+    with pytest.raises(PipelineError, match="dumped from another target"):
+        call(main, *arguments(dumped, "--set", f"target.model={other}"))

@@ -79,9 +79,7 @@ def main() -> None:
         save_shaped_target(target, arguments.shape)
     sets = [f"target.model={target}", "data.source=embedded:sharegpt", *arguments.overrides]
     planned = [*sets, f"output={arguments.folder / 'plan'}"]
-    done = run_command(
-        [sys.executable, "-m", "pipeline", "plan", str(path), *override_arguments(planned), *SPEEDS], 900
-    )
+    done = run_command([sys.executable, "-m", "pipeline", "plan", str(path), *override_arguments(planned), *SPEEDS])
     print(done.stdout + done.stderr)
     if done.returncode or not (arguments.step or arguments.shape == "8b"):
         sys.exit(done.returncode)
@@ -90,7 +88,7 @@ def main() -> None:
     recipe = load_recipe(path, [*sets, "features.gpus_per_worker=0"])
     dump_random(recipe, 1, 256)
     for draft in sorted(recipe.draft):
-        done = run_command(train_command(path, *sets, "features.gpus_per_worker=0", draft=draft), 1800)
+        done = run_command(train_command(path, *sets, "features.gpus_per_worker=0", draft=draft))
         lines = (recipe.draft_dir(draft) / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
         print("\n".join([line[:160] for line in lines] or [done.stdout[-2000:] + done.stderr[-2000:]]))
         print(done.stdout.strip().splitlines()[-1])

@@ -61,7 +61,6 @@ def test_the_bench_ends_with_its_figures(dumped, tmp_path):
 def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path):
     recipe, features = dumped
     (tmp_path / "features").symlink_to(features)
-    (features / "heldout_prompts.jsonl").touch()  # `dump_here` leaves them out; without them a dump is not done
     sets = override_arguments([f"output={tmp_path}", "train.epochs=1", "train.warmup_steps=0"])
     done = run_command([sys.executable, "-m", "train.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
     assert done.returncode == 0, done.stdout + done.stderr
