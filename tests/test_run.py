@@ -47,7 +47,7 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     tree["eval"]["benchmarks"]["heldout"]["prompts"] = 3
     recipe = write_recipe(tree, folder / "recipe")
-    done = pipeline("run", recipe)
+    done = run_command([sys.executable, "-m", "pipeline", "run", str(recipe)], JAKIRO_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     return recipe, folder / "run", done.stdout
 
@@ -59,6 +59,22 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     unwrapped = printed.replace("\n", "")
     assert f"release: {run}/release/" in unwrapped and f"{run}/release/tau_and_speed.png" in unwrapped
     assert {path.name for path in (run / "release").iterdir()} == RELEASE
+
+
+def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_starts_and_ends(finished):
+    recipe, run, printed = finished
+    lines = printed.splitlines()
+    plan, told = lines[1:4], [line for line in lines if re.match(r"(preprocess|train|eval): ", line)]
+    assert lines[0] == f"tiny ({load_recipe(recipe).hash}), in {run}/"
+    assert [line.split()[0] for line in plan] == ["preprocess", "train", "eval"]
+    assert "36 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in plan[2]
+    for starts, ends, stage in zip(told[::2], told[1::2], ("preprocess", "train", "eval"), strict=True):
+        assert starts.startswith(f"{stage}: starts at ") and re.match(rf"{stage}: .*, \d+ min \d\d s$", ends)
+    steps = json.loads((run / "drafts/eagle/config.json").read_text())["training"]["steps"]
+    assert "2 epochs of what is dumped" in plan[1] and f"each {steps} steps;" in told[2]  # exact once it is dumped
+    assert "\r" not in printed and "\x1b" not in printed
+    measured = json.loads((run.parent / "cache/speeds.json").read_text())
+    assert [entry["stage"] for entry in measured] == ["eval", "train"]  # tokens of the dump: not known before
 
 
 def test_a_second_run_does_nothing_again(finished):
