@@ -15,7 +15,6 @@ from eval.units import Method, make_harness
 from pipeline import checkpoint, embedded, entry
 from pipeline.chat import prompt_ids
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.drafts import parameter_count
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
 from pipeline.provenance import public_name, revision
@@ -44,7 +43,7 @@ def guessed(starts: list[int], found: Generation) -> list[bool]:
     is the prompt's pass's.
     """
     accepted_in_all, flags = sum(found.acceptance.accepted[1:]), [False]
-    for begin, end in zip(starts, [*starts[1:], len(found.tokens)], strict=True):
+    for begin, end in zip(starts, [*starts[1:], len(found.tokens)], strict=False):
         accepted = end - begin - 1
         if end == len(found.tokens):
             accepted = accepted_in_all - sum(flags)
@@ -66,8 +65,11 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
             f"the answer with {name} is not plain decoding's (in {recipe.eval.dtype}): there is nothing to show. In float32 "
             "(--set eval.dtype=float32) the two are the same"
         )
+    parameters = saved.training["parameters"]
     where = embedded.HUB_NAME if recipe.target.model.startswith(embedded.PREFIX) else public_name(recipe.target.model)
-    source = f"target {where.rpartition('/')[2]}, {recipe.eval.dtype}; draft {name}, {parameter_count(draft):,} parameters; {revision()}"
+    source = (
+        f"target {where.rpartition('/')[2]}, {recipe.eval.dtype}; draft {name}, {parameters:,} parameters; {revision()}"
+    )
     texts = pieces_of(target.tokenizer, found.tokens)
     flags = guessed(starts, found)
     return Shown(question, list(zip(texts, flags, strict=True)), found.acceptance.passes, found.acceptance.tau, source)
@@ -116,9 +118,7 @@ def svg(shown: Shown) -> str:
         x, y = float(MARGIN), MARGIN + LINE * (number + 2)
         for text, flag in line:
             if flag:
-                out.append(
-                    f'<rect x="{x + 0.5:.1f}" y="{y - 16:.0f}" width="{len(text) * CELL - 1:.1f}" height="21" rx="3" fill="{GUESSED}"/>'
-                )
+                out.append(_mark(x, y, text))
             out.append(_text(x, y, text, INK))
             x += len(text) * CELL
     y = MARGIN + LINE * (len(lines) + 2.4)
@@ -129,6 +129,13 @@ def svg(shown: Shown) -> str:
     out.append(_text(MARGIN, y + LINE, head, INK))
     out.append(_text(MARGIN, y + 2 * LINE, shown.source, GREY))
     return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _mark(x: float, y: float, text: str) -> str:
+    """Behind a guessed token, its leading space left out."""
+    before = len(text) - len(text.lstrip(" ")) if text.strip() else 0
+    left, wide = x + before * CELL + 0.5, (len(text) - before) * CELL - 1
+    return f'<rect x="{left:.1f}" y="{y - 16:.0f}" width="{wide:.1f}" height="21" rx="3" fill="{GUESSED}"/>'
 
 
 def _text(x: float, y: float, text: str, colour: str) -> str:

@@ -64,14 +64,17 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
 def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_starts_and_ends(finished):
     recipe, run, printed = finished
     lines = printed.splitlines()
-    plan, told = lines[1:4], [line for line in lines if re.match(r"(preprocess|train|eval): ", line)]
+    plan, names = lines[1:4], ("preprocess", "train", "eval")
+    told = {stage: [line for line in lines if line.startswith(f"{stage}: ")] for stage in names}
     assert lines[0] == f"tiny ({load_recipe(recipe).hash}), in {run}/"
-    assert [line.split()[0] for line in plan] == ["preprocess", "train", "eval"]
+    assert tuple(line.split()[0] for line in plan) == names
     assert "36 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in plan[2]
-    for starts, ends, stage in zip(told[::2], told[1::2], ("preprocess", "train", "eval"), strict=True):
-        assert starts.startswith(f"{stage}: starts at ") and re.match(rf"{stage}: .*, \d+ min \d\d s$", ends)
+    for stage in names:  # on a slow machine there are lines between
+        assert told[stage][0].startswith(f"{stage}: starts at ")
+        assert re.search(r", \d+ min \d\d s$", told[stage][-1]) and len(told[stage]) >= 2
     steps = json.loads((run / "drafts/eagle/config.json").read_text())["training"]["steps"]
-    assert "2 epochs of what is dumped" in plan[1] and f"each {steps} steps;" in told[2]  # exact once it is dumped
+    assert "2 epochs of what is dumped" in plan[1]
+    assert f"each {steps} steps;" in told["train"][0]  # exact once it is dumped
     assert "\r" not in printed and "\x1b" not in printed
     measured = json.loads((run.parent / "cache/speeds.json").read_text())
     assert [entry["stage"] for entry in measured] == ["eval", "train"]  # tokens of the dump: not known before
