@@ -3,11 +3,13 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
-from pipeline.__main__ import Stage, _run_stage
+from pipeline.__main__ import _run_stage, stages
 from pipeline.display import EVERY, Bars, Lines, display, duration, new_reports
+from tests.kit import write_recipe
 
 
 class Clock:
@@ -105,7 +107,8 @@ def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
         "    time.sleep(1.5)\n"
     )
     out, ticks = io.StringIO(), iter(range(0, 1_000_000, EVERY))
-    stage = Stage("train", [sys.executable, "-c", code], lambda _: (True, ""))
+    recipe_file = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
+    stage = replace(stages(str(recipe_file), [], tiny_recipe)[1], command=[sys.executable, "-c", code])
     _run_stage(tiny_recipe, stage, tmp_path / "train.log", Lines(out, lambda: next(ticks)))
     said = out.getvalue().splitlines()
     assert any(line.startswith("train: train eagle: ") and " of 4 steps (" in line for line in said)
