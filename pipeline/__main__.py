@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pipeline import checkpoint, entry
+from pipeline import checkpoint, entry, expect
+from pipeline.display import Display, display
 from pipeline.errors import PipelineError
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.files import read_sealed
@@ -130,35 +129,33 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     recipe = load_recipe(recipe_path, overrides)
     if until != "preprocess" and recipe.target.device != "cpu":
         recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))  # before hours of dumping
-    console = Console()
     logs = recipe.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    columns = (
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, refresh_per_second=2) as display:
-        wanted = stages(recipe_path, overrides, recipe)
-        for stage in wanted[: 1 + [stage.name for stage in wanted].index(until)]:
+    wanted = stages(recipe_path, overrides, recipe)
+    wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
+    with display() as shown:
+        for line in expect.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
+            shown.say(line)
+        for stage in wanted:
             done, state = stage.state(recipe)
             if done:
-                console.print(f"{stage.name}: done already ({state})", highlight=False)
+                shown.say(f"{stage.name}: done already ({state})")
                 continue
-            started = time.monotonic()
-            _run_stage(recipe, stage, logs / f"{stage.name}.log", display)
+            shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {expect.stage_said(recipe, stage.name)}")
+            started, untouched = time.monotonic(), expect.is_untouched(recipe, stage.name)
+            _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
             done, state = stage.state(recipe)
             if not done:
                 raise PipelineError(
                     f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
                 )
-            console.print(f"{stage.name}: {state}, {_minutes(started)}", highlight=False)
+            if untouched:
+                expect.remember(recipe, stage.name, time.monotonic() - started)
+            shown.say(f"{stage.name}: {state}, {_minutes(started)}")
     if until == "eval":
-        _print_release(recipe, console)
-    console.print(f"total {_minutes(begin)}", highlight=False)
+        _print_release(recipe)
+    print(f"total {_minutes(begin)}")
 
 
 def _minutes(since: float) -> str:
@@ -166,8 +163,8 @@ def _minutes(since: float) -> str:
     return f"{seconds // 60} min {seconds % 60:02d} s"
 
 
-def _run_stage(recipe: Recipe, stage: Stage, log: Path, display: Progress) -> None:
-    """Starts the stage's command, draws what it reports, stops at its failure with its own message."""
+def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
+    """Starts the stage's command, shows what it reports, stops at its failure with its own message."""
     channel = log.with_suffix(".progress")
     channel.write_text("")
     environment = {**os.environ, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
@@ -177,36 +174,22 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, display: Progress) -> No
         process = subprocess.Popen(
             stage.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        bars: dict[str, TaskID] = {}
+        shown.begin(stage.name)
         try:
             while process.poll() is None:
-                _draw(stage.name, reports, bars, display)
+                shown.update(reports)
                 time.sleep(0.3)
         finally:  # whatever ends this process: no rank, actor or launcher stays behind
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
-        _draw(stage.name, reports, bars, display)
-    for bar in bars.values():
-        display.remove_task(bar)
+        shown.update(reports)
+    shown.end()
     channel.unlink()
     if process.returncode:
         raise PipelineError(
             f"stage {stage.name} failed (status {process.returncode}); the whole log is {log}\n{_last_words(log)}"
         )
-
-
-def _draw(stage: str, reports, bars: dict[str, TaskID], display: Progress) -> None:
-    while line := reports.readline():
-        if not line.endswith("\n"):  # written in part: read again at the next look
-            reports.seek(reports.tell() - len(line.encode()))
-            break
-        report = json.loads(line)
-        what = report["what"]
-        if what not in bars:
-            bars[what] = display.add_task(f"{stage}: {what}", total=report["total"] or None, state="")
-        shown = ", ".join(f"{key} {value}" for key, value in report["shown"].items())
-        display.update(bars[what], completed=report["done"], state=f"{report['done']:,}/{report['total']:,} {shown}")
 
 
 def _last_words(log: Path) -> str:
@@ -220,12 +203,12 @@ def _last_words(log: Path) -> str:
     return "\n".join(lines[-25:])
 
 
-def _print_release(recipe: Recipe, console: Console) -> None:
+def _print_release(recipe: Recipe) -> None:
     found = read_report(recipe.release_dir / REPORT)
     print(found["table"])
-    console.print(f"\nrelease: {recipe.release_dir}/", highlight=False)
+    print(f"\nrelease: {recipe.release_dir}/")
     for plot in found["plots"]:
-        console.print(f"plot: {recipe.release_dir / plot}", highlight=False)
+        print(f"plot: {recipe.release_dir / plot}")
 
 
 def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None]) -> None:

@@ -15,7 +15,7 @@ class Progress:
     """Counts work done: ``with Progress("dump", total=1000, unit="tokens") as p: p.advance(17, loss=0.3)``."""
 
     def __init__(self, what: str, total: int, unit: str, start: int = 0, quiet: bool = False):
-        self._what, self._total, self._done = what, total, start
+        self._what, self._total, self._unit, self._done = what, total, unit, start
         self._last = 0.0
         channel = os.environ.get(CHANNEL)
         self._channel = Path(channel) if channel and not quiet else None
@@ -44,6 +44,6 @@ class Progress:
     def _send(self, shown: dict) -> None:
         if self._channel is not None:
             self._last = time.monotonic()
-            line = {"what": self._what, "done": self._done, "total": self._total, "shown": shown}
+            line = {"what": self._what, "done": self._done, "total": self._total, "unit": self._unit, "shown": shown}
             with self._channel.open("a") as file:
                 file.write(json.dumps(line) + "\n")

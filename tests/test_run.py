@@ -79,7 +79,7 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     keywords = {"enable_thinking": False, "tone": "/brief"}
     tree["target"] |= {"chat_template": str(template), "template_keywords": keywords, "template_date": "2025-01-02"}
     recipe = write_recipe(tree, folder / "recipe")
-    done = pipeline("run", recipe)
+    done = run_command([sys.executable, "-m", "pipeline", "run", str(recipe)], JAKIRO_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     return recipe, folder / "run", done.stdout
 
@@ -91,6 +91,25 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     unwrapped = printed.replace("\n", "")
     assert f"release: {run}/release/" in unwrapped and f"{run}/release/tau_and_speed.png" in unwrapped
     assert {path.name for path in (run / "release").iterdir()} == RELEASE
+
+
+def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_starts_and_ends(finished):
+    recipe, run, printed = finished
+    lines = printed.splitlines()
+    plan, names = lines[1:4], ("preprocess", "train", "eval")
+    told = {stage: [line for line in lines if line.startswith(f"{stage}: ")] for stage in names}
+    assert lines[0] == f"tiny ({load_recipe(recipe).hash}), in {run}/"
+    assert tuple(line.split()[0] for line in plan) == names
+    assert "36 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in plan[2]
+    for stage in names:  # on a slow machine there are lines between
+        assert told[stage][0].startswith(f"{stage}: starts at ")
+        assert re.search(r", \d+ min \d\d s$", told[stage][-1]) and len(told[stage]) >= 2
+    steps = json.loads((run / "drafts/eagle/config.json").read_text())["training"]["steps"]
+    assert "2 epochs of what is dumped" in plan[1]
+    assert f"each {steps} steps;" in told["train"][0]  # exact once it is dumped
+    assert "\r" not in printed and "\x1b" not in printed
+    measured = json.loads((run.parent / "cache/speeds.json").read_text())
+    assert [entry["stage"] for entry in measured] == ["eval", "train"]  # tokens of the dump: not known before
 
 
 def test_a_second_run_does_nothing_again(finished):

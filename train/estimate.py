@@ -29,6 +29,7 @@ from pipeline.batch import Batch, collate
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.ends import Ends, LMHead
+from pipeline.expect import steps_of
 from pipeline.features.schema import Row
 from pipeline.losses import chunk_rows
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
@@ -164,12 +165,6 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def steps_of(config: TrainConfig, rows: float, tokens: float) -> int:
-    """Of all epochs; packed rows are taken as full."""
-    whole = tokens / config.pack_tokens if config.pack_tokens else rows
-    return int(whole // config.global_batch) * config.epochs
 
 
 def ranks_of(config: TrainConfig) -> int:

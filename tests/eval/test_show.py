@@ -1,0 +1,94 @@
+"""The picture of an answer: which tokens are marked, and that there is none of an answer that is not plain decoding's."""
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from eval import show
+from eval.show import Shown, guessed, lines_of, pieces_of, svg
+from pipeline import checkpoint
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.generate import Generation, plain
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.errors import PipelineError
+from pipeline.target import load_config
+from tests.kit import byte_tokenizer
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def generation(tokens: int, *accepted: int) -> Generation:
+    """An answer of so many tokens, from passes that accepted so many guesses each."""
+    counts = Acceptance()
+    for one in accepted:
+        counts.add_pass(one, one + 1)
+    return Generation(list(range(tokens)), acceptance=counts)
+
+
+def test_a_pass_gives_its_guesses_and_one_token_of_the_targets():
+    """One token of the prompt's pass, then 2 + 1, 0 + 1 and 1 + 1."""
+    assert guessed([1, 4, 5], generation(7, 2, 0, 1)) == [False, True, True, False, False, True, False]
+
+
+def test_the_limit_may_cut_the_last_pass_behind_its_guesses():
+    """The last pass accepted two tokens, and only these were wanted."""
+    assert guessed([1, 3], generation(5, 1, 2)) == [False, True, False, True, True]
+
+
+def test_an_answer_of_the_prompts_pass_alone_has_no_guess():
+    assert guessed([], generation(1)) == [False]
+
+
+def test_pieces_make_the_text_and_letters_of_several_tokens_wait_for_their_last():
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("an é, <b>")
+    pieces = pieces_of(tokenizer, tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == "an é, <b>"
+    assert pieces[3:5] == ["", "é"]
+
+
+def test_lines_break_at_spaces_and_where_the_text_does():
+    word = ("x" * 60, False)
+    lines = lines_of([word, (" " + "y" * 40, True), (".\n", False), ("z", True)])
+    assert lines == [[word], [("y" * 40, True), (".", False)], [("z", True)]]
+
+
+def test_the_picture_marks_exactly_the_guesses_and_says_what_they_saved():
+    shown = Shown("a < b?", [("Yes", False), (" & no", True), ("</svg>", False)], 1, 2.0, "target T")
+    root = ElementTree.fromstring(svg(shown))
+    marks = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == show.GUESSED]
+    assert len(marks) == 1 + 1  # the legend's own
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[:4] == ["> a < b?", "Yes", " & no", "</svg>"]
+    assert "guessed by the draft, accepted by the target: 1 of 3 tokens" in texts
+    assert texts[-2] == "3 tokens in 1 passes of the target (tau 2.00); plain decoding takes 2 for the same tokens"
+    assert len(svg(shown)) < 10_000
+
+
+@pytest.fixture
+def trained(tiny_recipe, ends):
+    """The tiny recipe, as if its draft "eagle" had been trained."""
+    draft = build(tiny_recipe.draft["eagle"], shapes_of(load_config(tiny_recipe.target)))
+    draft.initialise(0)
+    draft.bind(ends)
+    checkpoint.save(tiny_recipe.draft_dir("eagle"), draft, draft.state_dict(), tiny_recipe, "eagle", {"parameters": 7})
+    return tiny_recipe
+
+
+def test_what_is_shown_is_the_targets_own_answer(trained, loaded_target):
+    shown = show.answer(trained, "eagle", "hello?", 12)
+    assert 1 <= len(shown.pieces) <= 12 and shown.tau >= 1 and shown.question == "hello?"
+    assert shown.passes + sum(flag for _, flag in shown.pieces) >= len(shown.pieces) - 1
+    assert "float32; draft eagle, 7 parameters" in shown.source
+
+
+def test_an_answer_that_is_not_plain_decodings_is_not_shown(trained, monkeypatch):
+    def other(*arguments):
+        found = plain(*arguments)
+        return replace(found, tokens=[*found.tokens[:-1], found.tokens[-1] ^ 1])
+
+    monkeypatch.setattr(show, "plain", other)
+    with pytest.raises(PipelineError, match="is not plain decoding's"):
+        show.answer(trained, "eagle", "hello?", 12)

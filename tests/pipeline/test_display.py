@@ -1,0 +1,141 @@
+"""What `pipeline run` prints without a terminal, on a clock that the test holds."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pipeline.__main__ import _run_stage, stages
+from pipeline.display import EVERY, Bars, Lines, display, duration, new_reports
+from tests.kit import write_recipe
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def report(done: int, total: int = 1000, what: str = "dump", **shown) -> str:
+    return json.dumps({"what": what, "done": done, "total": total, "unit": "tokens", "shown": shown}) + "\n"
+
+
+@pytest.fixture
+def watched():
+    """(lines, their clock, what they wrote, the channel that they read)"""
+    clock, out, channel = Clock(), io.StringIO(), io.StringIO()
+    lines = Lines(out, clock)
+    lines.begin("preprocess")
+    return lines, clock, out, channel
+
+
+def append(channel: io.StringIO, text: str) -> None:
+    at = channel.tell()
+    channel.seek(0, io.SEEK_END)
+    channel.write(text)
+    channel.seek(at)
+
+
+def test_a_line_every_half_minute_says_progress_speed_and_what_is_left(watched):
+    lines, clock, out, channel = watched
+    append(channel, report(100))
+    for second in range(1, 3 * EVERY):
+        clock.seconds = second
+        if second == 1:
+            lines.update(channel)  # from here on the speed is counted
+            append(channel, report(400, shards=3))
+        lines.update(channel)
+    assert out.getvalue().splitlines() == [
+        "preprocess: dump: 400 of 1,000 tokens (40%), 10 tokens/s, about 58 s left, shards 3",
+        "preprocess: dump: 400 of 1,000 tokens (40%), 5.1 tokens/s, about 118 s left, shards 3".replace(
+            "118 s", "2 min"
+        ),
+    ]
+
+
+def test_before_the_first_report_it_says_that_there_is_none(watched):
+    lines, clock, out, channel = watched
+    clock.seconds = EVERY - 1
+    lines.update(channel)
+    assert not out.getvalue()
+    clock.seconds = EVERY
+    lines.update(channel)
+    assert out.getvalue() == f"preprocess: no progress to report yet after {EVERY} s\n"
+
+
+def test_work_without_a_known_end_has_no_share_and_nothing_left(watched):
+    lines, clock, out, channel = watched
+    append(channel, report(0, total=0))
+    lines.update(channel)
+    append(channel, report(60, total=0))
+    clock.seconds = EVERY
+    lines.update(channel)
+    assert out.getvalue() == "preprocess: dump: 60 tokens, 2 tokens/s\n"
+
+
+def test_the_next_stage_starts_with_a_clean_slate(watched):
+    lines, clock, out, channel = watched
+    append(channel, report(500))
+    lines.update(channel)
+    lines.end()
+    lines.begin("train")
+    clock.seconds = EVERY
+    lines.update(channel)
+    assert out.getvalue() == f"train: no progress to report yet after {EVERY} s\n"
+
+
+def test_a_report_written_in_part_waits_for_its_end():
+    channel = io.StringIO()
+    whole = report(1) + report(2)
+    append(channel, whole[:-5])
+    assert [found["done"] for found in new_reports(channel)] == [1]
+    append(channel, whole[-5:])
+    assert [found["done"] for found in new_reports(channel)] == [2]
+
+
+def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
+    """Through the channel that the stage is given; every look at the clock is half a minute after the last."""
+    code = (
+        "import time\n"
+        "from pipeline.progress import Progress\n"
+        "with Progress('train eagle', 4, 'steps') as progress:\n"
+        "    progress.advance(1, loss='0.5')\n"
+        "    time.sleep(1.5)\n"
+    )
+    out, ticks = io.StringIO(), iter(range(0, 1_000_000, EVERY))
+    recipe_file = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
+    stage = replace(stages(str(recipe_file), [], tiny_recipe)[1], command=[sys.executable, "-c", code])
+    _run_stage(tiny_recipe, stage, tmp_path / "train.log", Lines(out, lambda: next(ticks)))
+    said = out.getvalue().splitlines()
+    assert any(line.startswith("train: train eagle: ") and " of 4 steps (" in line for line in said)
+    assert not any("\r" in line or "\x1b" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (90_000, "25.0 h")],
+)
+def test_durations(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_bars_are_for_terminals(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert isinstance(display(), Lines)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert isinstance(display(), Bars)
+
+
+def test_bars_take_the_same_reports(capsys):
+    channel = io.StringIO()
+    with Bars() as bars:
+        bars.begin("train")
+        append(channel, report(1, total=0) + report(500, what="decode"))
+        bars.update(channel)
+        bars.say("a [line] with brackets")
+        bars.end()
+    assert "a [line] with brackets" in capsys.readouterr().out

@@ -1,0 +1,78 @@
+"""The README and the pages of docs/: short enough, and what they point to is there."""
+
+import re
+import tomllib
+
+import pytest
+
+from pipeline import expect
+from pipeline.files import read_json
+from pipeline.recipe import Recipe
+from tests.kit import ROOT
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readme_is_read_in_a_minute():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 120
+    assert not [line for line in lines if len(line) > 120]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    for page in PAGES:
+        assert page.name == "README.md" or f"]({page.name})" in index
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_files_that_are_named_are_there(page):
+    text = page.read_text()
+    for module in re.findall(r"python3? -m ((?:pipeline|preprocess|train|eval|tests|infra)[.\w]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: python -m {module}"
+    for name in re.findall(
+        r"\b((?:pipeline|preprocess|train|eval|tests|infra)/[\w./-]*\.(?:py|toml|sbatch|json))\b", text
+    ):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_each_claim_of_the_readme_names_a_test():
+    tests = " ".join(
+        re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M)
+    )
+    claims = README.read_text().partition("| reported or missing elsewhere |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(claims) >= 10
+    for claim in claims:
+        name = re.search(r"`(\w+)` \|$", claim)
+        assert name and name[1] in tests, claim
+
+
+def test_the_readmes_recipe_is_one():
+    [recipe] = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
+    assert Recipe.model_validate(tomllib.loads(recipe)).draft["eagle"].kind == "eagle"
+
+
+def test_the_demos_minutes_are_those_that_a_run_announces():
+    """The README, docs/demo.md and infra/speeds.json tell of one run."""
+    seconds = {entry["stage"]: entry["seconds"] for entry in read_json(expect.SHIPPED)}
+    minutes = [round(seconds[stage] / 60) for stage in ("preprocess", "train", "eval")]
+    for page in (README, ROOT / "docs/demo.md"):
+        found = re.search(
+            r"(\d+) minutes: (\d+) for the dump, (\d+) for training, (\d+) for measuring", page.read_text()
+        )
+        whole, *stages = map(int, found.groups())
+        assert stages == minutes and abs(whole - sum(seconds.values()) / 60) < 2
+
+
+def test_pictures_are_small():
+    for picture in [*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")]:
+        assert picture.stat().st_size < 200_000, picture.name
