@@ -4,10 +4,13 @@ python eval/main.py RECIPE [--push OWNER/NAME]
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 import torch
 
