@@ -19,8 +19,8 @@ WAITING = """
 import sys, time
 from pipeline import entry
 def main():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("closed", flush=True)

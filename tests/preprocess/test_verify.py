@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped):
     shards = len(Manifest.load(dumped[1]).shards)
     assert f"{shards} of {shards} shards are whole; complete: True" in done.stdout
     assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", done.stdout)
+
+
+def test_the_recipe_is_found_beside_the_features_of_a_local_target(dumped, tmp_path):
+    """Offline; what knows no local path is not asked of the Hub."""
+    _, features = dumped
+    done = run_command([sys.executable, "-m", "preprocess.verify", str(features)])
+    assert done.returncode == 0, done.stderr
+    assert "16 rows forwarded again" in done.stdout
+    shutil.copytree(features, tmp_path / "run/features", ignore=shutil.ignore_patterns("own-recipe.json"))
+    refused = run_command([sys.executable, "-m", "preprocess.verify", str(tmp_path / "run/features")])
+    assert refused.returncode == 2 and "give the one that it was dumped with, --recipe RECIPE" in refused.stderr
+    sums = run_command([sys.executable, "-m", "preprocess.verify", str(tmp_path / "run/features"), "--rows", "0"])
+    assert sums.returncode == 0 and "complete: True" in sums.stdout
 
 
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped):
