@@ -104,8 +104,9 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
     recipe, run, _ = finished
     (tmp_path / "run").mkdir()
     (tmp_path / "run/features").symlink_to(run / "features")
-    mark = f"output={tmp_path / 'run'}"
-    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=500"]
+    mark = shutil.copy(recipe, tmp_path / "recipe.json")  # no other command line names it
+    output = f"output={tmp_path / 'run'}"
+    command = [sys.executable, "-m", "pipeline", "run", str(mark), "--set", output, "--set", "train.epochs=500"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -115,7 +116,7 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
         time.sleep(0.1)
     process.terminate()
     process.wait(60)
-    while any(mark in command_line(number) for number in Path("/proc").glob("[0-9]*")):
+    while any(str(mark) in command_line(number) for number in Path("/proc").glob("[0-9]*")):
         assert time.monotonic() < deadline, "a rank or its launcher still runs"
         time.sleep(0.2)
 
