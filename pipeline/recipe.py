@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from pipeline.errors import PipelineError
 from pipeline.public import scrubbed
@@ -25,7 +25,6 @@ from pipeline.sections import (
     DraftConfig,
     EvalConfig,
     FeaturesConfig,
-    Folder,
     MethodConfig,
     Name,
     PublishConfig,
@@ -39,9 +38,15 @@ _HANDED_OVER, _VARIABLE = "@environment", "JAKIRO_OVERRIDES"
 _AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
+def _folder(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
+    return value
+
+
 class Recipe(Section):
     name: Name
-    output: Folder  # of the run
+    output: Annotated[str, AfterValidator(_folder)]  # of the run
     seed: Annotated[int, Field(ge=0)] = 0
     target: TargetConfig
     data: DataConfig

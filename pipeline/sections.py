@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.errors import PipelineError
 
@@ -11,15 +11,6 @@ Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]  # becomes the name of a folder
 Processes = Annotated[int, Field(gt=0, le=4096)]  # of a whole cluster; a machine alone takes fewer (pipeline/cores.py)
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-def _folder(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
-    return value
-
-
-Folder = Annotated[str, AfterValidator(_folder)]
 
 
 class Section(BaseModel):

@@ -36,7 +36,7 @@ class NoList(Exception):
 
 
 class Watched:
-    """A file that remembers having been read to its end. A byte order mark of UTF-8 is left out.
+    """A file that may be looked into ahead. A byte order mark of UTF-8 is left out.
 
     ``torn``: it is compressed, and stops before the end of its stream.
     """
@@ -44,7 +44,7 @@ class Watched:
     def __init__(self, raw: BinaryIO):
         # read1 gives what one block holds: nothing of it is lost when the next one is torn.
         self._read = getattr(raw, "read1", raw.read)
-        self._ahead, self.ended, self.torn = b"", False, False
+        self._ahead, self.torn = b"", False
         self._ahead = self.peek(4).removeprefix(BOM)
 
     def peek(self, size: int) -> bytes:
@@ -66,11 +66,10 @@ class Watched:
 
     def _fetch(self, size: int) -> bytes:
         try:
-            content = self._read(size)
+            return self._read(size)
         except EOFError:
-            self.torn, content = True, b""
-        self.ended |= not content
-        return content
+            self.torn = True
+            return b""
 
     def lines(self) -> Iterator[bytes]:
         """With their ends; one that is longer than LONGEST is replaced by a word."""

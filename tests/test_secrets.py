@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.errors import PipelineError
+from pipeline.features.store import Store
 from pipeline.recipe import add_recipe_arguments, hand_over, load_recipe
 from pipeline.sections import DataConfig
 from pipeline.target import source
@@ -83,6 +85,20 @@ def test_a_file_that_is_damaged_is_named_without_the_credentials():
     ):
         read(address)
     assert "hunter" not in str(caught.value)
+
+
+def test_a_store_that_cannot_be_opened_is_named_without_the_credentials(monkeypatch):
+    address = f"s3://ALICE:{SECRET}@bucket/run?region=x"
+
+    def refuse(url: str):
+        raise OSError(f"no {url}: key {SECRET} is wrong")
+
+    monkeypatch.setattr("pipeline.features.store.fs", SimpleNamespace(FileSystem=SimpleNamespace(from_uri=refuse)))
+    with pytest.raises(
+        PipelineError, match=r"features\.store s3://bucket/run: opening failed: no s3://bucket/run: key"
+    ) as caught:
+        Store(address)
+    assert SECRET not in str(caught.value)
 
 
 def shown_to_others(found: set[str], stop: threading.Event) -> None:

@@ -167,7 +167,7 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     (recipe.features_dir / name).write_bytes(content)
     verify = [sys.executable, "-m", "preprocess.verify", str(recipe.features_dir), "--rows", "0"]
     blind = run_command([*verify, "--repair"])
-    assert blind.returncode == 2 and "give the recipe that names it" in blind.stderr
+    assert blind.returncode == 2 and "give the one that it was dumped with" in blind.stderr
     done = run_command([*verify, "--recipe", str(recipe_file)])
     assert done.returncode == 0, done.stderr
     assert sha256(recipe.features_dir / name) == expected[name] and Store(url).sizes() == before
