@@ -9,7 +9,6 @@ without verifying). Writes ablations.json, ablations.md and ablations.png. The l
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from eval import plots
 from eval.compare import compared
 from eval.harness import Harness, Unit
 from eval.units import Method, make_harness, methods_of, units_of
-from pipeline import entry
+from pipeline import children, entry
 from pipeline.decoding import replay
 from pipeline.decoding.tree import draft_forwards
 from pipeline.errors import PipelineError
@@ -29,7 +28,7 @@ from pipeline.features.shards import link_features
 from pipeline.files import write_json, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, provenance
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 
 Counts = dict[str, tuple[int, int]]  # by prompt: tokens and rounds, over all seeds
 
@@ -56,17 +55,9 @@ def train(arguments, seed: int, first: Recipe) -> None:
     if seed != arguments.seed_list[0] and first.features_dir.exists():
         link_features(first.features_dir, recipe.features_dir)
     overrides = [*arguments.overrides, f"seed={seed}", f"output={recipe.output}"]
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "run",
-        arguments.recipe,
-        "--until",
-        "train",
-        *override_arguments(overrides),
-    ]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+    handed, environment = hand_over(arguments.recipe, overrides)
+    command = [sys.executable, "-m", "pipeline", "run", *handed, "--until", "train"]
+    if children.call(command, environment, ROOT)[0]:
         raise PipelineError(
             f"seed {seed} was not trained; its logs are in {recipe.run_dir}/logs. Run again to continue"
         )

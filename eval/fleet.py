@@ -12,9 +12,11 @@ from ray.util import ActorPool
 
 from eval.harness import Outcome, Unit
 from eval.units import Method, make_harness
+from pipeline.cores import require_few
 from pipeline.errors import PipelineError
 from pipeline.provenance import ROOT
 from pipeline.recipe import Recipe
+from pipeline.signals import kept_handlers
 
 ATTEMPTS = 3  # of a unit, with an actor that was started again
 
@@ -37,17 +39,8 @@ class _Worker:
 def decode(recipe: Recipe, methods: dict[str, Method], units: list[Unit]) -> Iterator[tuple[Unit, Outcome]]:
     """(unit, outcome) as they are finished, in any order. Joins the cluster of RAY_ADDRESS, else starts Ray on this machine."""
     config = recipe.eval
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level="warning")
-    else:
-        local = {
-            "address": "local",
-            "_node_ip_address": "127.0.0.1",
-            "include_dashboard": False,
-            "log_to_driver": False,
-        }
-        runtime = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-        ray.init(**local, num_cpus=config.workers, logging_level="warning", runtime_env=runtime)
+    with kept_handlers():
+        _start_ray(config.workers)
     try:
         _require_room(config.workers, config.gpus_per_worker)
         remote = ray.remote(
@@ -63,6 +56,16 @@ def decode(recipe: Recipe, methods: dict[str, Method], units: list[Unit]) -> Ite
         raise PipelineError(f"Ray failed: {first} Run the command again: finished prompts are kept") from None
     finally:
         ray.shutdown()
+
+
+def _start_ray(workers: int) -> None:
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level="warning")
+        return
+    require_few("eval.workers", workers)
+    local = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False, "log_to_driver": False}
+    runtime = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    ray.init(**local, num_cpus=workers, logging_level="warning", runtime_env=runtime)
 
 
 def _require_room(workers: int, gpus: float) -> None:

@@ -4,10 +4,13 @@ python eval/main.py RECIPE [--push OWNER/NAME]
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 import torch
 
@@ -19,7 +22,8 @@ from eval.units import Job, Method, decode_all, job_of, method_facts, read_tuned
 from pipeline import checkpoint, entry
 from pipeline.drafts import build, parameter_count
 from pipeline.files import sha256, write_sealed, write_text
-from pipeline.provenance import provenance, public_name, write_provenance
+from pipeline.provenance import provenance, write_provenance
+from pipeline.public import public_name
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.reports import REPORT, read_report
 from pipeline.target import load_tokenizer

@@ -23,6 +23,7 @@ from pipeline import embedded
 from pipeline.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
 from pipeline.features.store import heldout_prompts
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.sections import BenchmarkConfig
 
@@ -59,7 +60,11 @@ def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tup
         return _rows(name, config)
     if config.source == "embedded:humaneval":
         return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
-    path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source)
+    if "://" in config.source:
+        raise PipelineError(
+            f"benchmark {name}: {scrubbed(config.source)} is an address: expected a file on this machine"
+        )
+    path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source).expanduser()
     return _read(name, path), str(path)
 
 
@@ -67,7 +72,7 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
     """The first `prompts` rows of a benchmark's split (all without it), in its order; the rest is not looked at."""
     benchmark = benchmarks.find(name, config.source)
     subset = f"subset {benchmark.subset}, " if benchmark.subset else ""
-    where = f"{config.source}, {config.path or benchmark.hub} ({subset}split {benchmark.split})"
+    where = f"{config.source}, {scrubbed(config.path or benchmark.hub)} ({subset}split {benchmark.split})"
     remedy = (
         f"eval.benchmarks.{name}.path takes a local folder or file ({', '.join(benchmarks.FORMATS)}), or another data "
         f"set of the Hub, with the columns {', '.join(benchmark.columns)}"
@@ -78,7 +83,7 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
     except StopIteration:  # what `datasets` makes of an empty JSON file
         rows = []
     except _UNREADABLE as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = scrubbed(str(error).splitlines()[0] if str(error) else type(error).__name__, config.path or "")
         raise PipelineError(f"benchmark {name}: {where} cannot be read: {why}. {remedy}") from None
     items = []
     for index, row in enumerate(rows):
@@ -93,13 +98,17 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
 def _read(name: str, path: Path) -> list[tuple[int, Any]]:
     if not path.is_file():
         raise PipelineError(
-            f"benchmark {name}: {path} does not exist"
+            f"benchmark {name}: {path} {'is no file' if path.exists() else 'does not exist'}"
             + (": dump the features first" if path.name == HELDOUT_PROMPTS else "")
         )
     found = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8").split("\n"), start=1
-    ):  # not splitlines: U+2028 is text
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 is text
+    except UnicodeDecodeError as error:
+        raise PipelineError(
+            f"benchmark {name}: {path} is not UTF-8 (byte {error.start}: {error.reason}): convert it (iconv -f LATIN1 -t UTF-8)"
+        ) from None
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 found.append((number, json.loads(line)))

@@ -13,7 +13,8 @@ from eval.release import CARD, install
 from pipeline import checkpoint, embedded
 from pipeline.errors import PipelineError
 from pipeline.files import exclusive, sha256, write_text
-from pipeline.provenance import RECIPE, public_name
+from pipeline.provenance import RECIPE
+from pipeline.public import public_name
 from pipeline.recipe import Recipe
 from pipeline.reports import REPORT, read_report
 from pipeline.sections import Section, TreeConfig

@@ -12,7 +12,7 @@ from huggingface_hub.utils import logging, validate_repo_id
 
 from eval.release import NEW_CARD
 from pipeline.errors import PipelineError
-from pipeline.provenance import public_name
+from pipeline.public import public_name
 from pipeline.reports import RELEASE, REPORT, read_release, read_report
 
 TIMEOUT = httpx2.Timeout(60, connect=15)  # seconds without a byte; huggingface_hub's own client waits for ever

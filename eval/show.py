@@ -17,7 +17,8 @@ from pipeline.chat import prompt_ids
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
-from pipeline.provenance import public_name, revision
+from pipeline.provenance import revision
+from pipeline.public import public_name
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 
 QUESTION = "What is a prime number? Give three examples."

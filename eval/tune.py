@@ -12,10 +12,13 @@ The last line is JSON.
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 from dataclasses import asdict, dataclass, replace
 

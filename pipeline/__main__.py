@@ -13,25 +13,28 @@ import json
 import os
 import shutil
 import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline import checkpoint, entry, expect
+from pipeline import checkpoint, children, entry, expect
+from pipeline.cores import require_few
 from pipeline.display import Display, display
 from pipeline.errors import PipelineError
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.files import read_sealed
 from pipeline.progress import CHANNEL
 from pipeline.provenance import ROOT
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 from pipeline.reports import REPORT, read_release, read_report, read_tuned_trees
 
 
@@ -39,6 +42,7 @@ from pipeline.reports import REPORT, read_release, read_report, read_tuned_trees
 class Stage:
     name: str
     command: list[str]
+    environment: dict[str, str]
     state: Callable[[Recipe], tuple[bool, str]]  # (done, one line for the user)
 
 
@@ -105,17 +109,18 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
-    arguments = [recipe_path, *override_arguments(overrides)]
+    arguments, environment = hand_over(recipe_path, overrides)
     deepspeed = (
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )
     ranks = ["--num_accelerators", str(recipe.train.ranks)] if recipe.train.ranks else []
     ranks += ["--master_port", str(_free_port())]  # two runs on one machine do not meet
-    return [
-        Stage("preprocess", [sys.executable, str(ROOT / "preprocess/dump_features.py"), *arguments], features_state),
-        Stage("train", [deepspeed, *ranks, str(ROOT / "train/main.py"), *arguments], train_state),
-        Stage("eval", [sys.executable, str(ROOT / "eval/main.py"), *arguments], eval_state),
-    ]
+    commands = {
+        "preprocess": ([sys.executable, str(ROOT / "preprocess/dump_features.py")], features_state),
+        "train": ([deepspeed, *ranks, str(ROOT / "train/main.py")], train_state),
+        "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
+    }
+    return [Stage(name, [*command, *arguments], environment, state) for name, (command, state) in commands.items()]
 
 
 def _free_port() -> int:
@@ -129,6 +134,7 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     recipe = load_recipe(recipe_path, overrides)
     if until != "preprocess" and recipe.target.device != "cpu":
         recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))  # before hours of dumping
+    require_few("train.ranks", recipe.train.ranks or 1)
     logs = recipe.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -167,22 +173,18 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
     """Starts the stage's command, shows what it reports, stops at its failure with its own message."""
     channel = log.with_suffix(".progress")
     channel.write_text("")
-    environment = {**os.environ, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
+    environment = {**stage.environment, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
     if recipe.target.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     with log.open("w") as output, channel.open() as reports:
-        process = subprocess.Popen(
-            stage.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = children.start(stage.command, environment, stdout=output, stderr=subprocess.STDOUT)
         shown.begin(stage.name)
         try:
             while process.poll() is None:
                 shown.update(reports)
                 time.sleep(0.3)
-        finally:  # whatever ends this process: no rank, actor or launcher stays behind
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+        finally:
+            children.end(process)
         shown.update(reports)
     shown.end()
     channel.unlink()
@@ -217,34 +219,29 @@ def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None])
     `known`: speeds of the hardware that will do it, by stage; what is missing is measured here.
     """
     load_recipe(recipe_path, overrides)
-    arguments = [recipe_path, *override_arguments(overrides)]
+    given_to_all = hand_over(recipe_path, overrides)
     flags = {"preprocess": "--tokens-per-second", "train": "--tokens-per-second", "eval": "--ms-per-token"}
     given = {stage: [flags[stage], str(speed)] if speed else [] for stage, speed in known.items()}
-    dump = _estimate("preprocess", [*arguments, *given["preprocess"]])
+    dump = _estimate("preprocess", given_to_all, given["preprocess"])
     rest = dump["tokens"] - dump["train_tokens"]
     sizes = ["--rows", dump["train_rows"], "--tokens", dump["train_tokens"], "--validation-tokens", rest]
-    train = _estimate("train", [*arguments, *map(str, sizes), *given["train"]])
-    found = {"dump": dump, "train": train, "eval": _estimate("eval", [*arguments, *given["eval"]])}
+    train = _estimate("train", given_to_all, [*map(str, sizes), *given["train"]])
+    found = {"dump": dump, "train": train, "eval": _estimate("eval", given_to_all, given["eval"])}
     print(f"all    {sum(stage['hours'] for stage in found.values()):,.2f} h")
     print(json.dumps(found))
 
 
-def _estimate(stage: str, arguments: list[str]) -> dict:
+def _estimate(stage: str, recipe: tuple[list[str], dict[str, str]], more: list[str]) -> dict:
     """Runs a stage's estimate: shows its text, returns its figures. Ends with its status where it fails."""
-    command = [sys.executable, "-m", f"{stage}.estimate", *arguments]
-    done = subprocess.run(command, env=_at_root(), stdout=subprocess.PIPE, text=True, check=False)
-    *text, figures = done.stdout.splitlines() or [""]
-    print("\n".join(text if done.returncode == 0 else [*text, figures]), flush=True)
-    if done.returncode:
-        sys.exit(done.returncode)
+    arguments, environment = recipe
+    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", f"{stage}.estimate", *arguments, *more]
+    status, printed = children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd(), capture=True)
+    *text, figures = printed.splitlines() or [""]
+    print("\n".join(text if status == 0 else [*text, figures]), flush=True)
+    if status:
+        sys.exit(status)
     return json.loads(figures)
-
-
-def _at_root() -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
 
 
 def status(recipe_path: str, overrides: list[str]) -> None:
@@ -270,7 +267,6 @@ def main() -> None:
     planned.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
     planned.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running stage is ended, too
     if arguments.command == "plan":
         known = {"preprocess": arguments.dump_speed, "train": arguments.train_speed, "eval": arguments.decode_ms}
         plan(arguments.recipe, arguments.overrides, known)

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from pipeline.drafts import Draft, build
 from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, read_sealed, sha256, write_sealed
-from pipeline.provenance import PROVENANCE, changed, public_name, write_provenance
+from pipeline.provenance import PROVENANCE, changed, write_provenance
+from pipeline.public import public_name
 from pipeline.recipe import Recipe
 from pipeline.sections import DraftConfig, TreeConfig
 

@@ -21,7 +21,8 @@ from pipeline.embedded import cache_dir
 from pipeline.errors import PipelineError
 from pipeline.features.shards import MANIFEST, Manifest
 from pipeline.files import read_json, write_json
-from pipeline.provenance import ROOT, hardware, public_name
+from pipeline.provenance import ROOT, hardware
+from pipeline.public import public_name
 from pipeline.recipe import Recipe
 from pipeline.sections import TrainConfig
 from pipeline.target import load_config

@@ -4,19 +4,21 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.files import read_sealed, write_sealed
+from pipeline.files import atomic_path, read_sealed, sealed, write_sealed
+from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
 ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # beside every artifact
+OWN_RECIPE = "own-recipe.json"  # beside features: with local paths
 
 
 def revision() -> str:
@@ -72,9 +74,19 @@ def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
     write_sealed(folder / RECIPE, public_recipe(recipe))
 
 
+def write_own_recipe(folder: Path, recipe: Recipe) -> None:
+    """The resolved recipe for commands on this machine: with local paths, without credentials. It is never published, nor sent to a
+    store, and no other user reads it.
+    """
+    with atomic_path(folder / OWN_RECIPE) as temporary:
+        temporary.touch(mode=0o600)
+        own = sealed(_changed(recipe.model_dump(mode="json"), scrubbed))
+        temporary.write_text(json.dumps(own, indent=2) + "\n")
+
+
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe without local paths and credentials."""
-    resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
+    resolved = _changed({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
@@ -99,21 +111,10 @@ def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
-def _public(value: Any) -> Any:
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """With every text in it changed."""
     if isinstance(value, dict):
-        return {key: _public(item) for key, item in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public(item) for item in value]
-    return public_name(value) if isinstance(value, str) else value
-
-
-def public_name(source: str) -> str:
-    """A model or data address without the private part of a local path, and without a URL's credentials and query."""
-    if "://" in source:
-        scheme, _, rest = source.partition("://")
-        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-        before, _, after = rest.rpartition("@")
-        rest = after if ":" in before else rest  # user:secret, whatever is in the secret; a container@account is none
-        return Path(rest).name if scheme == "file" else f"{scheme}://{rest}"
-    path = Path(source).expanduser()
-    return path.name if path.is_absolute() or ".." in path.parts else source
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

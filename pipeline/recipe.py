@@ -4,9 +4,11 @@ Guarantees: every key is known (otherwise the nearest valid name is suggested), 
 and the hash of what a stage depends on travels with everything that stage writes.
 """
 
+import argparse
 import difflib
 import hashlib
 import json
+import os
 import tomllib
 import types
 import typing
@@ -14,10 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from pipeline.errors import PipelineError
 from pipeline.files import SEAL, checked
+from pipeline.public import scrubbed
 from pipeline.sections import (
     DataConfig,
     DraftConfig,
@@ -32,10 +35,19 @@ from pipeline.sections import (
     TrainConfig,
 )
 
+_HANDED_OVER, _VARIABLE = "@environment", "JAKIRO_OVERRIDES"
+_AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
+
+
+def _folder(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
+    return value
+
 
 class Recipe(Section):
-    name: str
-    output: str  # folder of the run
+    name: Name
+    output: Annotated[str, AfterValidator(_folder)]  # of the run
     seed: Annotated[int, Field(ge=0)] = 0
     target: TargetConfig
     data: DataConfig
@@ -160,7 +172,7 @@ class Recipe(Section):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.output)
+        return Path(self.output).expanduser()
 
     @property
     def features_dir(self) -> Path:
@@ -195,13 +207,20 @@ def digest(value: Any) -> str:
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings)."""
     path = Path(path)
-    if not path.is_file():
+    if path.is_dir():
+        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
+    if not path.exists():
         shipped = sorted(str(p) for p in Path("infra/recipes").glob("*.toml"))
         raise PipelineError(f"recipe {path} does not exist; the ones that come with the project: {', '.join(shipped)}")
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise PipelineError(
+            f"recipe {path} cannot be parsed: byte {error.start} is not UTF-8 ({error.reason}). Save it as UTF-8 "
+            f"(iconv -f LATIN1 -t UTF-8)"
+        ) from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
     if not isinstance(tree, dict):
         raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
@@ -221,19 +240,43 @@ def add_recipe_arguments(parser) -> None:
     """The command line that every entry shares."""
     parser.add_argument("recipe", help="a recipe, for instance infra/recipes/demo.toml")
     parser.add_argument(
-        "--set", dest="overrides", metavar="section.key=value", action="append", default=[], help="override one key"
+        "--set", dest="overrides", metavar="section.key=value", action=_Overrides, default=[], help="override one key"
     )
 
 
+class _Overrides(argparse.Action):
+    """Adds one override, or in its place those that the command which started this one handed over."""
+
+    def __call__(self, _parser, namespace, value, _option=None) -> None:
+        namespace.overrides = [*namespace.overrides, *(_taken_over() if value == _HANDED_OVER else [value])]
+
+
+def hand_over(recipe_path: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(arguments, environment) that give another command of the project this recipe. The overrides may hold credentials, so they
+    travel in the environment: command lines are shown in process lists and written to launchers' logs.
+    """
+    if not overrides:
+        return [recipe_path], dict(os.environ)
+    return [recipe_path, *override_arguments([_HANDED_OVER])], {**os.environ, _VARIABLE: json.dumps(overrides)}
+
+
 def override_arguments(overrides: Iterable[str]) -> list[str]:
-    """The overrides as another command is given them."""
+    """The overrides as a user types them."""
     return [part for override in overrides for part in ("--set", override)]
+
+
+def _taken_over() -> list[str]:
+    """What `hand_over` gave; no process that this one starts sees it."""
+    text = os.environ.pop(_VARIABLE, None)
+    if text is None:
+        raise PipelineError(f"--set {_HANDED_OVER} is for commands that another one starts, with {_VARIABLE} set")
+    return json.loads(text)
 
 
 def _apply(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator:
-        raise PipelineError(f"--set {override!r}: expected section.key=value")
+        raise PipelineError(f"--set {scrubbed(override)!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -242,7 +285,7 @@ def _apply(tree: dict, override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise PipelineError(f"--set {override!r}: {parent} is a value, not a section")
+            raise PipelineError(f"--set {scrubbed(override)!r}: {parent} is a value, not a section")
     tree[last] = value
 
 
@@ -252,7 +295,8 @@ def _explain(error: Any) -> str:
     where = ".".join(str(part) for part in shown)
     if error["type"] != "extra_forbidden":
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
-        return f"{where or 'recipe'}: {error['msg'].removeprefix('Value error, ')}{got}"
+        what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
+        return scrubbed(f"{where or 'recipe'}: {what}{got}")
     known = _fields_at(location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"

@@ -9,7 +9,8 @@ from pipeline.errors import PipelineError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # becomes the name of a folder
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]  # becomes the name of a folder
+Processes = Annotated[int, Field(gt=0, le=4096)]  # of a whole cluster; a machine alone takes fewer (pipeline/cores.py)
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
@@ -61,9 +62,9 @@ class FeaturesConfig(Section):
     answer_tokens: Positive = 64  # at most, of the target's answer to a calibration prompt
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
-    workers: Positive = 1
-    planners: Positive = 1  # from 2 on, processes beside the driver that encode dialogues for it
-    cpus_per_worker: Positive = 1
+    workers: Processes = 1
+    planners: Processes = 1  # from 2 on, processes beside the driver that encode dialogues for it
+    cpus_per_worker: Processes = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
@@ -302,7 +303,7 @@ class TrainConfig(Section):
     pack_tokens: Positive | None = (
         None  # tokens of a row that holds several dialogues; default: each row is one dialogue
     )
-    ranks: Positive | None = None  # for `pipeline run` on one machine; default: every accelerator
+    ranks: Processes | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 1e-3
@@ -384,7 +385,7 @@ class EvalConfig(Section):
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
-    workers: Positive = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
+    workers: Processes = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
     gpus_per_worker: Annotated[int, Field(ge=0)] = 0  # on GPUs 1 or more: who shares one measures the others' work
 
     @model_validator(mode="after")

@@ -3,8 +3,7 @@
 Works on any `AutoModelForCausalLM` of full or sliding attention through its own forward; holds no private copy of a model.
 """
 
-import hashlib
-import json
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,12 +29,15 @@ from pipeline.ends import Ends, LMHead, head_effects
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.files import read_json
+from pipeline.fingerprint import identity
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.sections import TargetConfig
 from pipeline.template import settle, template_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CAPACITY_STEP = 512  # caches of a compiled target come in multiples of it: few shapes, few compilations
+_OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -55,10 +57,27 @@ class Source:
         return Path(found) if found else None
 
 
+def local_folder(model: str) -> Path | None:
+    """Of a target on this machine; None for one of the Hub, OWNER/NAME. Raises PipelineError for a folder that is not there, about which
+    the Hub is not asked.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if _OF_THE_HUB.fullmatch(model):
+        return None
+    what = "is a file" if folder.exists() else "does not exist"
+    raise PipelineError(
+        f"target.model {scrubbed(model)!r} {what}: expected a folder with config.json, tokenizer and safetensors weights, or OWNER/NAME of the Hub"
+    )
+
+
 def source(config: TargetConfig) -> Source:
     name = config.model
     if name.startswith(embedded.PREFIX):
         name = str(embedded.model_folder(name.removeprefix(embedded.PREFIX)))
+    elif (folder := local_folder(name)) is not None:
+        name = str(folder)
     return Source(name, config.revision, config.trust_remote_code)
 
 
@@ -84,7 +103,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
     if config.chat_template:
-        template = Path(config.chat_template)
+        template = Path(config.chat_template).expanduser()
         if not template.is_file():
             raise PipelineError(f"target.chat_template {template} does not exist: expected a Jinja file")
         tokenizer.chat_template = template.read_text().rstrip("\n")
@@ -123,25 +142,8 @@ def weight_files(where: Source) -> dict[str, Path]:
 
 
 def fingerprint(config: TargetConfig) -> str:
-    """Identifies configuration and weights without reading terabytes.
-
-    Hash of the model's configuration and, for each safetensors file, its header and 64 evenly spaced 4 KiB blocks.
-    """
-    where = source(config)
-    plain = load_config(config).to_dict()
-    for volatile in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
-        plain.pop(volatile, None)
-    state = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
-    for path in sorted(set(weight_files(where).values())):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = 8 + int.from_bytes(file.read(8), "little")
-            file.seek(0)
-            state.update(file.read(header))
-            for block in range(64):
-                file.seek(header + (size - header) * block // 64)
-                state.update(file.read(4096))
-    return state.hexdigest()[:16]
+    """Identifies configuration and weights, of these every byte (`pipeline/fingerprint.py`)."""
+    return identity(load_config(config).to_dict(), set(weight_files(source(config)).values()))
 
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:

@@ -25,6 +25,7 @@ from pipeline.thoughts import as_message, cut_in_thoughts
 from preprocess.dialogues import Dialogue
 from preprocess.pieces import accepted_messages
 from preprocess.task import ShardTask, Tell, nobody_listens
+from preprocess.worker import take_threads
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
 TOLD_EVERY = 16  # steps between two signs of life
@@ -104,7 +105,7 @@ class AnswerWorker:
         self._recipe, self._settings, self._tell = recipe, recipe.regenerate, tell
 
     def ready(self) -> None:
-        torch.set_num_threads(self._recipe.features.cpus_per_worker)
+        take_threads(self._recipe.features.cpus_per_worker)
         _ = self._target
 
     @cached_property

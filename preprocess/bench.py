@@ -27,7 +27,7 @@ from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.progress import Progress
 from pipeline.provenance import ROOT, hardware
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 from pipeline.target import feature_spec, load_tokenizer, resolve_device
 from preprocess.plan import Plan
 from preprocess.task import ShardTask
@@ -76,9 +76,10 @@ class Methods:
 
 def peak_mb(recipe_path: str, overrides: list[str], dialogues: int) -> float:
     """Peak resident memory of a process that dumps so many dialogues."""
-    command = [sys.executable, "-m", "preprocess.bench", recipe_path, *override_arguments(overrides)]
-    command += ["--peak-of", str(dialogues)]
-    return float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()[-1])
+    arguments, environment = hand_over(recipe_path, overrides)
+    command = [sys.executable, "-m", "preprocess.bench", *arguments, "--peak-of", str(dialogues)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
 
 
 def dump_and_tell_peak(recipe: Recipe, dialogues: int) -> None:
@@ -137,11 +138,11 @@ def scaling(recipe_path: str, overrides: list[str], workers: int, dialogues: int
         raise PipelineError(f"--scaling {workers}: there are {len(cores)} cores")
     started = []
     for core in cores:
-        command = [sys.executable, "-m", "preprocess.bench", recipe_path, *override_arguments(overrides)]
+        arguments, environment = hand_over(recipe_path, overrides)
+        command = [sys.executable, "-m", "preprocess.bench", *arguments]
         command += ["--dialogues", str(dialogues), "--pinned-to", str(core)]
-        started.append(
-            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
 
     def run(some: list[subprocess.Popen]) -> float:
         for process in some:

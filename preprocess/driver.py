@@ -25,7 +25,8 @@ from pipeline.features.shards import (
 from pipeline.features.store import Store, store_of
 from pipeline.files import exclusive, sha256, write_text
 from pipeline.progress import Progress
-from pipeline.provenance import PROVENANCE, RECIPE, public_name, write_provenance
+from pipeline.provenance import PROVENANCE, RECIPE, write_own_recipe, write_provenance
+from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe
 from pipeline.target import feature_spec, load_tokenizer
 from preprocess.plan import Plan
@@ -137,6 +138,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     finished = {(shard.split, shard.index): shard for shard in manifest.shards}
     tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
+    write_own_recipe(folder, recipe)
     done = sum(shard.tokens for shard in manifest.shards)
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
     with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress, ledger:
@@ -146,7 +148,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
-            f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} records, "
+            f"data.source {scrubbed(recipe.data.source)} holds no usable dialogue: {plan.records} records, "
             f"rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
         )
     if manifest.total("validation", "rows") == 0:

@@ -4,10 +4,13 @@ python preprocess/dump_features.py RECIPE                                    (st
 ray job submit --working-dir . -- python preprocess/dump_features.py RECIPE  (on a cluster)
 """
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 from pipeline import entry
 from preprocess.driver import dump

@@ -26,7 +26,7 @@ from pipeline import chat, entry
 from pipeline.errors import PipelineError
 from pipeline.features.schema import token_bytes
 from pipeline.progress import Progress
-from pipeline.provenance import public_name
+from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.target import DTYPES, feature_spec, load_config, load_tokenizer, parameter_count_of
 from preprocess.dialogues import held_out
@@ -57,7 +57,7 @@ def sample_source(recipe: Recipe, wanted: int) -> Sample:
             records += 1
             progress.advance(1)
     if not records:
-        raise PipelineError(f"data.source {recipe.data.source} holds no record")
+        raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no record")
     every = max(records // wanted, 1)
     tokenizer, tried = load_tokenizer(recipe.target), 0
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
@@ -71,7 +71,7 @@ def sample_source(recipe: Recipe, wanted: int) -> Sample:
         split = "validation" if held_out(dialogue.doc_id, recipe.data.heldout_fraction) else "train"
         documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
     if not documents["train"]:
-        raise PipelineError(f"none of {tried} records tried of data.source {recipe.data.source} is usable")
+        raise PipelineError(f"none of {tried} records tried of data.source {scrubbed(recipe.data.source)} is usable")
     return Sample(records, tried, documents)
 
 

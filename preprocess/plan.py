@@ -19,10 +19,13 @@ from typing import Any
 import numpy as np
 
 from pipeline import chat
+from pipeline.cores import require_few
 from pipeline.errors import PipelineError
 from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.sections import DataConfig, TargetConfig
+from pipeline.signals import deaf_children
 from pipeline.target import load_tokenizer
 from preprocess.dialogues import Dialogue, held_out
 from preprocess.intake import Intake
@@ -49,7 +52,7 @@ class _Encoding:
     """Call it for the result. Raises what `encode_pieces` does."""
 
     def __init__(self, processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig):
-        with self._alive():
+        with self._alive(), deaf_children():  # it may start the process
             self._future = processes.submit(_encode_there, dialogue, data)
 
     def __call__(self) -> Encoded:
@@ -128,6 +131,7 @@ class Plan:
             for dialogue in self._intake:
                 yield dialogue, partial(encode_pieces, self.tokenizer, dialogue, data)
             return
+        require_few("features.planners", planners)
         spawn, target = get_context("spawn"), self.recipe.target
         with ProcessPoolExecutor(planners, spawn, initializer=_start_planner, initargs=(target,)) as processes:
             waiting: deque = deque()
@@ -198,7 +202,7 @@ class Plan:
         if accepted + len(rejected) + sum(self.skipped.values()) != self.records + self.further:
             raise PipelineError(
                 f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues are not the "
-                f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
+                f"{self.records} records of {scrubbed(self.recipe.data.source)}: dump again into another folder"
             )
         return {
             "records": self.records,

@@ -19,10 +19,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.cores import require_few
 from pipeline.errors import PipelineError
 from pipeline.provenance import ROOT
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.sections import FeaturesConfig
+from pipeline.signals import kept_handlers
 from preprocess.task import KILLS_WORKERS, ShardTask, Tell, Worker
 
 LOOK_SECONDS = 1.0  # between two looks at the beats of the running tasks
@@ -246,7 +249,7 @@ class _History:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no message")
+    return scrubbed(next(iter(str(error).splitlines()), "no message"))
 
 
 def _name(task: ShardTask) -> str:
@@ -262,18 +265,20 @@ def start_ray(recipe: Recipe) -> None:
     Raises PipelineError where no node has room for one worker.
     """
     settings = recipe.features
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level="warning")
-    else:
-        ray.init(
-            address="local",
-            _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
-            num_cpus=max(settings.workers * settings.cpus_per_worker, 1),
-            include_dashboard=False,
-            logging_level="warning",
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-        )
+    with kept_handlers():
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(logging_level="warning")
+        else:
+            require_few("features.workers", settings.workers)
+            ray.init(
+                address="local",
+                _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
+                num_cpus=max(settings.workers * settings.cpus_per_worker, 1),
+                include_dashboard=False,
+                logging_level="warning",
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            )
     _require_room(settings)
 
 

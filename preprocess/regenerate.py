@@ -9,6 +9,7 @@ in circles or ends in its thoughts, and after one that reaches regenerate.max_ne
 """
 
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 from pipeline import entry
 from pipeline.chat import template_fingerprint, tokenizer_fingerprint
@@ -25,6 +28,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
 from pipeline.progress import Progress
 from pipeline.provenance import write_provenance
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.target import fingerprint, load_tokenizer
 from pipeline.template import template_settings
@@ -164,10 +168,10 @@ def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     if answered + len(rejected) + sum(skipped.values()) != intake.records:
         raise PipelineError(
             f"{answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are not the "
-            f"{intake.records} records of {recipe.data.source}: use another output"
+            f"{intake.records} records of {scrubbed(recipe.data.source)}: use another output"
         )
     if not answered:
-        raise PipelineError(f"data.source {recipe.data.source} holds no dialogue that the target answers")
+        raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no dialogue that the target answers")
     parts.accounting = {
         "records": intake.records,
         "answered": answered,

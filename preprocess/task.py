@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.errors import PipelineError
+from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
 
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
@@ -46,7 +47,7 @@ class ShardTask:
         """
         if record is not None and record.documents != self.fingerprint:
             raise PipelineError(
-                f"{record.name} was made from other dialogues than {recipe.data.source} has now: the source changed since this job "
+                f"{record.name} was made from other dialogues than {scrubbed(recipe.data.source)} has now: the source changed since this job "
                 "was started. Restore it, or use another output folder"
             )
         return record is not None

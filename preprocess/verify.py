@@ -3,9 +3,9 @@
     python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
 
 Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does
-not know, and forwards a sample of rows through the target again. The recipe is the one beside the shards unless it is given
-(a target that was a local folder has to be, and a recipe that names a store: its shards are fetched into DIR first). --repair dumps
-again what is damaged; nothing else is touched.
+not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the shards on its own
+machine, unless another is given (one whose addresses hold credentials has to be, and any where the shards were fetched from a store).
+Shards that are in a store are fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pipeline.features.shards import (
 )
 from pipeline.features.store import fetch, store_of
 from pipeline.progress import Progress
-from pipeline.provenance import RECIPE
+from pipeline.provenance import OWN_RECIPE, RECIPE
 from pipeline.recipe import load_recipe
 from pipeline.target import Target, fingerprint
 from preprocess.driver import dump
@@ -90,13 +90,27 @@ def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tupl
     return errors
 
 
-def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, repair: bool) -> None:
+def recipe_beside(folder: Path) -> Path | None:
+    """The recipe that the dump left in the folder: its own; else, where nothing was cut off from it, the public copy."""
+    if (folder / OWN_RECIPE).exists():
+        return folder / OWN_RECIPE
+    public = folder / RECIPE
+    if not public.exists():
+        return None
+    recipe = load_recipe(public)
+    whole = recipe.dump_hash == Manifest.load(folder).spec.recipe and not recipe.features.store
+    return public if whole else None
+
+
+def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: int, repair: bool) -> None:
     """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
+    if recipe_path is None and (rows or repair):
+        raise PipelineError(
+            f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped with, --recipe RECIPE "
+            "(and the overrides, --set section.key=value). --rows 0 checks sizes and checksums without one"
+        )
     sets = [*overrides, f"output={folder.parent}"]
-    given = recipe_path != folder / RECIPE  # the copy beside the shards has the store's private parts cut off
-    store = store_of(load_recipe(recipe_path, sets)) if given else None
-    if not given and recipe_path.exists() and load_recipe(recipe_path, sets).features.store:
-        raise PipelineError(f"{folder}: its shards are in a store; give the recipe that names it: --recipe RECIPE")
+    store = store_of(load_recipe(recipe_path, sets)) if recipe_path else None
     if store:
         fetch(load_recipe(recipe_path, sets), checksums=False)
     manifest = Manifest.load(folder)
@@ -114,7 +128,7 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
     recipe = load_recipe(recipe_path, sets) if needs_recipe else None
     if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
         raise PipelineError(
-            f"{recipe_path} is not the recipe that {folder} was dumped with (the copy in the folder has local paths cut off): "
+            f"{recipe_path} is not the recipe that {folder} was dumped with (a copy in the folder has credentials cut off): "
             "give it with --recipe"
         )
     if recipe and recipe.features_dir.resolve() != folder.resolve():
@@ -156,13 +170,13 @@ def verify(folder: Path, recipe_path: Path, overrides: list[str], rows: int, rep
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a run's features folder")
-    parser.add_argument("--recipe", type=Path, help="default: the recipe.json in the folder")
+    parser.add_argument("--recipe", type=Path, help="default: the dump's own, in the folder")
     parser.add_argument("--set", dest="overrides", metavar="section.key=value", action="append", default=[])
     parser.add_argument("--rows", type=int, default=8, help="rows of each split to forward again (0: none)")
     parser.add_argument("--repair", action="store_true", help="dump again what is damaged or missing")
     arguments = parser.parse_args()
     folder = arguments.folder
-    verify(folder, arguments.recipe or folder / RECIPE, arguments.overrides, arguments.rows, arguments.repair)
+    verify(folder, arguments.recipe or recipe_beside(folder), arguments.overrides, arguments.rows, arguments.repair)
 
 
 if __name__ == "__main__":

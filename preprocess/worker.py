@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from pipeline.cores import asked_threads
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
@@ -70,6 +71,11 @@ def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: 
         yield item, future.result()
 
 
+def take_threads(most: int) -> None:
+    """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that is fewer."""
+    torch.set_num_threads(min(most, asked_threads() or most))
+
+
 class FeatureWorker:
     """Runs the frozen target; its tensors go to its own shards only."""
 
@@ -78,14 +84,14 @@ class FeatureWorker:
         self._tell, self._store = tell, store_of(recipe)
         self._in_flight = max(1, int(self._settings.gpus_per_worker))  # a batch for every GPU of a spread target
         self._computing = ThreadPoolExecutor(
-            self._in_flight, initializer=torch.set_num_threads, initargs=(self._settings.cpus_per_worker,)
+            self._in_flight, initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
         )
         self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
         self._busy_lock = Lock()
 
     def ready(self) -> None:
         """Loads the target."""
-        torch.set_num_threads(self._settings.cpus_per_worker)
+        take_threads(self._settings.cpus_per_worker)
         _ = self._target
 
     @cached_property

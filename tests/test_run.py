@@ -155,8 +155,9 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
     recipe, run, _ = finished
     (tmp_path / "run").mkdir()
     (tmp_path / "run/features").symlink_to(run / "features")
-    mark = f"output={tmp_path / 'run'}"
-    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--set", mark, "--set", "train.epochs=5000"]
+    mark = str(shutil.copy(recipe, tmp_path / "recipe.json"))  # no other command line names it
+    output = f"output={tmp_path / 'run'}"
+    command = [sys.executable, "-m", "pipeline", "run", mark, "--set", output, "--set", "train.epochs=5000"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

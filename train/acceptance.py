@@ -6,10 +6,9 @@ features where decoding has true ones and from the draft's own elsewhere, what d
 them, to show it.
 """
 
-import os
-
 import torch
 
+from pipeline.cores import asked_threads, cores
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import decoded
@@ -61,10 +60,10 @@ class Decoder:
 
     def tau(self, draft: Draft, quiet: bool) -> float:
         """Of greedy decoding with the draft's tree; the draft's weights are cast to the target's dtype. On a CPU with the cores of
-        the ranks that wait meanwhile. `quiet`: no bar of its own.
+        the ranks that wait meanwhile, unless the user's OMP_NUM_THREADS says otherwise. `quiet`: no bar of its own.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(asked_threads() or cores())
         try:
             return self._decoded(draft, quiet).tau
         finally:

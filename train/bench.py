@@ -36,7 +36,7 @@ from pipeline.errors import PipelineError
 from pipeline.features.shards import FeatureStore
 from pipeline.losses import Prediction
 from pipeline.provenance import ROOT, hardware
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 from pipeline.target import feature_spec, load_ends
 from train.data import Batches
 from train.engine import Engine, start_distributed
@@ -148,9 +148,9 @@ def of_one_rank(recipe: Recipe) -> Recipe:
 
 def peak_of(arguments, name: str, way: str) -> float:
     """Measured in a process of its own."""
-    command = [sys.executable, "-m", "train.bench", arguments.recipe, *override_arguments(arguments.overrides)]
-    command += ["--draft", name, "--steps", "3", "--peak-of", way]
-    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
+    handed, environment = hand_over(arguments.recipe, arguments.overrides)
+    command = [sys.executable, "-m", "train.bench", *handed, "--draft", name, "--steps", "3", "--peak-of", way]
+    alone = {key: value for key, value in environment.items() if key not in ("RANK", "MASTER_PORT")}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PipelineError(f"the process that measures the memory of {way!r} failed:\n{done.stderr[-2000:]}")

@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
 from pipeline.batch import Batch
+from pipeline.cores import asked_threads, cores
 from pipeline.drafts import Draft, parameter_count
 from pipeline.errors import PipelineError
 from pipeline.files import sync, write_sealed
@@ -30,7 +31,9 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with
 
 
 def start_distributed() -> None:
-    """Joins the launcher's process group (a single process makes its own); sets CPU threads to this rank's share."""
+    """Joins the launcher's process group (a single process makes its own); sets CPU threads to what the user's OMP_NUM_THREADS
+    says, else to this rank's share of the cores.
+    """
     if not dist.is_initialized():
         # DeepSpeed would compile its shared-memory all-reduce first, which serves inference only: a training killed
         # while it compiles leaves a lock that every later one waits for without end, and each rank leaves 69 MB in
@@ -46,7 +49,7 @@ def start_distributed() -> None:
         deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
         local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        torch.set_num_threads(asked_threads() or max(1, cores() // local))
 
 
 def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:

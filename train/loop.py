@@ -1,5 +1,6 @@
 """Training one draft, from its shards to its checkpoint."""
 
+import logging
 import math
 import shutil
 import time
@@ -10,6 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from pipeline import checkpoint
+from pipeline.batch import Batch
 from pipeline.curves import METRICS, draw_training
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
@@ -24,9 +26,11 @@ from pipeline.target import load_config
 from train import acceptance
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import BEST, Engine, add_sums
+from train.pace import Pace
 from train.tracking import Metrics, open_tracker, require_tracker
 
 RESUME_STATE, PLOT = "resume", "training.png"
+log = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, name: str, ends: Ends, expected: FeatureSpec, rank: int, ranks: int) -> str | None:
@@ -141,8 +145,9 @@ class _Run:
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
         self.kept_weights: dict = {}  # at the end, whole on rank 0
-        self._metrics = None
+        self._metrics = self._pace = None
         if engine.rank == 0:
+            self._pace = Pace(draft, engine.device, engine.dtype)
             tracker = open_tracker(recipe, name, self._folder)
             self._metrics = Metrics(self._folder, engine.step, tracker)
 
@@ -172,8 +177,9 @@ class _Run:
                 progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}"})
 
     def _one_step(self, micro_batches) -> dict[str, str]:
-        rate = self._engine.learning_rate()
+        rate, begin = self._engine.learning_rate(), time.monotonic()
         sums = self._engine.advance(micro_batches)
+        self._look_at_pace(micro_batches, time.monotonic() - begin)
         values, step = self._averages(sums), self._engine.step
         self._trained_tokens += int(sums["next"]["positions"])
         if self._engine.left_out:
@@ -192,6 +198,11 @@ class _Run:
         if "estimated_tau" in self._validation:
             shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
         return shown
+
+    def _look_at_pace(self, micro_batches: list[Batch], seconds: float) -> None:
+        if self._pace and (warning := self._pace.looked_at(micro_batches, seconds)):
+            log.warning("%s", warning)
+            self._write("slow", {"what": warning})
 
     def _progress(self) -> dict[str, Any]:
         return {

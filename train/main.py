@@ -5,10 +5,13 @@ DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two C
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 import torch.distributed as dist
 

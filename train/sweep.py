@@ -8,16 +8,15 @@ validation of each measured on held-out text and on the calibration prompts. The
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from pipeline import checkpoint, entry
+from pipeline import checkpoint, children, entry
 from pipeline.errors import PipelineError
 from pipeline.features.shards import link_features
 from pipeline.features.store import fetch
 from pipeline.provenance import ROOT
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 
 SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification": "cross-entropy"}
 
@@ -30,8 +29,9 @@ def of_rate(arguments, rate: float) -> tuple[Recipe, list[str]]:
 
 
 def run(recipe_path: str, overrides: list[str], until: str) -> None:
-    command = [sys.executable, "-m", "pipeline", "run", recipe_path, "--until", until, *override_arguments(overrides)]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+    arguments, environment = hand_over(recipe_path, overrides)
+    command = [sys.executable, "-m", "pipeline", "run", *arguments, "--until", until]
+    if children.call(command, environment, ROOT)[0]:
         raise PipelineError("the sweep stopped where that command failed; run it again to continue")
 
 

@@ -17,7 +17,8 @@ from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, UNREADABLE, Manifest, damage, prompts_damage
 from pipeline.files import atomic_path, sha256, unsealed
 from pipeline.progress import Progress
-from pipeline.provenance import RECIPE, public_name
+from pipeline.provenance import RECIPE
+from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe
 
 
@@ -25,10 +26,10 @@ class Store:
     """One folder of a store. Every method raises PipelineError when the store cannot be reached or refuses."""
 
     def __init__(self, url: str):
-        self.name = public_name(url)  # without credentials
+        self.name, self._url = public_name(url), url  # the name is without credentials
         if "://" not in url:
             raise PipelineError(
-                f"features.store={url!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
+                f"features.store={self.name!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
             )
         try:
             try:
@@ -43,7 +44,8 @@ class Store:
         self._root = root.rstrip("/")
 
     def _failed(self, what: str, error: Exception) -> PipelineError:
-        return PipelineError(f"features.store {self.name}: {what} failed: {str(error).splitlines()[0]}")
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        return PipelineError(f"features.store {self.name}: {what} failed: {scrubbed(why, self._url)}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every object of the folder, by name."""

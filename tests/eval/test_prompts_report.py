@@ -59,6 +59,25 @@ def test_prompts_are_read_in_order(tmp_path, recipe):
     assert load(source, recipe, 2) == expected
 
 
+def test_a_benchmark_that_is_no_utf8_is_refused_with_what_to_do(tmp_path, recipe):
+    (tmp_path / "b.jsonl").write_bytes(
+        prompt_line(0, turns=["caf\xe9"]).encode() + '{"turns": ["café"]}'.encode("latin-1")
+    )
+    message = refusal(str(tmp_path / "b.jsonl"), recipe)
+    assert "is not UTF-8 (byte " in message and "iconv -f LATIN1 -t UTF-8" in message
+
+
+def test_a_byte_order_mark_before_the_first_prompt_is_read(tmp_path, recipe):
+    (tmp_path / "b.jsonl").write_bytes(prompt_line(0).encode("utf-8-sig"))
+    assert load(str(tmp_path / "b.jsonl"), recipe) == [Prompt("q0", "code", ("turn 0",))]
+
+
+def test_what_is_no_file_on_this_machine_is_refused(tmp_path, recipe):
+    assert f"{tmp_path} is no file" in refusal(str(tmp_path), recipe)
+    message = refusal("https://alice:secret@host/b.jsonl", recipe)
+    assert "https://host/b.jsonl is an address: expected a file" in message and "secret" not in message
+
+
 def test_numbers_as_ids_become_texts_and_missing_ids_are_numbered(tmp_path, recipe):
     source = write_lines(tmp_path / "b.jsonl", prompt_line(0, question_id=81), json.dumps({"turns": ["x"]}))
     assert [prompt.question_id for prompt in load(source, recipe)] == ["81", "2"]

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.provenance import changed, hardware, public_name, write_provenance
+from pipeline.provenance import changed, hardware, write_own_recipe, write_provenance
+from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe, load_recipe
 from tests.kit import replace_once
 
@@ -24,12 +25,46 @@ from tests.kit import replace_once
         ("https://alice:secret@host.example/x/data.json?sig=abc#z", "https://host.example/x/data.json"),
         ("s3://bucket/data.json?token=abc", "s3://bucket/data.json"),
         ("s3://KEY:SE/CR+ET@bucket/run?region=x", "s3://bucket/run"),
+        ("https://SECRET@host.example/data.json", "https://host.example/data.json"),
+        ("s3://KEY:SE?CR#ET@bucket/run", "s3://bucket/run"),
+        ("https://host.example/a@b/data.json", "https://host.example/a@b/data.json"),
+        ("https://host.example/data.json?mail=a@b", "https://host.example/data.json"),
+        ("https://host.example/hf_abcDEF123456/data.json", "https://host.example/***/data.json"),
+        ("https://host.example/x;token=abc/data.json", "https://host.example/x;token=***/data.json"),
+        ("https://host.example/T0/9f8a7b6c5d4e3f2a1b0c/d.json", "https://host.example/T0/***/d.json"),
+        (
+            "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
+            "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
+        ),
+        (f"https://host.example/{'0a' * 20}/x.json", f"https://host.example/{'0a' * 20}/x.json"),
+        ("simplecache::http://alice:secret@host/x.json", "simplecache::http://host/x.json"),
+        ("zip://x.json::/home/alice/x.zip", "zip://x.json::x.zip"),
+        ("simplecache::file:///home/alice/x.json", "simplecache::x.json"),
+        ("hf://alice:secret@datasets/x", "hf://datasets/x"),
         ("abfs://container@account.dfs.example/run", "abfs://container@account.dfs.example/run"),
         ("hf://datasets/owner/name@revision/file.json", "hf://datasets/owner/name@revision/file.json"),
     ],
 )
 def test_no_private_part_of_an_address_is_public(source, public):
     assert public_name(source) == public
+
+
+def test_a_text_is_scrubbed_of_every_url_and_of_what_is_known_to_be_secret():
+    address = "s3://KEY:se%2Fcret@bucket/x?region=moon"
+    text = f"opening {address} failed: (https://SECRET@host/y) and se/cret, se%2Fcret, moon; /home/alice stays"
+    assert (
+        scrubbed(text, address) == "opening s3://bucket/x failed: (https://host/y) and ***, ***, ***; /home/alice stays"
+    )
+
+
+def test_the_dumps_own_recipe_keeps_local_paths_and_no_credentials(tiny_recipe, tmp_path):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["data"]["source"] = "http://alice:secret@host/x.json"
+    (tmp_path / "out").mkdir()
+    write_own_recipe(tmp_path / "out", Recipe.model_validate(tree))
+    path = tmp_path / "out/own-recipe.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and "secret" not in path.read_text()
+    assert load_recipe(path).target == tiny_recipe.target and load_recipe(path).output == tiny_recipe.output
 
 
 def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, tmp_path):

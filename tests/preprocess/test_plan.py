@@ -21,7 +21,7 @@ from pipeline.target import feature_spec
 from preprocess.dialogues import clean, held_out, record_id
 from preprocess.plan import Plan
 from preprocess.task import ShardTask
-from preprocess.worker import Document, FeatureWorker, length_sorted_batches
+from preprocess.worker import Document, FeatureWorker, length_sorted_batches, take_threads
 from tests.kit import PATIENCE, byte_tokenizer, recipe_tree, write_sharegpt
 from tests.templates import QWEN_3, settled
 
@@ -527,3 +527,16 @@ def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, 
     record = worker.work(task)
     assert record.rows == 0
     assert set(record.rejected) == {d.doc_id for d in task.documents}
+
+
+@pytest.mark.parametrize(("asked", "got"), [("2", 2), ("8", 3), (None, 3)])
+def test_a_worker_takes_the_recipes_threads_or_fewer_where_the_user_says_so(monkeypatch, asked, got):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    try:
+        take_threads(3)
+        assert torch.get_num_threads() == got
+    finally:
+        torch.set_num_threads(before)

@@ -9,9 +9,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from pipeline.chat import Unusable
 from pipeline.errors import PipelineError
 from pipeline.sections import DataConfig
-from preprocess import sources
+from preprocess import json_records, sources
+from preprocess.dialogues import clean
 from preprocess.sources import Tail, read_records
 from tests.preprocess.test_dialogues import A, record
 
@@ -105,11 +107,120 @@ def test_damage_in_the_middle_is_refused_and_not_taken_for_a_torn_tail(tmp_path,
         read(write(tmp_path, damage(TEXT.encode())))
 
 
-def test_half_an_emoji_is_refused_without_a_traceback(tmp_path):
-    """JavaScript cuts strings between the two halves of an emoji; ijson's parser cannot pass the second half."""
-    source = write(tmp_path, TEXT.replace("because.", "\\ude00 because.", 1))
-    with pytest.raises(PipelineError, match="its first record cannot be parsed"):
-        read(source)
+def test_half_an_emoji_costs_one_record(tmp_path):
+    """JavaScript cuts strings between the two halves of an emoji."""
+    got, tail = read(write(tmp_path, TEXT.replace("because.", "\\ude00 because.", 1)))
+    assert got[1:] == RECORDS[1:] and tail == Tail(None) and fate(got[0]) == "not_unicode"
+
+
+def fate(item) -> str:
+    with pytest.raises(Unusable) as reason:
+        clean(item)
+    return str(reason.value)
+
+
+# Every cut has to be told from damage: escapes, numbers, words, other alphabets, a string of white space.
+AWKWARD = [
+    {"id": "a", "conversations": [], "x": [1.5e-3, -12, True, False, None, {"k": []}]},
+    {"id": 'q"uo\\te\u0001', "y": "größer 漢字 😀\n\t  "},
+    {"id": "b", "z": [[["deep"]]], "n": {"m": {"l": -0.0}}},
+]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_every_cut_of_a_list_is_a_torn_tail(tmp_path, ascii_only, indent):
+    text = json.dumps(AWKWARD, ensure_ascii=ascii_only, indent=indent).encode()
+    ends = [
+        len(json.dumps(AWKWARD[:n], ensure_ascii=ascii_only, indent=indent).rstrip("]\n").encode()) for n in (1, 2, 3)
+    ]
+    for cut in range(ends[0], len(text) - 1):
+        whole = sum(cut >= end for end in ends)
+        assert read(write(tmp_path, text[:cut])) == (AWKWARD[:whole], Tail(whole)), text[:cut]
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [json_records.DEEPEST, 1_100, 200_000])
+@pytest.mark.parametrize("form", ["list", "lines"])
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, form, place):
+    deep = f'{{"id": "deep \\"]}}\\\\", "conversations": {nested(depth)}}}'
+    items = [json.dumps(item) for item in RECORDS]
+    items.insert(place, deep)
+    got, tail = read(write(tmp_path, f"[{', '.join(items)}]" if form == "list" else "\n".join(items) + "\n"))
+    assert got[:place] + got[place + 1 :] == RECORDS and tail == Tail(None)
+    assert isinstance(got[place], str) and len(got[place]) <= json_records.SHOWN and fate(got[place]) == "malformed"
+
+
+def test_a_record_as_deep_as_allowed_is_a_record(tmp_path):
+    item = {"id": "x", "conversations": json.loads(nested(json_records.DEEPEST - 1))}
+    for text in (json.dumps([item]), json.dumps(item) + "\n"):
+        assert read(write(tmp_path, text))[0] == [item]
+
+
+@pytest.mark.parametrize("form", ["list", "lines"])
+def test_a_record_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(json_records, "LONGEST", 300_000)
+    longest = []
+    grow = json_records._Text._more
+
+    def watched(text):
+        found = grow(text)
+        longest.append(len(text.text))
+        return found
+
+    monkeypatch.setattr(json_records._Text, "_more", watched)
+    long = json.dumps(record(("human", 'q"\\' * 1_000_000), A, doc_id="long"))
+    items = [json.dumps(RECORDS[0]), long, json.dumps(RECORDS[1])]
+    got, tail = read(write(tmp_path, f"[{','.join(items)}]" if form == "list" else "\n".join(items)))
+    assert [got[0], got[2]] == RECORDS[:2] and tail == Tail(None) and fate(got[1]) == "malformed"
+    assert max(longest, default=0) < 1_200_000 < len(long)
+
+
+@pytest.mark.parametrize("cut", [1_000, 400_000])
+def test_a_file_that_ends_in_a_record_that_is_passed_over_is_torn(tmp_path, cut):
+    text = f"[{json.dumps(RECORDS[0])}, {nested(200_000)}"
+    assert read(write(tmp_path, text[: -400_000 + cut - 1])) == (RECORDS[:1], Tail(1))
+    with pytest.raises(PipelineError, match="it ends in its first record"):
+        read(write(tmp_path, f"[{nested(200_000)[: cut - 1]}"))
+
+
+def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
+    items = [json.dumps(RECORDS[0]), "9" * 5000, f'{{"id": {"9" * 5000}}}', json.dumps(RECORDS[1])]
+    for text in (f"[{', '.join(items)}]", "\n".join(items)):
+        got, tail = read(write(tmp_path, text))
+        assert [got[0], got[3]] == RECORDS[:2] and tail == Tail(None)
+        assert [fate(item) for item in got[1:3]] == ["malformed"] * 2
+
+
+@pytest.mark.parametrize(
+    "garbage", ["hello", "<html></html>", "[INFO] fetched", "[2024-01-01] fetched", "null", "3", "\udcff\udc89PNG"]
+)
+def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage):
+    got, tail = read(write(tmp_path, garbage.encode(errors="surrogateescape") + b"\n" + LINES.encode()))
+    assert got[1:] == RECORDS and tail == Tail(None) and fate(got[0]) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "text", [f"[\n{json.dumps(RECORDS[0])}\n]", f"[{json.dumps(RECORDS[0])},\n{json.dumps(RECORDS[1])}\n]"]
+)
+def test_a_list_whose_records_stand_on_lines_of_their_own_is_a_list(tmp_path, text):
+    assert read(write(tmp_path, text)) == (json.loads(text), Tail(None))
+
+
+@pytest.mark.parametrize("text", [TEXT, LINES], ids=["list", "lines"])
+def test_a_byte_order_mark_is_read(tmp_path, text):
+    assert read(write(tmp_path, text.encode("utf-8-sig"))) == (RECORDS, Tail(None))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("text", [TEXT, LINES], ids=["list", "lines"])
+def test_text_of_two_bytes_a_character_is_refused_with_what_to_do(tmp_path, text, encoding):
+    with pytest.raises(PipelineError, match="convert it"):
+        read(write(tmp_path, text.encode(encoding)))
 
 
 def test_a_missing_file_is_named(tmp_path):

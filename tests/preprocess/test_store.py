@@ -176,7 +176,7 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     content[len(content) // 2] ^= 1
     (recipe.features_dir / name).write_bytes(content)
     arguments = [str(recipe.features_dir), "--rows", "0"]
-    with pytest.raises(PipelineError, match="give the recipe that names it"):
+    with pytest.raises(PipelineError, match="give the one that it was dumped with"):
         call(verify.main, *arguments, "--repair")
     call(verify.main, *arguments, "--recipe", str(recipe_file))
     assert sha256(recipe.features_dir / name) == expected[name] and Store(url).sizes() == before

@@ -56,6 +56,18 @@ def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, capsys):
     assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
 
 
+def test_the_recipe_is_found_beside_the_features_of_a_local_target(dumped, tmp_path, capsys):
+    """Offline; what knows no local path is not asked of the Hub."""
+    _, features = dumped
+    call(main, str(features))
+    assert "16 rows forwarded again" in capsys.readouterr().out
+    shutil.copytree(features, tmp_path / "run/features", ignore=shutil.ignore_patterns("own-recipe.json"))
+    with pytest.raises(PipelineError, match="give the one that it was dumped with, --recipe RECIPE"):
+        call(main, str(tmp_path / "run/features"))
+    call(main, str(tmp_path / "run/features"), "--rows", "0")
+    assert "complete: True" in capsys.readouterr().out
+
+
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     _, features = dumped
     before = {path.name: sha256(path) for path in features.glob("*.arrow")}

@@ -1,0 +1,239 @@
+"""How commands end: one message for bad input, for a file system that refuses, and for a signal."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import cores, entry
+from pipeline.cores import asked_threads, require_few
+from pipeline.errors import PipelineError
+from pipeline.recipe import load_recipe
+from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
+
+WAITING = """
+import sys, time
+from pipeline import entry
+def main():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("closed", flush=True)
+        time.sleep({cleaning})
+entry.run(main)
+"""
+
+
+def interrupted(code: str, *numbers: int, **environment: str) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of a process that gets these signals, each when it has printed another line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=command_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = ""
+    for number in numbers:
+        said += process.stdout.readline()
+        process.send_signal(number)
+    rest, error = process.communicate(timeout=60)
+    return process.returncode, said + rest, error
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
+)
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(number, status, word):
+    ended, out, error = interrupted(WAITING.format(cleaning=0), number)
+    assert (ended, out) == (status, "ready\nclosed\n")
+    assert error == f"{word}: what is finished is kept; run the same command again to continue\n"
+
+
+def test_a_second_ctrl_c_ends_the_cleaning_up_without_a_traceback():
+    ended, out, error = interrupted(WAITING.format(cleaning=60), signal.SIGINT, signal.SIGINT)
+    assert (ended, out) == (130, "ready\nclosed\n") and error.count("\n") == 1 and error.startswith("interrupted: ")
+
+
+def test_what_an_interruption_leads_to_is_not_told():
+    """As of a library that makes an error of its own of it."""
+    code = WAITING.format(cleaning=0).replace("finally:", "except KeyboardInterrupt:\n        raise RuntimeError('x')")
+    ended, _, error = interrupted(code, signal.SIGINT)
+    assert ended == 130 and error.count("\n") == 1
+
+
+BLOCKED = """
+import ctypes
+from pipeline import entry
+def main():
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)  # no signal makes it return
+entry.run_rank(main)
+"""
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(rank, lines, number, status):
+    ended, _, error = interrupted(BLOCKED, number, RANK=rank)
+    assert ended == status and error.count("\n") == lines and "Traceback" not in error
+
+
+def test_a_command_that_another_one_started_leaves_the_telling_to_it():
+    ended, _, error = interrupted(WAITING.format(cleaning=0), signal.SIGTERM, JAKIRO_CHILD="1")
+    assert (ended, error) == (143, "")
+
+
+CALLING = """
+import sys, time
+from pathlib import Path
+from pipeline import children, entry
+def main():
+    children.call([sys.executable, "-c", {inner!r}], {{}}, Path.cwd())
+entry.run(main)
+"""
+
+
+def test_ctrl_c_ends_what_a_command_started_and_is_told_once():
+    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    ended, out, error = interrupted(CALLING.format(inner=inner), signal.SIGINT)
+    assert ended == 130 and error.count("\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(out), 0)
+
+
+def test_who_does_not_end_when_asked_is_ended_at_the_second_ctrl_c():
+    inner = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "print(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
+    )
+    ended, out, error = interrupted(CALLING.format(inner=inner), signal.SIGINT, signal.SIGINT)
+    assert ended == 130 and error.count("\n") == 1 and out.splitlines()[1:] == ["asked"]
+
+
+# -- a file system that refuses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EACCES, "cannot be read or written (Permission denied): change its permissions"),
+        (errno.EROFS, "cannot be read or written (Read-only file system)"),
+        (errno.EPERM, "cannot be read or written (Operation not permitted)"),
+        (errno.EISDIR, "is a folder: a file is wanted there"),
+        (errno.ENAMETOOLONG, "the name is too long"),
+        (errno.ENOSPC, "no space to write"),
+    ],
+)
+def test_what_a_file_system_refuses_is_one_message_with_the_path(number, message, capsys):
+    assert entry._told(OSError(number, os.strerror(number), "/run/x")) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and "/run/x" in told and message in told and told.count("\n") == 1
+
+
+def test_a_full_disk_is_told_where_no_file_is_named(capsys):
+    assert entry._told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == 2
+    assert "no space to write a file" in capsys.readouterr().err
+
+
+def test_other_errors_keep_their_traceback(capsys):
+    assert entry._told(OSError(errno.ECONNRESET, "reset")) == 1
+    assert entry._told(KeyError("x")) == 1
+    assert capsys.readouterr().err.count("Error") >= 2
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:
+        Path(f"{tmp_path}/file{below}/logs").mkdir(parents=True, exist_ok=True)
+    assert entry._told(caught.value) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/file is in the way: a folder is wanted there.")
+
+
+def test_an_output_where_nothing_can_be_made_is_one_message(tiny_target, tmp_path):
+    code = (
+        "import sys; from pipeline import entry, provenance\nfrom pipeline.recipe import load_recipe\n"
+        "entry.run(lambda: (load_recipe(sys.argv[1]).run_dir / 'logs').mkdir(parents=True))"
+    )
+    for output in ("/proc/here", "/sys/here"):
+        tree = recipe_tree(tiny_target, tmp_path / "data.json", Path(output))
+        recipe = write_recipe(tree, tmp_path / f"recipe-{output[1:4]}")
+        done = subprocess.run([sys.executable, "-c", code, str(recipe)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and output in done.stderr, done.stderr
+
+
+# -- recipes that name what no machine has ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("output=", "output: '' names no folder"),
+        ("output='  '", "names no folder"),
+        ('output="a\\nb"', "names no folder"),
+        ("name=", "name: a name is letters, digits"),
+        ("name=../../x", "name: a name is letters, digits"),
+        ("features.workers=1000000", "features.workers: Input should be less than or equal to 4096 (got 1000000)"),
+        ("features.planners=1000000", "features.planners"),
+        ("features.cpus_per_worker=1000000", "features.cpus_per_worker"),
+        ("eval.workers=1000000", "eval.workers"),
+        ("train.ranks=1000000", "train.ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_recipe(tiny_target, tmp_path, override, message):
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
+    with pytest.raises(PipelineError) as caught:
+        load_recipe(write_recipe(tree, tmp_path / "recipe"), [override])
+    assert message in str(caught.value)
+
+
+def test_a_recipe_that_is_a_folder_is_said_to_be_one(tmp_path):
+    with pytest.raises(PipelineError, match="is a folder: expected a TOML file"):
+        load_recipe(tmp_path)
+
+
+def test_more_processes_than_a_machine_could_serve_are_refused(monkeypatch):
+    monkeypatch.setattr(cores, "cores", lambda: 2)
+    require_few("features.workers", 32)
+    with pytest.raises(PipelineError, match=r"features\.workers=33, but this machine has 2 cores: at most 32"):
+        require_few("features.workers", 33)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None), (None, None)]
+)
+def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, given, asked):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert asked_threads() == asked
+
+
+LAUNCHED = "from pipeline.cores import asked_threads; print(asked_threads())"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [({}, "None"), ({"OMP_NUM_THREADS": "1"}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_one_thread_that_torchrun_set_by_itself_is_not_the_users(tmp_path, given, asked):
+    script = tmp_path / "rank.py"
+    script.write_text(LAUNCHED)
+    environment = {key: value for key, value in command_environment().items() if key != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT), **given}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [asked] * 2, done.stderr

@@ -1,0 +1,169 @@
+"""A target's identity covers every byte of its weights, each read once on a machine; and a target that is not there is said so."""
+
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline import fingerprint as module
+from pipeline.errors import PipelineError
+from pipeline.files import sha256
+from pipeline.fingerprint import weights_sha256
+from pipeline.sections import TargetConfig
+from pipeline.target import fingerprint, load_config, source
+from tests.kit import save_tiny_target
+
+OLD = 1_600_000_000
+
+
+@pytest.fixture
+def copied(tiny_target, tmp_path) -> Path:
+    return shutil.copytree(tiny_target, tmp_path / "target")
+
+
+def of(folder: Path) -> str:
+    return fingerprint(TargetConfig(model=str(folder)))
+
+
+def test_it_is_that_of_the_bytes_wherever_they_are(tiny_target, copied, tmp_path):
+    assert of(copied) == of(tiny_target)
+    assert of(save_tiny_target(tmp_path / "other", seed=1)) != of(tiny_target)
+
+
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.999])
+def test_a_byte_that_is_flipped_anywhere_makes_it_another_target(tiny_target, copied, place):
+    weights = copied / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    weights.write_bytes(content)
+    assert of(copied) != of(tiny_target)
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path) -> list[Path]:
+    """The files that were read, with sums kept for small ones, too, and every file old enough."""
+    read, compute = [], module._computed
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "KEPT_FROM", 0)
+    monkeypatch.setattr(module, "SETTLED", -1e9)
+    monkeypatch.setattr(module, "_computed", lambda path: read.append(path) or compute(path))
+    return read
+
+
+def test_a_file_is_read_once_until_it_changes(counted, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"one")
+    assert weights_sha256(path) == weights_sha256(path) == sha256(path) and len(counted) == 1
+    path.write_bytes(b"two")
+    os.utime(path, (OLD, OLD))  # its time of change is another
+    assert weights_sha256(path) == weights_sha256(path) == sha256(path) and len(counted) == 2
+    path.with_name("new").write_bytes(b"six")
+    path.with_name("new").replace(path)
+    assert weights_sha256(path) == sha256(path) and len(counted) == 3
+
+
+def test_several_at_once_read_it_once(counted, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights" * 100_000)
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: weights_sha256(path), range(8))) == {sha256(path)}
+    assert len(counted) == 1
+
+
+def test_a_file_that_changed_a_moment_ago_is_read_again(counted, monkeypatch, tmp_path):
+    """Its times are too coarse to show another change in the same moment."""
+    monkeypatch.setattr(module, "SETTLED", 1e9)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"one")
+    assert weights_sha256(path) == weights_sha256(path) and len(counted) == 2
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"marks": [], "sha256": "0"}'])
+def test_a_damaged_note_is_no_sum(counted, tmp_path, damage):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"one")
+    weights_sha256(path)
+    (note,) = (tmp_path / "cache/sha256").glob("*.json")
+    note.write_text(damage)
+    assert weights_sha256(path) == sha256(path) and len(counted) == 2
+
+
+def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "file"))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"one")
+    assert weights_sha256(path) == sha256(path)
+
+
+def in_the_hubs_cache(folder: Path, blob: str, target: Path | None = None) -> Path:
+    """As huggingface_hub lays files out; `target`: the store of blobs by Xet hash, to which a blob may link."""
+    repository = folder / "models--owner--name"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "snapshots/abc").mkdir(parents=True)
+    if target is None:
+        (repository / "blobs" / blob).write_bytes(b"content")
+    else:
+        target.parent.mkdir(parents=True)
+        target.write_bytes(b"content")
+        (repository / "blobs" / blob).symlink_to(os.path.relpath(target, repository / "blobs"))
+    link = repository / "snapshots/abc/model.safetensors"
+    link.symlink_to(f"../../blobs/{blob}")
+    return link
+
+
+def test_of_the_hubs_files_the_name_of_the_blob_is_taken(counted, tmp_path):
+    assert weights_sha256(in_the_hubs_cache(tmp_path / "hub", "a" * 64)) == "a" * 64
+    store = tmp_path / "shared/blobs/cc" / ("c" * 64)
+    assert weights_sha256(in_the_hubs_cache(tmp_path / "shared", "b" * 64, store)) == "b" * 64
+    assert not counted
+
+
+@pytest.mark.parametrize("name", ["d" * 40, "model"])
+def test_no_other_name_is_taken_for_a_sum(counted, tmp_path, name):
+    link = in_the_hubs_cache(tmp_path / "hub", name)
+    assert weights_sha256(link) == sha256(link) and len(counted) == 1
+
+
+def test_a_link_elsewhere_is_no_blob_of_the_hub(counted, tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / ("e" * 64)).write_bytes(b"content")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / ("e" * 64))
+    assert weights_sha256(tmp_path / "model.safetensors") == sha256(tmp_path / "model.safetensors")
+
+
+# -- a target that is not there --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", ["{}/absent", "./absent", "../absent/model", "~/absent-target", "absent", "a/b/c", "http://x/y"]
+)
+def test_a_folder_that_is_not_there_is_said_so_and_the_hub_is_not_asked(monkeypatch, tmp_path, model):
+    def asked(*arguments, **_):
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr("pipeline.target.AutoConfig.from_pretrained", asked)
+    with pytest.raises(PipelineError, match=r"does not exist: expected a folder .* or OWNER/NAME of the Hub"):
+        load_config(TargetConfig(model=model.format(tmp_path)))
+
+
+def test_a_file_in_the_place_of_a_target_is_named(tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(PipelineError, match=r"model\.gguf' is a file: expected a folder"):
+        source(TargetConfig(model=str(tmp_path / "model.gguf")))
+
+
+def test_the_home_folder_is_found(copied, monkeypatch):
+    monkeypatch.setenv("HOME", str(copied.parent))
+    assert source(TargetConfig(model="~/target")).name == str(copied)
+    assert (
+        json.loads((copied / "config.json").read_text())["hidden_size"]
+        == load_config(TargetConfig(model="~/target")).hidden_size
+    )
+
+
+def test_a_name_of_the_hub_is_left_to_the_hub():
+    assert source(TargetConfig(model="Qwen/Qwen3-8B")).name == "Qwen/Qwen3-8B"

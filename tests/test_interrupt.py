@@ -1,0 +1,111 @@
+"""Ctrl-C as a terminal sends it, to every process of the command's group: one line, status 130, nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.recipe import load_recipe
+from tests.kit import (
+    ROOT,
+    command_environment,
+    dump_command,
+    dump_here,
+    recipe_tree,
+    train_command,
+    write_recipe,
+    write_sharegpt,
+)
+
+pytestmark = pytest.mark.real
+LINE = "interrupted: what is finished is kept; run the same command again to continue"
+PATIENCE = 300
+
+
+def interrupted(command: list[str], began: Callable[[], bool], mark: str, times: int = 1) -> tuple[int, list[str]]:
+    """(status, what it printed to stderr but for progress bars) of a command whose group is interrupted when `began` says so, and
+    again until it has ended. Waits until no process with `mark` in its command line is left.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while not began():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for _ in range(times):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+                time.sleep(0.3)
+        _, error = process.communicate(timeout=PATIENCE)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    while left := [words for words in map(words_of, Path("/proc").glob("[0-9]*")) if mark in words]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    return process.returncode, [line for line in error.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+
+
+def words_of(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_bar(line: str) -> bool:
+    return any(word in line for word in (" tokens [", " tokens/s", " steps [", "steps/s", " shards ["))
+
+
+@pytest.fixture
+def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
+    """(recipe, run folder) of a dump of many small shards, by two planning processes, and a training of many steps."""
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 3000), tmp_path / "run")
+    tree["features"] |= {"rows_per_shard": 1, "planners": 2}
+    tree["data"]["validation_dialogues"] = 2
+    del tree["draft"]["jakiro"]
+    tree["publish"]["draft"] = "eagle"
+    return write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_dump_ends_in_one_line(slow, times):
+    recipe, run = slow
+    status, error = interrupted(dump_command(recipe), (run / "features/manifest.json").exists, str(recipe), times)
+    assert status == 130
+    assert [line for line in error if not is_bar(line)] == [LINE]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_run_ends_in_one_line_and_with_it_its_stage(slow, times):
+    recipe, run = slow
+    command = [sys.executable, "-m", "pipeline", "run", str(recipe)]
+    status, error = interrupted(command, (run / "features/manifest.json").exists, str(recipe), times)
+    assert (status, error) == (130, [LINE])
+    assert "Traceback" not in (run / "logs/preprocess.log").read_text()
+
+
+def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow):
+    """The launcher has lines of its own."""
+    recipe, run = slow
+    small = load_recipe(recipe, ["features.planners=1", "data.max_dialogues=40"])
+    dump_here(small)
+    command = train_command(recipe, "data.max_dialogues=40", "train.epochs=5000", ranks=2)
+    began = (run / "drafts/eagle/metrics.jsonl").exists
+    status, error = interrupted(command, began, str(recipe))
+    assert status and error.count(LINE) == 1
+    assert not [line for line in error if "Traceback" in line or "Error" in line]
