@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.files import write_json
-from pipeline.recipe import Recipe
+from pipeline.recipe import WHERE, Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +76,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     resolved = _public({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"})
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
+    resolved["train"] |= dict.fromkeys(WHERE)
     return resolved
 
 

@@ -1,5 +1,6 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -60,7 +61,9 @@ class FeaturesConfig(Section):
     workers: Positive = 1
     planners: Positive = 1  # from 2 on, processes beside the driver that encode dialogues for it
     cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
+    # Default: one, where Ray's nodes have GPUs and target.device is not "cpu". 0.5: two workers on a GPU. More than 1 needs
+    # target.device = "spread", which wants a number.
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
 
@@ -68,9 +71,14 @@ class FeaturesConfig(Section):
     def _sound(self):
         if self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
-        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
+        if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:
             raise ValueError(f"gpus_per_worker={self.gpus_per_worker:g}: a part of one GPU, or whole ones")
         return self
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that a worker forwards at a time: one for every GPU of a spread target."""
+        return max(1, int(self.gpus_per_worker or 0))
 
 
 class RegenerateConfig(Section):
@@ -314,9 +322,23 @@ class TrainConfig(Section):
     decode: Literal["never", "last", "always"] = "never"  # when rank 0 decodes the calibration prompts with the target
     tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
     verify_checksums: bool = True
+    shards: str | None = (
+        None  # folder on each node's own disk, to which the features are brought; default: where they are
+    )
+    resume: str | None = None  # folder that all nodes see, for resume states; default: beside the draft, in `output`
     deepspeed: dict[
         str, Any
     ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
+
+    @model_validator(mode="after")
+    def _places_are_absolute(self):
+        for key in ("shards", "resume"):
+            value = getattr(self, key)
+            if value is not None and not Path(value).is_absolute():
+                raise ValueError(
+                    f"{key}={value!r} is relative: give a folder that is the same from wherever a node starts, as /local/{key}"
+                )
+        return self
 
     def accumulation(self, ranks: int) -> int:
         """Micro-batches of each rank in a step. Raises PipelineError where so many ranks cannot share a global batch."""
@@ -374,7 +396,9 @@ class EvalConfig(Section):
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
     workers: Positive = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
-    gpus_per_worker: Annotated[int, Field(ge=0)] = 0  # on GPUs 1 or more: who shares one measures the others' work
+    # Of several workers, as for the dump, but whole ones: who shares one measures the others' work.
+    gpus_per_worker: Annotated[int, Field(ge=0)] | None = None
+    hang_seconds: Positive = 900  # without an answer, or a loaded target, after which a worker is given up
 
     @model_validator(mode="after")
     def _sound(self):

@@ -76,9 +76,8 @@ class FeatureWorker:
     def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, tell: Tell = nobody_listens):
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._tell, self._store = tell, store_of(recipe)
-        self._in_flight = max(1, int(self._settings.gpus_per_worker))  # a batch for every GPU of a spread target
         self._computing = ThreadPoolExecutor(
-            self._in_flight, initializer=torch.set_num_threads, initargs=(self._settings.cpus_per_worker,)
+            self._settings.in_flight, initializer=torch.set_num_threads, initargs=(self._settings.cpus_per_worker,)
         )
         self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
         self._busy_lock = Lock()
@@ -149,7 +148,7 @@ class FeatureWorker:
         """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
         documents = [document for document in task.documents if document.doc_id not in task.set_aside]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
-        for batch, states_BTSD in ahead(self._compute, batches, self._computing, self._in_flight):
+        for batch, states_BTSD in ahead(self._compute, batches, self._computing, self._settings.in_flight):
             for b, document in enumerate(batch):
                 states_TSD = states_BTSD[b, : len(document.input_ids)]
                 if not states_TSD.isfinite().all():
