@@ -35,7 +35,7 @@ from preprocess.dialogues import held_out
 from preprocess.intake import clean_in_language
 from preprocess.pieces import encode_pieces
 from preprocess.sources import Tail, read_records
-from preprocess.task import ShardTask
+from preprocess.task import ShardTask, in_flight
 from preprocess.worker import Document, FeatureWorker
 
 PART = 32  # documents that are timed together
@@ -106,9 +106,9 @@ def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
 def memory_bytes(recipe: Recipe) -> float:
     """Of one worker, without what Python and its libraries take."""
     config, size = load_config(recipe.target), DTYPES[recipe.target.dtype].itemsize
-    states, in_flight = 1 + len(recipe.features.auxiliary_layers), recipe.features.in_flight
+    states = 1 + len(recipe.features.auxiliary_layers)
     batch = recipe.features.batch_tokens * ((8 + states) * config.hidden_size + 3 * config.intermediate_size)
-    return (parameter_count_of(recipe.target) + in_flight * batch) * size
+    return (parameter_count_of(recipe.target) + in_flight(recipe.features) * batch) * size
 
 
 def workers_worth(features: FeaturesConfig) -> float:

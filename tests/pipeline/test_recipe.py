@@ -436,8 +436,8 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
         (["features.gpus_per_worker=1.5", "target.device=spread"], "a part of one GPU, or whole ones"),
         (["features.auxiliary_layers=[3, 1]"], "must be different layers in rising order"),
         (["features.auxiliary_layers=[0]"], "greater than 0"),
-        (["train.shards=local/shards"], "shards='local/shards' is relative: give a folder that is the same"),
-        (["train.resume="], "resume='' is relative"),
+        (["train.shards=local/shards"], "train.shards: a relative folder: give one that is the same from wherever"),
+        (["train.resume="], "train.resume: a relative folder"),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
     ],
 )
