@@ -11,7 +11,8 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
               the ZeRO stage says, and its bucket; the target's frozen embedding and head; and what a step comes to need: a micro-batch,
               the activations that its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its
               chunk of logits; or, where that is more, the two copies of the weights that a validation makes, or the target that decodes
-              at the end (it stays beside the steps where train.decode = "always")
+              at the end (it stays beside the steps where train.decode = "always"). The chunk goes by the GPU's memory; a machine
+              without one takes it for 80 GB
 """
 
 import argparse
@@ -36,6 +37,7 @@ from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
 
 VALIDATION = 1 / 3  # of a token's training
+ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
 
 
 def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
@@ -74,7 +76,8 @@ def step_bytes(recipe: Recipe, draft: Draft) -> float:
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
     )  # labels; features, gradients and float32 of each
     device = torch.device("cpu" if recipe.target.device == "cpu" else "cuda")  # also where this machine has none
-    chunk = min(chunk_rows(draft.vocabulary_size, branches, device), tokens)
+    assumed = None if torch.cuda.is_available() else ASSUMED_GPU
+    chunk = min(chunk_rows(draft.vocabulary_size, branches, device, assumed), tokens)
     logits = (
         chunk * draft.vocabulary_size * (2 * (size + 4) + branches * (2 * size + 4))
     )  # of the teacher, of each branch

@@ -64,6 +64,24 @@ def test_memory_of_a_step(tiny_recipe, dtype):
     assert step_bytes(recipe, draft) == activation_bytes(recipe, draft, recompute=False) + rest
 
 
+def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recipe, monkeypatch):
+    """A vocabulary of 128,256 tokens, two branches, more rows than a chunk of theirs."""
+    recipe = changed(tiny_recipe, dtype="bfloat16", micro_batch=4)
+    recipe = recipe.model_copy(
+        update={
+            "target": recipe.target.model_copy(update={"device": "auto"}),
+            "data": recipe.data.model_copy(update={"max_length": 2048}),
+        }
+    )
+    monkeypatch.setattr("train.estimate.activation_bytes", lambda *_, **__: 0)
+    with torch.device("meta"):
+        config = recipe.draft["jakiro"].model_copy(update={"vocabulary": None})
+        draft = build(config, {**shapes_of(load_config(recipe.target)), "vocab_size": 128_256})
+    tokens = 4 * 2047
+    rest = 2 * tokens * 32 * 2 + tokens * 32 * (2 * (1 + 2 * 2) + 4 * 2 * 2)
+    assert step_bytes(recipe, draft) - rest == 2092 * 128_256 * (2 * (2 + 4) + 2 * (2 * 2 + 4))
+
+
 @pytest.mark.parametrize("name", ["jakiro", "eagle"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, recompute):
