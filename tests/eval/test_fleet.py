@@ -181,7 +181,6 @@ class Faulty:
         self._folder = folder
 
     def decode(self, unit: Unit, told) -> Outcome:
-        told()
         mark = self._folder / unit.prompt.question_id
         if not mark.exists():
             mark.touch()
@@ -189,6 +188,7 @@ class Faulty:
                 time.sleep(1000)
             if unit.prompt.question_id == "b":
                 os.kill(os.getpid(), signal.SIGKILL)
+        told()
         return Outcome([], {}, hardware=unit.prompt.question_id)
 
 
@@ -198,7 +198,7 @@ def make_faulty(recipe, _methods) -> Faulty:
 
 @pytest.mark.real
 def test_real_actors_that_hang_or_die_are_replaced(tiny_recipe, monkeypatch):
-    """The clock jumps as soon as one hangs, so that nobody waits."""
+    """The clock jumps as soon as one hangs, before it gave a sign of life, so that nobody waits."""
     tiny_recipe.run_dir.mkdir()
     recipe = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update={"workers": 2})})
     hung = tiny_recipe.run_dir / "a"

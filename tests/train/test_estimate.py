@@ -24,7 +24,7 @@ def changed(recipe: Recipe, **train) -> Recipe:
         ("float32", 1, 4, 4 + 4 + 2 + 4),  # ... + the bucket
         ("bfloat16", 1, 4, 2 + 2 + 4 + 3),
         ("bfloat16", 2, 4, 2 + 1 + 3 + 2),
-        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2),
+        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2 + 2),  # ... + the whole weights of a validation
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
@@ -45,10 +45,9 @@ def test_memory_of_decoding_while_training(tiny_recipe):
         draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
     kinds = ("never", "always", "last")
     never, always, last = (memory_bytes(changed(recipe, decode=kind), draft, 1) for kind in kinds)
-    target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize
-    copies = 2 * 4 * parameter_count(draft)
-    assert always == never + target
-    assert last == never + max(0, target + copies - max(step_bytes(recipe, draft), copies))
+    decoding = (parameter_count_of(recipe.target) + parameter_count(draft)) * DTYPES[recipe.target.dtype].itemsize
+    assert always == never + decoding
+    assert last == never + max(0, decoding - step_bytes(recipe, draft))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
