@@ -27,8 +27,11 @@ LOCK = ".fetch.lock"  # as `fetch` has it
 def bring(recipe: Recipe, expected: FeatureSpec) -> None:
     """From the recipe's store, or from the run's shared folder where `train.shards` names another, to where this node reads them.
 
-    Any number of a node's ranks may call it at once: one brings them, the others wait. What is there already is kept.
+    Any number of a node's ranks may call it at once: one brings them, the others wait. What is there already is kept. Raises PipelineError,
+    also where the place holds another dump.
     """
+    if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
+        require_same(Manifest.load(recipe.shards_dir).spec, expected, recipe.shards_dir)
     if recipe.features.store:
         fetch(recipe, expected, folder=recipe.shards_dir)
     elif recipe.shards_dir.resolve() != recipe.features_dir.resolve():
@@ -42,8 +45,6 @@ def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
         require_same(manifest.spec, expected, source)
         if not manifest.complete:
             raise PipelineError(f"{source}: the dump is not finished. Run it again: it continues where it stopped")
-        if (folder / MANIFEST).exists():
-            require_same(Manifest.load(folder).spec, expected, folder)
         wanted = [record for record in manifest.shards if damage(folder, record, checksum=False)]
         with Progress("copy", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:

@@ -50,6 +50,19 @@ def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
     assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[0]
 
 
+def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
+    store = shutil.copytree(shared.features_dir, tmp_path / "store")
+    for name in ("heldout_prompts.jsonl", "recipe.json"):
+        (store / name).write_text("{}")
+    expected, spec = content(store), Manifest.load(store).spec
+    shutil.rmtree(shared.features_dir)
+    recipe = shared.with_features(store=f"file://{store}")
+    features.bring(recipe, spec)
+    assert content(recipe.shards_dir) == expected and not recipe.features_dir.exists()
+    with pytest.raises(PipelineError, match=f"{recipe.shards_dir}.* features of another chat template"):
+        features.bring(recipe, replace(spec, template="1" * 16))
+
+
 def test_nothing_is_brought_where_no_place_is_named(dumped, monkeypatch):
     recipe = load_recipe(dumped[0])
     monkeypatch.setattr(features, "_copy", None)
@@ -74,8 +87,6 @@ def test_a_place_that_holds_another_dump_is_refused(shared):
     replace(manifest, spec=replace(manifest.spec, template="0" * 16)).save(shared.shards_dir)
     with pytest.raises(PipelineError, match=f"{shared.shards_dir}.* features of another chat template"):
         features.bring(shared, manifest.spec)
-    with pytest.raises(PipelineError, match="features of another chat template"):
-        features.bring(shared, replace(manifest.spec, template="1" * 16))
     assert not content(shared.shards_dir)
 
 
