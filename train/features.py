@@ -45,7 +45,11 @@ def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
         require_same(manifest.spec, expected, source)
         if not manifest.complete:
             raise PipelineError(f"{source}: the dump is not finished. Run it again: it continues where it stopped")
-        wanted = [record for record in manifest.shards if damage(folder, record, checksum=False)]
+        held = {one.name: one.sha256 for one in Manifest.load(folder).shards} if (folder / MANIFEST).exists() else {}
+        stale = {
+            one.name for one in manifest.shards if held.get(one.name, one.sha256) != one.sha256
+        }  # dumped anew since
+        wanted = [one for one in manifest.shards if one.name in stale or damage(folder, one, checksum=False)]
         with Progress("copy", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 _copy_one(source, folder, record)

@@ -24,7 +24,7 @@ from train import acceptance
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import BEST, Engine, add_sums
 from train.features import Stores, require_shared
-from train.ranks import by_rank_0, together
+from train.ranks import by_rank_0
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -34,11 +34,12 @@ def train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores],
     """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and is called only
     where something is to be trained.
     """
-    folders = [recipe.draft_dir(name), *([recipe.resume_dir(name)] if recipe.train.resume else [])]
     with ExitStack() as held:
-        with together():
-            for folder in folders if rank == 0 else ():
-                held.enter_context(exclusive(folder, "training"))
+        by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
+        if by_rank_0(lambda: _is_trained(recipe, name)):
+            return f"{name}: trained already, in {recipe.draft_dir(name)}"
+        if recipe.train.resume:
+            by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training")))
         return _train(recipe, name, ends, features, rank, ranks)
 
 
@@ -52,8 +53,6 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
 
 def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
-    if by_rank_0(lambda: _is_trained(recipe, name)):
-        return f"{name}: trained already, in {folder}"
     require_tracker(recipe)
     require_shared(state if recipe.train.resume else folder)
     store, heldout, answers = features()

@@ -35,9 +35,7 @@ def main() -> None:
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    features = cache(
-        lambda: open_checked(recipe, expected)
-    )  # checked once, before the first draft that is not trained yet
+    features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
     for name in [arguments.draft] if arguments.draft else sorted(recipe.draft):
         line = train(recipe, name, ends, features, rank, ranks)
         if rank == 0:

@@ -48,6 +48,15 @@ def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
     (shared.shards_dir / brought[0]).write_bytes(b"half")
     features.bring(shared, spec)
     assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[0]
+    flip(shared.features_dir / brought[1])  # dumped anew, of the same size
+    manifest = Manifest.load(shared.features_dir)
+    manifest.shards = [
+        replace(one, sha256=sha256(shared.features_dir / one.name)) if one.name == brought[1] else one
+        for one in manifest.shards
+    ]
+    manifest.save(shared.features_dir)
+    features.bring(shared, spec)
+    assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[1]
 
 
 def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
