@@ -85,14 +85,14 @@ class Harness:
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
     def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
-        """All of a unit's answers, and what the gate says of them; `told` is called after each answer."""
+        """All of a unit's answers, and what the gate says of them; `told` is called after each answer, those of a warm-up, too."""
         encoded = self.with_histories(unit.prompt)
         if encoded is None:
             return Outcome([], {}, left_out=True, hardware=hardware(self._recipe.target.device))
         gates = {name: Gate.of(draft, unit.temperature) for name, draft in self.methods.items()}
         outcome = Outcome([], gates, hardware=hardware(self._recipe.target.device))
         for turn, ids in enumerate(encoded):
-            self._warm_up(ids)
+            self._warm_up(ids, told)
             self._decode_turn(unit, turn, ids, outcome, told)
         return outcome
 
@@ -138,7 +138,7 @@ class Harness:
             return plain(self.target, ids, sampling)
         return speculative(self.target, self.methods[method], ids, sampling, exact_split=self._exact_split)
 
-    def _warm_up(self, ids: list[int]) -> None:
+    def _warm_up(self, ids: list[int], told: Callable[[], None]) -> None:
         """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for compiling."""
         spare = self._config.max_new_tokens
         sizes = [spare, *(spare + max(d.config.tree.nodes, d.config.tree.depth + 1) for d in self.methods.values())]
@@ -149,6 +149,7 @@ class Harness:
         for _ in range(self._config.warmups):
             for method in (PLAIN, *self.methods):
                 self._one(method, ids, self.sampling(0.0, "warm-up"))
+                told()
 
     def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
         """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too long."""

@@ -69,7 +69,7 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
     for name in sorted(recipe.draft):
         folder = recipe.draft_dir(name)
         if not (folder / checkpoint.CONFIG).exists():
-            resume = folder / "resume" / "resume.json"
+            resume = recipe.resume_dir(name) / "resume.json"
             at = f"stopped after step {_resume_step(resume)}" if resume.exists() else "not trained"
             parts.append(f"{name}: {at}")
             done = False

@@ -1,6 +1,5 @@
 """The target's two ends, its embedding and its head: all that training a draft needs of the target, and all that a draft borrows."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,13 @@ class LMHead(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def copied(self, device: torch.device, dtype: torch.dtype) -> "LMHead":
+        """The same head there. Weights that are mapped from a file go straight to a GPU."""
+        weight, bias = (
+            None if x is None else x.to(device, dtype, copy=True) for x in (self.linear.weight, self.linear.bias)
+        )
+        return LMHead(weight, bias, self.scale, self.softcap)
+
     def restricted(self, ids_U: Tensor) -> "LMHead":
         """The same head over the ids of a reduced vocabulary."""
         bias = self.linear.bias
@@ -54,5 +60,4 @@ class Ends:
     fingerprint: str
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
-        head = copy.deepcopy(self.head).to(device, dtype)  # Module.to moves in place, and the head may be the target's
-        return Ends(self.embedding_VD.to(device, dtype), head, self.fingerprint)
+        return Ends(self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint)

@@ -14,13 +14,22 @@ from torch import Tensor
 from pipeline.batch import Batch
 
 Head = Callable[[Tensor], Tensor]
-CHUNK_LOGITS = 1 << 25  # numbers of one (rows, U) tensor: bounds the memory of the vocabulary-wide part
+# Numbers of the largest tensor of a chunk, (rows x branches, U) in float32: bounds the memory of the vocabulary-wide part.
+CHUNK_LOGITS = 1 << 25
 CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in the cache
+CHUNK_BYTES_GPU = 2 << 30  # of that tensor; all of a chunk take three to five times as much
+CHUNK_SHARE_GPU = 32  # of a GPU with less than 64 GiB this part of its memory instead
 
 
-def chunk_rows(vocabulary: int, branches: int, device: torch.device) -> int:
-    """How many of the teacher's rows are worked on at a time."""
-    rows = max(1, CHUNK_LOGITS // (vocabulary * branches))
+def chunk_rows(vocabulary: int, branches: int, device: torch.device, gpu_bytes: int | None = None) -> int:
+    """How many of the teacher's rows are worked on at a time. On a GPU that goes by how much memory it has, `gpu_bytes` where it is
+    not here, never by what is free: the order of sums is the same in every run.
+    """
+    numbers = CHUNK_LOGITS
+    if device.type == "cuda":
+        whole = gpu_bytes or torch.cuda.get_device_properties(device).total_memory
+        numbers = min(CHUNK_BYTES_GPU, whole // CHUNK_SHARE_GPU) // 4
+    rows = max(1, numbers // (vocabulary * branches))
     return min(rows, CHUNK_ROWS_CPU) if device.type == "cpu" else rows
 
 

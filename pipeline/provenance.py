@@ -13,7 +13,7 @@ import torch
 
 from pipeline.files import atomic_path, read_sealed, sealed, write_sealed
 from pipeline.public import public_name, scrubbed
-from pipeline.recipe import Recipe
+from pipeline.recipe import WHERE, Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +90,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
+    resolved["train"] |= dict.fromkeys(WHERE)
     return resolved
 
 

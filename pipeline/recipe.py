@@ -45,6 +45,9 @@ def _folder(value: str) -> str:
     return value
 
 
+WHERE = {"shards", "resume"}  # keys of [train] that say where, not what
+
+
 class Recipe(Section):
     name: Name
     output: Annotated[str, AfterValidator(_folder)]  # of the run
@@ -64,11 +67,14 @@ class Recipe(Section):
             raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro' or 'eagle'")
         if self.publish.draft not in self.draft:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
-        if self.target.device == "spread" and self.features.gpus_per_worker < 1:
-            raise ValueError(
-                "target.device='spread', but features.gpus_per_worker gives a dump worker no GPUs of its own: say how many"
-            )
-        if self.features.gpus_per_worker > 1 and self.target.device != "spread":
+        if self.target.device == "spread":
+            asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
+            for section, config in asked.items():
+                if (config.gpus_per_worker or 0) < 1:
+                    raise ValueError(
+                        f"target.device='spread', but {section}.gpus_per_worker gives a worker no GPUs of its own: say how many"
+                    )
+        if (self.features.gpus_per_worker or 0) > 1 and self.target.device != "spread":
             raise ValueError(
                 f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} uses one: "
                 "set target.device='spread'"
@@ -126,7 +132,8 @@ class Recipe(Section):
     @property
     def hash(self) -> str:
         """Hash of everything but what the run is called, where it lies and how many measure it."""
-        apart = {"name": True, "output": True, "features": {"store"}, "eval": {"workers", "gpus_per_worker"}}
+        measuring = {"workers", "gpus_per_worker", "hang_seconds"}
+        apart = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
         return digest(self.model_dump(mode="json", exclude=apart))
 
     @property
@@ -159,7 +166,16 @@ class Recipe(Section):
         """What one draft's weights depend on. Who shares a global batch and how, schedules of I/O and what only watches are not, nor
         its decoding tree and when it is validated, unless the estimated tau decides which weights are kept.
         """
-        apart = {"ranks", "micro_batch", "checkpoint_every", "verify_checksums", "recompute", "decode", "tracker"}
+        apart = {
+            *WHERE,
+            "ranks",
+            "micro_batch",
+            "checkpoint_every",
+            "verify_checksums",
+            "recompute",
+            "decode",
+            "tracker",
+        }
         watched = self.train.keep == "best" or self.train.patience is not None
         train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
         config = self.draft[draft].model_dump(mode="json", exclude=set() if watched else {"tree"})
@@ -184,6 +200,15 @@ class Recipe(Section):
 
     def draft_dir(self, draft: str) -> Path:
         return self.run_dir / "drafts" / draft
+
+    @property
+    def shards_dir(self) -> Path:
+        """Where a trainer's node reads the features."""
+        return Path(self.train.shards) if self.train.shards else self.features_dir
+
+    def resume_dir(self, draft: str) -> Path:
+        """Where a training's resume states are, which all of its nodes see."""
+        return Path(self.train.resume) / draft if self.train.resume else self.draft_dir(draft) / "resume"
 
     @property
     def eval_dir(self) -> Path:

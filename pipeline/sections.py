@@ -1,9 +1,20 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from pipeline.errors import PipelineError
 
@@ -13,6 +24,15 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 Processes = Annotated[int, Field(gt=0, le=4096)]  # of a whole cluster; a machine alone takes fewer (pipeline/cores.py)
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
+
+
+def _absolute(folder: str) -> str:
+    if not Path(folder).is_absolute():
+        raise ValueError("a relative folder: give one that is the same from wherever a node starts, as /local/shards")
+    return folder
+
+
+Folder = Annotated[str, AfterValidator(_absolute)]
 
 
 class Section(BaseModel):
@@ -49,9 +69,7 @@ class DataConfig(Section):
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
     heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
-    calibration_prompts: Annotated[int, Field(ge=0)] = (
-        16  # more of them, whose answers by the target tell training its tau
-    )
+    calibration_prompts: Annotated[int, Field(ge=0)] = 16  # more of them: the target's answers tell training its tau
 
 
 class FeaturesConfig(Section):
@@ -65,7 +83,8 @@ class FeaturesConfig(Section):
     workers: Processes = 1
     planners: Processes = 1  # from 2 on, processes beside the driver that encode dialogues for it
     cpus_per_worker: Processes = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0  # more than 1 needs target.device = "spread"
+    # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
 
@@ -73,7 +92,7 @@ class FeaturesConfig(Section):
     def _sound(self):
         if self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
-        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
+        if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:
             raise ValueError(f"gpus_per_worker={self.gpus_per_worker:g}: a part of one GPU, or whole ones")
         return self
 
@@ -300,9 +319,7 @@ class TrainConfig(Section):
     epochs: Positive = 20
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
     micro_batch: Positive = 4  # rows per forward of one rank
-    pack_tokens: Positive | None = (
-        None  # tokens of a row that holds several dialogues; default: each row is one dialogue
-    )
+    pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
     ranks: Processes | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -326,9 +343,9 @@ class TrainConfig(Section):
     decode: Literal["never", "last", "always"] = "never"  # when rank 0 decodes the calibration prompts with the target
     tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
     verify_checksums: bool = True
-    deepspeed: dict[
-        str, Any
-    ] = {}  # more of DeepSpeed's configuration; what follows from the keys above is refused here
+    shards: Folder | None = None  # of each node's own disk, where features are brought; default: where they are
+    resume: Folder | None = None  # that all nodes see, for resume states; default: beside the draft, in `output`
+    deepspeed: dict[str, Any] = {}  # more of its configuration; what follows from the keys above is refused here
 
     def accumulation(self, ranks: int) -> int:
         """Micro-batches of each rank in a step. Raises PipelineError where so many ranks cannot share a global batch."""
@@ -386,7 +403,8 @@ class EvalConfig(Section):
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
     workers: Processes = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
-    gpus_per_worker: Annotated[int, Field(ge=0)] = 0  # on GPUs 1 or more: who shares one measures the others' work
+    gpus_per_worker: Annotated[int, Field(ge=0)] | None = None  # as the dump's; who shares one measures others' work
+    hang_seconds: Positive = 900  # without an answer, or a loaded target, after which a worker is given up
 
     @model_validator(mode="after")
     def _sound(self):

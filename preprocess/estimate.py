@@ -8,7 +8,8 @@ to measure a worker's speed, unless --tokens-per-second gives that of the machin
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     disk      tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)) + rows x 640 (Arrow's frame of a record batch);
               states: the last one and each auxiliary layer's
-    hours     tokens / (tokens per second of a worker x workers); loading the target, planning and writing are not in it
+    hours     tokens / (tokens per second of a worker x workers), where each has a GPU of its own or, on a CPU, its cores; workers
+              that share a GPU share its speed. Loading the target, planning and writing are not in it
     memory    of a worker: the target's weights, and of each batch in flight 8 + states numbers of the hidden size and 3 of the
               MLP's a token
 """
@@ -28,12 +29,13 @@ from pipeline.features.schema import token_bytes
 from pipeline.progress import Progress
 from pipeline.public import public_name, scrubbed
 from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.sections import FeaturesConfig
 from pipeline.target import DTYPES, feature_spec, load_config, load_tokenizer, parameter_count_of
 from preprocess.dialogues import held_out
 from preprocess.intake import clean_in_language
 from preprocess.pieces import encode_pieces
 from preprocess.sources import Tail, read_records
-from preprocess.task import ShardTask
+from preprocess.task import ShardTask, in_flight
 from preprocess.worker import Document, FeatureWorker
 
 PART = 32  # documents that are timed together
@@ -104,9 +106,14 @@ def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
 def memory_bytes(recipe: Recipe) -> float:
     """Of one worker, without what Python and its libraries take."""
     config, size = load_config(recipe.target), DTYPES[recipe.target.dtype].itemsize
-    states, in_flight = 1 + len(recipe.features.auxiliary_layers), max(1, int(recipe.features.gpus_per_worker))
+    states = 1 + len(recipe.features.auxiliary_layers)
     batch = recipe.features.batch_tokens * ((8 + states) * config.hidden_size + 3 * config.intermediate_size)
-    return (parameter_count_of(recipe.target) + in_flight * batch) * size
+    return (parameter_count_of(recipe.target) + in_flight(recipe.features) * batch) * size
+
+
+def workers_worth(features: FeaturesConfig) -> float:
+    """Workers with a device of their own that would dump as fast as these do."""
+    return features.workers * min(1, features.gpus_per_worker or 1)
 
 
 def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
@@ -138,7 +145,7 @@ def main() -> None:
     counts = expected(recipe, sample)
     size = disk_bytes(recipe, counts["rows"], counts["tokens"])
     speed = arguments.tokens_per_second or measured_speed(recipe, sample.documents["train"])
-    hours = counts["tokens"] / (speed * recipe.features.workers) / 3600
+    hours = counts["tokens"] / (speed * workers_worth(recipe.features)) / 3600
     parent = next(folder for folder in [recipe.run_dir.resolve(), *recipe.run_dir.resolve().parents] if folder.exists())
     free = shutil.disk_usage(parent).free
     accepted = sum(map(len, sample.documents.values()))

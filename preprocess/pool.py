@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cores import require_few
 from pipeline.errors import PipelineError
+from pipeline.gpus import gpus_each, hide_gpus
 from pipeline.provenance import ROOT
 from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
@@ -49,7 +50,8 @@ class _Beats:
 class _Employee:
     """What Ray runs: a worker whose signs of life arrive before it does what they announce."""
 
-    def __init__(self, make: Callable[[Tell], Worker], number: int, beats: Any):
+    def __init__(self, make: Callable[[Tell], Worker], number: int, beats: Any, gpus: float):
+        hide_gpus(gpus)
         self._make, self._tell = make, lambda doc_ids: ray.get(beats.tell.remote(number, doc_ids))
 
     def ready(self) -> None:
@@ -80,6 +82,7 @@ class Pool:
         """`batch_key`: the recipe's key for the size of a batch, to be named where one is too large."""
         self._recipe, self._make, self._settings, self._batch_key = recipe, make, recipe.features, batch_key
         self._beats: Any = None
+        self._gpus = 0.0  # of a worker; known when Ray's nodes are
         self._hired = 0
         self._workers: list[_Worker] = []
         self._again: deque[ShardTask] = deque()  # tasks whose worker was lost
@@ -95,6 +98,7 @@ class Pool:
         self._again.append(first)
         start_ray(self._recipe)
         try:
+            self._gpus = room_for(self._recipe)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self._beats = ray.remote(num_cpus=0, scheduling_strategy=here)(_Beats).remote()
             self._workers = [self._hire() for _ in range(self._settings.workers)]
@@ -114,9 +118,9 @@ class Pool:
 
     def _hire(self) -> _Worker:
         settings = self._settings
-        remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker)(_Employee)
+        remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=self._gpus)(_Employee)
         self._hired += 1
-        actor = remote.remote(self._make, self._hired, self._beats)
+        actor = remote.remote(self._make, self._hired, self._beats, self._gpus)
         return _Worker(self._hired, actor, actor.ready.remote())
 
     def _hand_out(self, tasks: Iterator[ShardTask], more: bool) -> bool:
@@ -183,7 +187,7 @@ class Pool:
         if all(w.loading is not None for w in self._workers) and all(now - w.since > patience for w in self._workers):
             raise PipelineError(
                 f"no worker became ready within features.hang_seconds={patience}: is there room on the cluster for "
-                f"{self._settings.cpus_per_worker} CPUs and {self._settings.gpus_per_worker:g} GPUs? Does loading take longer?"
+                f"{self._settings.cpus_per_worker} CPUs and {self._gpus:g} GPUs? Does loading take longer?"
             )
 
     # -- losses ----------------------------------------------------------------------------------------------------
@@ -260,10 +264,7 @@ def _name(task: ShardTask) -> str:
 
 
 def start_ray(recipe: Recipe) -> None:
-    """Joins the cluster that started this job, else starts Ray on this machine, reachable from it alone.
-
-    Raises PipelineError where no node has room for one worker.
-    """
+    """Joins the cluster that started this job, else starts Ray on this machine with all of its GPUs, reachable from it alone."""
     settings = recipe.features
     with kept_handlers():
         if "RAY_ADDRESS" in os.environ:
@@ -279,16 +280,31 @@ def start_ray(recipe: Recipe) -> None:
                 log_to_driver=False,
                 runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
             )
-    _require_room(settings)
 
 
-def _require_room(settings: FeaturesConfig) -> None:
-    wanted = {"CPU": settings.cpus_per_worker, "GPU": settings.gpus_per_worker}
+def room_for(recipe: Recipe) -> float:
+    """GPUs of one worker on the nodes that Ray has now. Raises PipelineError where none of them has room for one worker."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    there = any(node.get("GPU", 0) for node in nodes)
+    each = gpus_each("features", recipe.features.gpus_per_worker, recipe.target.device, there)
+    _require_room(recipe.features, each, nodes)
+    return each
+
+
+def _require_room(settings: FeaturesConfig, gpus: float, nodes: list[dict[str, float]]) -> None:
+    wanted = {"CPU": settings.cpus_per_worker, "GPU": gpus}
     if not any(all(node.get(kind, 0) >= amount for kind, amount in wanted.items()) for node in nodes):
         largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in wanted}
         raise PipelineError(
-            f"no node has room for one worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']} GPUs each, the "
+            f"no node has room for one worker: features wants {wanted['CPU']} CPUs and {wanted['GPU']:g} GPUs each, the "
             f"nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs. Set features.cpus_per_worker and "
             "features.gpus_per_worker, or start larger nodes"
+        )
+    room = sum(
+        min(int(node.get(kind, 0) / amount + 1e-9) for kind, amount in wanted.items() if amount) for node in nodes
+    )
+    if room < settings.workers:
+        shared = ". Two share a GPU with features.gpus_per_worker=0.5" if gpus == 1 else ""
+        log.warning(
+            "features.workers=%d, but the nodes have room for %d now: the others wait%s", settings.workers, room, shared
         )

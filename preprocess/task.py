@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from pipeline.errors import PipelineError
 from pipeline.public import scrubbed
 from pipeline.recipe import Recipe
+from pipeline.sections import FeaturesConfig
 
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
 Tell = Callable[[tuple[str, ...]], None]  # takes the ids of the dialogues that are being worked on from now on
@@ -15,6 +16,11 @@ Tell = Callable[[tuple[str, ...]], None]  # takes the ids of the dialogues that 
 
 def nobody_listens(_: tuple[str, ...]) -> None:
     """For a worker outside of a pool."""
+
+
+def in_flight(settings: FeaturesConfig) -> int:
+    """Batches that a worker forwards at a time: one for every GPU of a spread target."""
+    return max(1, int(settings.gpus_per_worker or 0))
 
 
 class Item(Protocol):

@@ -20,7 +20,7 @@ from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
 from pipeline.features.store import store_of
 from pipeline.recipe import Recipe
 from pipeline.target import Target
-from preprocess.task import ShardTask, Tell, nobody_listens
+from preprocess.task import ShardTask, Tell, in_flight, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")
 NOT_ANSWERED = "not_answered"
@@ -82,9 +82,8 @@ class FeatureWorker:
     def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, tell: Tell = nobody_listens):
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._tell, self._store = tell, store_of(recipe)
-        self._in_flight = max(1, int(self._settings.gpus_per_worker))  # a batch for every GPU of a spread target
         self._computing = ThreadPoolExecutor(
-            self._in_flight, initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
+            in_flight(self._settings), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
         )
         self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
         self._busy_lock = Lock()
@@ -155,7 +154,7 @@ class FeatureWorker:
         """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
         documents = [document for document in task.documents if document.doc_id not in task.set_aside]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
-        for batch, states_BTSD in ahead(self._compute, batches, self._computing, self._in_flight):
+        for batch, states_BTSD in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
             for b, document in enumerate(batch):
                 states_TSD = states_BTSD[b, : len(document.input_ids)]
                 if not states_TSD.isfinite().all():

@@ -39,7 +39,7 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
-from train.loop import stores
+from train.features import stores
 
 pytestmark = pytest.mark.real
 RELEASE = {

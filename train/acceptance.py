@@ -53,30 +53,33 @@ def figures(found: dict[str, Acceptance]) -> dict[str, float]:
 class Decoder:
     """The target, loaded beside the training: decodes the calibration prompts as evaluation does."""
 
-    def __init__(self, recipe: Recipe, answers: FeatureStore):
+    def __init__(self, recipe: Recipe, answers: FeatureStore, draft: Draft):
+        """`draft` is the one that trains: another is made beside it, with weights of its own in the target's dtype."""
         self._target = Target(recipe.target, recipe.target.dtype)
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
+        self._draft = draft.twin().to(self._target.dtype).to_empty(device=self._target.device)
+        self._fingerprint = draft.ends.fingerprint
 
-    def tau(self, draft: Draft, quiet: bool) -> float:
-        """Of greedy decoding with the draft's tree; the draft's weights are cast to the target's dtype. On a CPU with the cores of
+    def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
+        """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the cores of
         the ranks that wait meanwhile, unless the user's OMP_NUM_THREADS says otherwise. `quiet`: no bar of its own.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(asked_threads() or cores())
         try:
-            return self._decoded(draft, quiet).tau
+            self._draft.load_state_dict(weights)
+            self._draft.bind(Ends(self._target.embedding_VD, self._target.head, self._fingerprint))
+            return self._decoded(quiet).tau
         finally:
             torch.set_num_threads(threads)
 
-    def _decoded(self, draft: Draft, quiet: bool) -> Acceptance:
-        target, counts = self._target, Acceptance()
-        draft = draft.to(target.device, target.dtype)
-        draft.bind(Ends(target.embedding_VD, target.head, draft.ends.fingerprint))
+    def _decoded(self, quiet: bool) -> Acceptance:
+        counts = Acceptance()
         with Progress("decode", len(self._answers), "prompts", quiet=quiet) as progress:
             for number in range(len(self._answers)):
                 row = self._answers.row(number)
                 prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
-                counts.merge(speculative(target, draft, prompt, self._sampling).acceptance)
+                counts.merge(speculative(self._target, self._draft, prompt, self._sampling).acceptance)
                 progress.advance(1, tau=f"{counts.tau:.2f}")
         return counts

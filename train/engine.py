@@ -269,13 +269,23 @@ class Engine:
     def learning_rate(self) -> float:
         return self._engine.get_lr()[0]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the full state dict, on every rank; all take part (ZeRO-3 gathers)."""
-        if self._config.zero_stage == 3:
-            self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
-        parameters = list(self._draft.parameters()) if self._config.zero_stage == 3 else []
-        with deepspeed.zero.GatheredParameters(parameters, enabled=bool(parameters)):
-            return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
+    @torch.no_grad()
+    def fill(self, twin: Draft) -> None:
+        """Gives the draft's `twin` its whole weights, on every rank; all take part. They are the very tensors that train where a rank
+        holds these whole; under ZeRO-3 they are gathered, one after the other, into storage of the twin's own.
+        """
+        if self._config.zero_stage < 3:
+            twin.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
+            return
+        if twin.fc.weight.is_meta:
+            twin.to(self.dtype).to_empty(device=self.device)
+        self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
+        kept = twin.state_dict()
+        for name, parameter in self._draft.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                kept[name].copy_(parameter)
+        for name, buffer in self._draft.named_buffers():
+            kept[name].copy_(buffer)
 
     # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
 
@@ -333,8 +343,8 @@ class Engine:
         seen = self.gathered(state and state["tag"])
         if len(set(seen)) > 1:
             raise PipelineError(
-                f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output` has to be one folder that all "
-                "nodes see"
+                f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output`, or `train.resume`, has to be one "
+                "folder that all nodes see"
             )
         if state is None:
             return None

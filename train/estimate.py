@@ -10,8 +10,9 @@ machine's CPU, is measured here on random features, unless --tokens-per-second g
     memory    of a rank, the first: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as
               the ZeRO stage says, and its bucket; the target's frozen embedding and head; and what a step comes to need: a micro-batch,
               the activations that its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its
-              chunk of logits; or, where that is more, the two copies of the weights that a validation makes, or the target that decodes
-              at the end (it stays beside the steps where train.decode = "always")
+              chunk of logits, which goes by the GPU's memory (where none is here, by that of one of 80 GB); or, where that is more, the
+              target and its own copy of the draft, which decode at the end (with train.decode = "always" they stay beside the steps);
+              under ZeRO-3 the whole weights that validations gather, too: elsewhere they use those that train
 """
 
 import argparse
@@ -37,6 +38,7 @@ from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
 
 VALIDATION = 1 / 3  # of a token's training
+ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
 
 
 def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
@@ -53,13 +55,11 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
-    validation = 2 * size * parameters  # whole copies of the weights, for the estimate of tau
-    target = 0
-    if config.decode != "never":
-        target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize
-    beside = target if config.decode == "always" else 0
-    at_the_end = target + validation if config.decode == "last" else 0
-    return states + bucket + ends + beside + max(step_bytes(recipe, draft), validation, at_the_end)
+    gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
+    decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
+    beside = decoding if config.decode == "always" else 0
+    at_the_end = decoding if config.decode == "last" else 0
+    return states + bucket + ends + gathered + beside + max(step_bytes(recipe, draft), at_the_end)
 
 
 def step_bytes(recipe: Recipe, draft: Draft) -> float:
@@ -75,7 +75,8 @@ def step_bytes(recipe: Recipe, draft: Draft) -> float:
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
     )  # labels; features, gradients and float32 of each
     device = torch.device("cpu" if recipe.target.device == "cpu" else "cuda")  # also where this machine has none
-    chunk = min(chunk_rows(draft.vocabulary_size, branches, device), tokens)
+    assumed = None if torch.cuda.is_available() else ASSUMED_GPU
+    chunk = min(chunk_rows(draft.vocabulary_size, branches, device, assumed), tokens)
     logits = (
         chunk * draft.vocabulary_size * (2 * (size + 4) + branches * (2 * size + 4))
     )  # of the teacher, of each branch

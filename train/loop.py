@@ -4,7 +4,8 @@ import logging
 import math
 import shutil
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from pipeline.curves import METRICS, draw_training
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.ends import Ends
-from pipeline.errors import PipelineError
-from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, require_whole
+from pipeline.features.shards import FeatureStore
 from pipeline.files import exclusive
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
@@ -26,38 +25,49 @@ from pipeline.target import load_config
 from train import acceptance
 from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import BEST, Engine, add_sums
+from train.features import Stores, require_shared
 from train.pace import Pace
+from train.ranks import by_rank_0
 from train.tracking import Metrics, open_tracker, require_tracker
 
-RESUME_STATE, PLOT = "resume", "training.png"
+PLOT = "training.png"
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, name: str, ends: Ends, expected: FeatureSpec, rank: int, ranks: int) -> str | None:
-    """Trains the recipe's draft `name`, or continues; returns a line for the user on rank 0."""
-    folder = recipe.draft_dir(name)
-    with exclusive(folder, "training") if rank == 0 else nullcontext():
-        return _train(recipe, name, folder, ends, expected, rank, ranks)
+def train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
+    """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and is called only
+    where something is to be trained.
+    """
+    with ExitStack() as held:
+        by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
+        if by_rank_0(lambda: _is_trained(recipe, name)):
+            return f"{name}: trained already, in {recipe.draft_dir(name)}"
+        if recipe.train.resume:
+            by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training")))
+        return _train(recipe, name, ends, features, rank, ranks)
 
 
-def _train(
-    recipe: Recipe, name: str, folder: Path, ends: Ends, expected: FeatureSpec, rank: int, ranks: int
-) -> str | None:
-    if (folder / checkpoint.CONFIG).exists():
-        checkpoint.require_trained_under(recipe, name)
-        return f"{name}: trained already, in {folder}"
+def _is_trained(recipe: Recipe, name: str) -> bool:
+    """Raises PipelineError where that was under other settings."""
+    if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
+        return False
+    checkpoint.require_trained_under(recipe, name)
+    return True
+
+
+def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
+    folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
-    _require_whole_shards(recipe, rank, ranks)
-    store, heldout, answers = stores(recipe, expected)
+    require_shared(state if recipe.train.resume else folder)
+    store, heldout, answers = features()
     draft = new_draft(recipe, name, ends, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft.horizons, recipe.seed, rank, ranks)
-    state = folder / RESUME_STATE
     engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, state, recipe.train_hash(name))
     draft.move_ends(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
-    facts = {"parameters": parameters, "template": expected.template_settings, **run.facts()}
+    facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
     if draft.config.vocabulary:
         facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
     if rank == 0:
@@ -66,40 +76,6 @@ def _train(
         draw_training({name: folder / METRICS}, folder / PLOT)
     engine.barrier()
     return f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
-
-
-def stores(recipe: Recipe, expected: FeatureSpec) -> tuple[FeatureStore, FeatureStore, FeatureStore | None]:
-    """The dump's training and held-out dialogues, and the target's answers to calibration prompts where it has any.
-
-    Raises PipelineError where there is nothing to train on, or the recipe's keys need answers that are not there.
-    """
-    manifest = Manifest.load(recipe.features_dir)
-    store, heldout = (FeatureStore(recipe.features_dir, split, expected) for split in ("train", "validation"))
-    if manifest.total("train", "trained_tokens") == 0:
-        raise PipelineError(
-            f"{recipe.features_dir}: its {len(store)} training dialogues have no trained position: no token of theirs is the "
-            "assistant's. Look at the chat template, and dump again into another folder"
-        )
-    if manifest.total(ANSWERS, "rows"):
-        if manifest.answers != recipe.answers_hash:
-            raise PipelineError(
-                f"{recipe.features_dir}: its answers to calibration prompts are of another data.calibration_prompts or "
-                "features.answer_tokens. Run the dump again: it keeps the rest"
-            )
-        if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
-            raise PipelineError(
-                f"{recipe.features_dir}: the target answers every calibration prompt with one token, its stop token: the chat template is "
-                "not the one it was trained with. Set target.chat_template, and dump again into another folder"
-            )
-        return store, heldout, FeatureStore(recipe.features_dir, ANSWERS, expected)
-    config = recipe.train
-    if config.keep == "best" or config.patience or config.decode != "never":
-        raise PipelineError(
-            f"{recipe.features_dir} holds no answers to calibration prompts, by which train.keep, train.patience and train.decode go: the "
-            "source had no held-out dialogues left for them, or data.calibration_prompts was 0. Set that and run the dump again, which keeps the "
-            "rest; or raise data.heldout_fraction and dump into another folder"
-        )
-    return store, heldout, None
 
 
 def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Draft:
@@ -113,13 +89,6 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Dra
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], config.vocabulary))
     draft.bind(ends)
     return draft
-
-
-def _require_whole_shards(recipe: Recipe, rank: int, ranks: int) -> None:
-    """Every rank checks its share of the checksums before the first step."""
-    if recipe.train.verify_checksums:
-        for record in Manifest.load(recipe.features_dir).shards[rank::ranks]:
-            require_whole(recipe.features_dir, record)
 
 
 class _Run:
@@ -144,6 +113,7 @@ class _Run:
         self._best: dict[str, Any] | None = engine.progress.get("best")
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
+        self._twin: Draft | None = None  # validates; made once
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = self._pace = None
         if engine.rank == 0:
@@ -193,7 +163,7 @@ class _Run:
         if self._is_done or step % self._config.checkpoint_every == 0:
             self._engine.save_resume(self._progress())
         if validated and self._config.decode == "always":
-            self._decode(self._engine.weights(), self._validation, quiet=True)
+            self._decode(self._whole().state_dict(), self._validation, quiet=True)
         shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
         if "estimated_tau" in self._validation:
             shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
@@ -247,23 +217,21 @@ class _Run:
             self._best["validation"] = self._validation
         self._write("validation", self._validation)
 
-    def _whole(self, weights: dict) -> Draft:
-        """Another draft with these weights, whatever ZeRO does with the one that trains."""
-        draft = build(self._draft.config, self._draft.shapes).to(self._engine.device, self._engine.dtype)
-        draft.load_state_dict(weights)
-        draft.eval().share_ends(self._draft)
-        return draft
+    def _whole(self) -> Draft:
+        """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks take part."""
+        self._twin = self._twin or self._draft.twin()
+        self._engine.fill(self._twin)
+        return self._twin
 
     def _acceptance(self) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""
-        weights = self._engine.weights()
-        draft = self._whole(weights)
+        draft = self._whole()
         found = self._engine.gathered(acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks))
         for other in found[1:]:
             for name, counts in found[0].items():
                 counts.merge(other[name])
         values = acceptance.figures(found[0])
-        self._remember(values["estimated_tau"], weights)
+        self._remember(values["estimated_tau"], draft.state_dict())
         return values
 
     def _decode(self, weights: dict, validation: dict[str, float], quiet: bool) -> None:
@@ -272,8 +240,8 @@ class _Run:
             return
         tau = None
         if self._engine.rank == 0:
-            self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers)
-            tau = self._decoder.tau(self._whole(weights), quiet)
+            self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers, self._draft)
+            tau = self._decoder.tau(weights, quiet)
         validation["decoded_tau"] = self._engine.gathered(tau)[0]
         shown = {key: validation[key] for key in ("decoded_tau", "estimated_tau", "trained_tokens")}
         self._write("decoded", shown)
@@ -288,14 +256,14 @@ class _Run:
             checkpoint.write_weights(self._best_file(), weights)
 
     def _best_file(self) -> Path:
-        return self._folder / RESUME_STATE / BEST.format(step=self._best["step"])
+        return self._recipe.resume_dir(self._folder.name) / BEST.format(step=self._best["step"])
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
     def _weights_to_keep(self) -> dict:
         """The checkpoint's weights: of the last step, where every rank takes part, or of the best validation, on rank 0."""
         if self._config.keep == "last":
-            return self._engine.weights()
+            return self._whole().state_dict()
         return load_file(self._best_file()) if self._engine.rank == 0 else {}
 
     @property

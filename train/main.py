@@ -7,6 +7,7 @@ DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two C
 import argparse
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
@@ -16,10 +17,10 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from pipeline import entry
-from pipeline.features.store import fetch
 from pipeline.recipe import add_recipe_arguments, load_recipe
 from pipeline.target import feature_spec, load_ends
 from train.engine import start_distributed
+from train.features import bring, open_checked
 from train.loop import train
 
 
@@ -34,11 +35,12 @@ def main() -> None:
         parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(sorted(recipe.draft))}")
     ends = load_ends(recipe.target)
     expected = feature_spec(recipe)
-    fetch(recipe, expected)  # before the ranks meet: those of one node wait for each other here
+    bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
     for name in [arguments.draft] if arguments.draft else sorted(recipe.draft):
-        line = train(recipe, name, ends, expected, rank, ranks)
+        line = train(recipe, name, ends, features, rank, ranks)
         if rank == 0:
             print(line)
     dist.destroy_process_group()

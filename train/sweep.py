@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run(arguments.recipe, arguments.overrides, "preprocess")
     source, found = load_recipe(arguments.recipe, arguments.overrides), []
-    fetch(source)  # once, where the features are in a store
+    fetch(source, folder=source.shards_dir)  # once, where the features are in a store
     for rate in arguments.rates:
         recipe, overrides = of_rate(arguments, rate)
         link_features(source.features_dir, recipe.features_dir)

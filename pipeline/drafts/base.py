@@ -147,9 +147,12 @@ class Draft(nn.Module):
         """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's part."""
         self._ends = [self.ends.to(device, dtype)]
 
-    def share_ends(self, other: "Draft") -> None:
-        """Takes those of a draft of the same vocabulary."""
-        self._ends = [other.ends]
+    def twin(self) -> "Draft":
+        """Another draft of these shapes, in eval mode, that shares ends and rotary frequencies; its tensors have no content yet."""
+        with torch.device("meta"):
+            other = type(self)(self.config, self.shapes)
+        other._ends, other._rope = list(self._ends), self._rope
+        return other.eval()
 
     @property
     def ends(self) -> Ends:

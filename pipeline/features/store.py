@@ -109,14 +109,16 @@ def store_of(recipe: Recipe) -> Store | None:
     return Store(recipe.features.store) if recipe.features.store else None
 
 
-def fetch(recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True) -> None:
-    """Where the recipe's features are in a store, brings them to the run's own folder; what is there already is kept.
+def fetch(
+    recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True, folder: Path | None = None
+) -> None:
+    """Where the recipe's features are in a store, brings them to `folder`, by default the run's own; what is there already is kept.
 
     Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before anything is
     fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError, also for a dump that is
     not finished.
     """
-    store, folder = store_of(recipe), recipe.features_dir
+    store, folder = store_of(recipe), folder or recipe.features_dir
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -73,6 +73,7 @@ def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, 
     tree["eval"]["benchmarks"]["mine"] = {"source": "https://alice:secret@host.example/mine.jsonl"}
     tree["train"]["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/mnt/alice"}}}
     tree["features"]["store"] = "s3://alice:secret@alices-bucket/run"
+    tree["train"] |= {"shards": "/mnt/alice-1/shards", "resume": "/mnt/alice-2/states"}
     write_provenance(tmp_path / "out", Recipe.model_validate(tree))
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
     assert "secret" not in written and "/home" not in written and "/mnt" not in written
@@ -80,6 +81,7 @@ def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, 
     resolved = json.loads((tmp_path / "out/recipe.json").read_text())
     assert resolved["target"]["chat_template"] == "template.jinja"
     assert resolved["draft"] == tree["draft"]
+    assert resolved["train"]["shards"] is resolved["train"]["resume"] is None
 
 
 def test_what_changed_since_a_draft_was_trained_is_named(tiny_recipe, tmp_path):

@@ -342,8 +342,11 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
         "name",
         "output",
         "features.store",
+        "train.shards",
+        "train.resume",
         "eval.workers",
         "eval.gpus_per_worker",
+        "eval.hang_seconds",
     }
 
 
@@ -367,6 +370,8 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
         "decode",
         "tracker",
         "micro_batch",
+        "shards",
+        "resume",
     )
     schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
@@ -423,10 +428,16 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     ("overrides", "message"),
     [
         (["features.gpus_per_worker=2"], "set target.device='spread'"),
-        (["target.device=spread"], "say how many"),
+        (["target.device=spread"], "features.gpus_per_worker gives a worker no GPUs of its own: say how many"),
+        (
+            ["target.device=spread", "features.gpus_per_worker=2", "eval.workers=2"],
+            "eval.gpus_per_worker gives a worker no GPUs of its own: say how many",
+        ),
         (["features.gpus_per_worker=1.5", "target.device=spread"], "a part of one GPU, or whole ones"),
         (["features.auxiliary_layers=[3, 1]"], "must be different layers in rising order"),
         (["features.auxiliary_layers=[0]"], "greater than 0"),
+        (["train.shards=local/shards"], "train.shards: a relative folder: give one that is the same from wherever"),
+        (["train.resume="], "train.resume: a relative folder"),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
     ],
 )

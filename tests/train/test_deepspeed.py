@@ -160,7 +160,7 @@ def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undist
 
 
 def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path):
-    """One damage through the launcher; each that the reader refuses is in tests/pipeline/test_shards.py."""
+    """One damage through the launcher, found by one of two ranks; each that the reader refuses is in tests/pipeline/test_shards.py."""
     recipe, features = dumped
     copy = tmp_path / "features"
     shutil.copytree(features, copy)
@@ -168,7 +168,7 @@ def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path):
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle"))
+    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle", ranks=2), timeout=120)
     assert done.returncode != 0
     assert "its SHA-256 is not the manifest's" in done.stderr + done.stdout and "Traceback" not in done.stderr
     assert not (tmp_path / "drafts/eagle/metrics.jsonl").exists()

@@ -24,7 +24,7 @@ def changed(recipe: Recipe, **train) -> Recipe:
         ("float32", 1, 4, 4 + 4 + 2 + 4),  # ... + the bucket
         ("bfloat16", 1, 4, 2 + 2 + 4 + 3),
         ("bfloat16", 2, 4, 2 + 1 + 3 + 2),
-        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2),
+        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2 + 2),  # ... + the whole weights of a validation
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
@@ -45,10 +45,9 @@ def test_memory_of_decoding_while_training(tiny_recipe):
         draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
     kinds = ("never", "always", "last")
     never, always, last = (memory_bytes(changed(recipe, decode=kind), draft, 1) for kind in kinds)
-    target = parameter_count_of(recipe.target) * DTYPES[recipe.target.dtype].itemsize
-    copies = 2 * 4 * parameter_count(draft)
-    assert always == never + target
-    assert last == never + max(0, target + copies - max(step_bytes(recipe, draft), copies))
+    decoding = (parameter_count_of(recipe.target) + parameter_count(draft)) * DTYPES[recipe.target.dtype].itemsize
+    assert always == never + decoding
+    assert last == never + max(0, decoding - step_bytes(recipe, draft))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -62,6 +61,24 @@ def test_memory_of_a_step(tiny_recipe, dtype):
     logits = 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
     rest = 2 * tokens * 32 * size + rows + logits
     assert step_bytes(recipe, draft) == activation_bytes(recipe, draft, recompute=False) + rest
+
+
+def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recipe, monkeypatch):
+    """A vocabulary of 128,256 tokens, two branches, more rows than a chunk of theirs."""
+    recipe = changed(tiny_recipe, dtype="bfloat16", micro_batch=4)
+    recipe = recipe.model_copy(
+        update={
+            "target": recipe.target.model_copy(update={"device": "auto"}),
+            "data": recipe.data.model_copy(update={"max_length": 2048}),
+        }
+    )
+    monkeypatch.setattr("train.estimate.activation_bytes", lambda *_, **__: 0)
+    with torch.device("meta"):
+        config = recipe.draft["jakiro"].model_copy(update={"vocabulary": None})
+        draft = build(config, {**shapes_of(load_config(recipe.target)), "vocab_size": 128_256})
+    tokens = 4 * 2047
+    rest = 2 * tokens * 32 * 2 + tokens * 32 * (2 * (1 + 2 * 2) + 4 * 2 * 2)
+    assert step_bytes(recipe, draft) - rest == 2092 * 128_256 * (2 * (2 + 4) + 2 * (2 * 2 + 4))
 
 
 @pytest.mark.parametrize("name", ["jakiro", "eagle"])

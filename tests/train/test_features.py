@@ -1,0 +1,226 @@
+"""Features on a trainer's own disk, what each of a host's ranks checks of them, and how ranks agree: with ranks of this process."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.errors import PipelineError
+from pipeline.features.shards import Manifest
+from pipeline.files import sha256
+from pipeline.recipe import Recipe, load_recipe
+from tests.kit import run_command, train_command
+from tests.train.runs import losses, run_training
+from train import features, main, ranks
+
+
+@pytest.fixture
+def shared(dumped, tmp_path) -> Recipe:
+    """A run whose features are in a shared folder and are to be read from this node's own."""
+    shutil.copytree(dumped[1], tmp_path / "run/features")
+    return load_recipe(dumped[0], [f"output={tmp_path}/run", f"train.shards={tmp_path}/local"])
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in folder.glob("*.arrow")}
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+# -- bringing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
+    spec, brought = Manifest.load(shared.features_dir).spec, []
+    one = features._copy_one
+    monkeypatch.setattr(features, "_copy_one", lambda *given: brought.append(given[2].name) or one(*given))
+    with ThreadPoolExecutor(4) as node:
+        list(node.map(lambda _: features.bring(shared, spec), range(4)))
+    assert content(shared.shards_dir) == content(shared.features_dir)
+    assert sorted(brought) == sorted(content(shared.features_dir))
+    (shared.shards_dir / brought[0]).write_bytes(b"half")
+    features.bring(shared, spec)
+    assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[0]
+    flip(shared.features_dir / brought[1])  # dumped anew, of the same size
+    manifest = Manifest.load(shared.features_dir)
+    manifest.shards = [
+        replace(one, sha256=sha256(shared.features_dir / one.name)) if one.name == brought[1] else one
+        for one in manifest.shards
+    ]
+    manifest.save(shared.features_dir)
+    features.bring(shared, spec)
+    assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[1]
+
+
+def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
+    store = shutil.copytree(shared.features_dir, tmp_path / "store")
+    for name in ("heldout_prompts.jsonl", "recipe.json"):
+        (store / name).write_text("{}")
+    expected, spec = content(store), Manifest.load(store).spec
+    shutil.rmtree(shared.features_dir)
+    recipe = shared.with_features(store=f"file://{store}")
+    features.bring(recipe, spec)
+    assert content(recipe.shards_dir) == expected and not recipe.features_dir.exists()
+    with pytest.raises(PipelineError, match=f"{recipe.shards_dir}.* features of another chat template"):
+        features.bring(recipe, replace(spec, template="1" * 16))
+
+
+def test_nothing_is_brought_where_no_place_is_named(dumped, monkeypatch):
+    recipe = load_recipe(dumped[0])
+    monkeypatch.setattr(features, "_copy", None)
+    features.bring(recipe, Manifest.load(recipe.features_dir).spec)
+    assert recipe.shards_dir == recipe.features_dir
+
+
+def test_what_is_damaged_in_the_shared_folder_does_not_arrive(shared):
+    name = min(content(shared.features_dir))
+    flip(shared.features_dir / name)
+    with pytest.raises(PipelineError, match=rf"{shared.features_dir}/{name}: its SHA-256 is not the manifest's"):
+        features.bring(shared, Manifest.load(shared.features_dir).spec)
+    assert not (shared.shards_dir / name).exists() and not list(shared.shards_dir.glob(".features*"))
+    (shared.features_dir / name).unlink()
+    with pytest.raises(PipelineError, match=f"{name}: it is missing"):
+        features.bring(shared, Manifest.load(shared.features_dir).spec)
+
+
+def test_a_place_that_holds_another_dump_is_refused(shared):
+    manifest = Manifest.load(shared.features_dir)
+    shared.shards_dir.mkdir()
+    replace(manifest, spec=replace(manifest.spec, template="0" * 16)).save(shared.shards_dir)
+    with pytest.raises(PipelineError, match=f"{shared.shards_dir}.* features of another chat template"):
+        features.bring(shared, manifest.spec)
+    assert not content(shared.shards_dir)
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """A process group in which the other ranks have found this; `sent` is what rank 0 broadcasts."""
+
+    def __init__(self, others: list[str], sent=None, rank: int = 0):
+        self._others, self._sent, self._rank = others, sent, rank
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_world_size(self) -> int:
+        return 1 + len(self._others)
+
+    def all_gather_object(self, found: list, mine: str) -> None:
+        found[:] = [*self._others[: self._rank], mine, *self._others[self._rank :]]
+
+    def broadcast_object_list(self, found: list) -> None:
+        if self._rank:
+            found[0] = self._sent
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "dist", Together([]))
+    for name in ("LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("word", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
+    """Whatever its ranks' numbers in the whole job are; a rank that knows of no others checks all itself."""
+    names = sorted(record.name for record in Manifest.load(shared.features_dir).shards)
+    features.bring(shared, Manifest.load(shared.features_dir).spec)
+    checked: list[str] = []
+    monkeypatch.setattr(features, "damage", lambda _, record: checked.append(record.name))
+    features._require_whole(shared)
+    assert sorted(checked) == names
+    for count in (2, 3, 100):
+        checked.clear()
+        monkeypatch.setenv(word, str(count))
+        for number in range(count):
+            monkeypatch.setenv("LOCAL_RANK", str(number))
+            features._require_whole(shared)
+        assert sorted(checked) == names
+
+
+def test_a_shard_that_is_damaged_on_one_host_ends_all_ranks_by_name(shared, alone, monkeypatch):
+    spec = Manifest.load(shared.features_dir).spec
+    features.bring(shared, spec)
+    opened = features.open_checked(shared, spec)
+    assert [len(store) for store in opened[:2]] == [40, 8]
+    name = max(content(shared.shards_dir))
+    flip(shared.shards_dir / name)
+    with pytest.raises(PipelineError, match=f"{shared.shards_dir}/{name} on .* it is brought anew") as damaged:
+        features.open_checked(shared, spec)
+    (shared.shards_dir / name).unlink()
+    features.bring(shared, spec)  # now whole here, but not on the host of another rank
+    monkeypatch.setattr(ranks, "dist", Together(["", str(damaged.value)]))
+    with pytest.raises(PipelineError, match=f"{shared.shards_dir}/{name} on "):
+        features.open_checked(shared, spec)
+
+
+def test_checksums_are_read_once_a_run_and_only_where_something_is_to_be_trained(dumped, monkeypatch, capsys):
+    """Of two drafts, and of none."""
+    calls = []
+    monkeypatch.setattr(main, "start_distributed", lambda: None)
+    monkeypatch.setattr(main, "dist", SimpleNamespace(**{
+        "get_rank": lambda: 0, "get_world_size": lambda: 1, "destroy_process_group": lambda: None,
+    }))  # fmt: skip
+    monkeypatch.setattr(main, "open_checked", lambda *_: calls.append("checked"))
+    monkeypatch.setattr("sys.argv", ["train/main.py", str(dumped[0])])
+    monkeypatch.setattr(main, "train", lambda _, name, __, features, *___: calls.append(name) or features() or name)
+    main.main()
+    assert calls == ["eagle", "checked", "jakiro"] and capsys.readouterr().out == "eagle\njakiro\n"
+    monkeypatch.setattr(main, "train", lambda _, name, *__: f"{name}: trained already")
+    main.main()
+    assert calls.count("checked") == 1
+
+
+# -- agreeing --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_one_rank_is_everybodys(monkeypatch):
+    monkeypatch.setattr(ranks, "dist", Together(["", "rank 2 says why"], sent="theirs", rank=1))
+    with pytest.raises(PipelineError, match=r"^rank 2 says why$"), ranks.together():
+        pass
+    with pytest.raises(PipelineError, match=r"^mine, which comes first$"), ranks.together():
+        raise PipelineError("mine, which comes first")
+    with pytest.raises(PipelineError, match="rank 2 says why"):
+        ranks.by_rank_0(lambda: "mine")
+    monkeypatch.setattr(ranks, "dist", Together(["", ""], sent="theirs", rank=1))
+    assert ranks.by_rank_0(lambda: "mine") == "theirs"
+    monkeypatch.setattr(ranks, "dist", Together(["", ""]))
+    assert ranks.by_rank_0(lambda: "mine") == "mine"
+
+
+def test_a_folder_for_resume_states_that_not_all_nodes_see_is_refused(tmp_path, alone, monkeypatch):
+    features.require_shared(tmp_path)
+    assert not list(tmp_path.iterdir())
+    elsewhere = Together([""], sent=tmp_path / ".seen-by-rank-0.tmp", rank=1)
+    monkeypatch.setattr(ranks, "dist", elsewhere)
+    with pytest.raises(
+        PipelineError, match="is not the one of rank 0, but resume states need a folder that all nodes see"
+    ):
+        features.require_shared(tmp_path)
+
+
+# -- as a user starts it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_shards_and_resume_states_in_places_of_their_own(dumped, undisturbed, tmp_path):
+    """Two ranks: the same figures as one process had without such places, and nothing is left behind."""
+    places = [f"train.shards={tmp_path / 'local'}", f"train.resume={tmp_path / 'states'}"]
+    done = run_training(dumped, tmp_path / "run", *places, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(abs(a - b) / a for a, b in zip(losses(undisturbed), losses(tmp_path / "run"), strict=True)) < 1e-5
+    assert content(tmp_path / "local") == content(dumped[1])
+    assert not list((tmp_path / "states").iterdir()) and not (tmp_path / "run/drafts/jakiro/resume").exists()
+    saved = tmp_path / "run/drafts/jakiro"
+    assert all(str(tmp_path) not in path.read_text() for path in saved.glob("*.json"))
+    again = run_command(train_command(dumped[0], f"output={tmp_path / 'run'}", *places, draft="jakiro"))
+    assert again.returncode == 0 and "trained already" in again.stdout

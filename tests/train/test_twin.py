@@ -1,0 +1,118 @@
+"""The draft that validates beside the one that trains: the same numbers, no second storage where a rank holds whole weights."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
+from pipeline.recipe import load_recipe
+from train import acceptance
+from train.engine import Engine
+from train.loop import _Run
+
+
+@pytest.fixture(params=["jakiro", "eagle"])
+def draft(request, dumped, loaded_target, ends):
+    config = load_recipe(dumped[0]).draft[request.param]
+    made = build(config, shapes_of(loaded_target.config))
+    made.initialise(3)
+    if config.vocabulary:
+        made.set_vocabulary(torch.arange(config.vocabulary))
+    made.bind(ends)
+    return made.train()
+
+
+def engine_of(draft, stage: int) -> SimpleNamespace:
+    """What `Engine.fill` needs of one, without DeepSpeed's."""
+    return SimpleNamespace(
+        _draft=draft,
+        _config=SimpleNamespace(zero_stage=stage),
+        _engine=SimpleNamespace(empty_partition_cache=lambda: None),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+@pytest.fixture
+def gathering(monkeypatch) -> list[int]:
+    """Under ZeRO-3 a parameter is whole only while it is gathered; how many were at a time."""
+    sizes: list[int] = []
+
+    @contextlib.contextmanager
+    def gathered(parameters):
+        sizes.append(len(parameters))
+        yield
+
+    monkeypatch.setattr("train.engine.deepspeed.zero.GatheredParameters", gathered)
+    return sizes
+
+
+def estimated(draft, dumped) -> dict[str, float]:
+    spec = Manifest.load(dumped[1]).spec
+    return acceptance.figures(acceptance.estimate(draft, FeatureStore(dumped[1], ANSWERS, spec), 0, 1))
+
+
+def copied(draft):
+    """What validated before: a draft of its own with a copy of the weights."""
+    other = build(draft.config, draft.shapes)
+    other.load_state_dict({name: value.clone() for name, value in draft.state_dict().items()})
+    other._ends = [draft.ends]
+    return other.eval()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_twin_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
+    engine, twin = engine_of(draft, stage), draft.twin()
+    for seed in (4, 5):  # the weights move on between two validations
+        Engine.fill(engine, twin)
+        assert estimated(twin, dumped) == estimated(copied(draft), dumped)
+        assert draft.training and not twin.training and not any(module.training for module in twin.modules())
+        draft.initialise(seed)
+
+
+def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
+    twin, before = draft.twin(), dict(draft.named_parameters())
+    assert all(p.is_meta for p in twin.parameters())
+    Engine.fill(engine_of(draft, 2), twin)
+    assert all(p is before[name] and p.requires_grad for name, p in twin.named_parameters())
+    assert dict(draft.named_parameters()) == before and twin.ends is draft.ends
+    assert {name: b.data_ptr() for name, b in twin.named_buffers()} == {
+        name: b.data_ptr() for name, b in draft.named_buffers()
+    }
+
+
+def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_one(draft, gathering):
+    twin, engine = draft.twin(), engine_of(draft, 3)
+    Engine.fill(engine, twin)
+    places = {name: value.data_ptr() for name, value in twin.state_dict().items()}
+    assert not set(places.values()) & {value.data_ptr() for value in draft.state_dict().values()}
+    draft.initialise(9)
+    Engine.fill(engine, twin)
+    assert {name: value.data_ptr() for name, value in twin.state_dict().items()} == places
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in draft.state_dict().items())
+    assert gathering == [1] * 2 * len(list(draft.parameters()))
+
+
+def test_a_run_makes_one_twin(draft):
+    run, filled = object.__new__(_Run), []
+    run._draft, run._twin, run._engine = draft, None, SimpleNamespace(fill=filled.append)
+    assert run._whole() is run._whole() and filled == [run._twin] * 2
+
+
+def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
+    """In the target's dtype, with its own ends; the second time into the same storage."""
+    recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
+    answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
+    decoder = acceptance.Decoder(recipe, answers, draft)
+    Engine.fill(engine_of(draft, 0), twin := draft.twin())
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    first = decoder.tau(twin.state_dict(), quiet=True)
+    place = decoder._draft.fc.weight.data_ptr()
+    assert first >= 1 and decoder.tau(twin.state_dict(), quiet=True) == first
+    assert decoder._draft.fc.weight.dtype == torch.bfloat16 and decoder._draft.fc.weight.data_ptr() == place
+    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
+    assert draft.fc.weight.dtype == torch.float32 and draft.ends.head.linear.weight.dtype == torch.float32
