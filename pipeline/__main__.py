@@ -14,7 +14,8 @@ import os
 import shutil
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 import socket
 import subprocess

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.signals import postponed
+
 PATIENCE = 20  # seconds for a command that was asked to end
 CHILD = "JAKIRO_CHILD"  # set for them: what ends them, whoever started them tells
 
@@ -28,18 +30,14 @@ def call(command: list[str], environment: Mapping[str, str], folder: Path, captu
 
 
 def end(process: subprocess.Popen) -> None:
-    """Whatever ends this process, no rank, actor or launcher of that one stays behind. It is asked first; who presses Ctrl-C again does
-    not wait for its answer.
-    """
-    try:
+    """Whatever ends this process, no rank, actor or launcher of that one stays behind: it is asked to end, and made to in the end."""
+    with postponed():
         _send(process, signal.SIGTERM)
-        process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        _send(process, signal.SIGKILL)
-        process.wait()
-    except KeyboardInterrupt:
-        _send(process, signal.SIGKILL)
-        raise
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            _send(process, signal.SIGKILL)
+            process.wait()
 
 
 def _send(process: subprocess.Popen, number: int) -> None:

@@ -25,15 +25,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def run(main: Callable[[], None]) -> None:
     hide_credentials()
-    received = raise_on_signals()
+    received = raise_on_signals(_interrupted)
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
             sys.exit(_told(error))
-        number = received[0] if received else signal.SIGINT  # whatever it led to
-        _tell_interrupted(number)
-        _leave(128 + number)  # without Python's teardown, in which another Ctrl-C would print a traceback
+        _interrupted(received[0] if received else signal.SIGINT)  # whatever it led to
 
 
 def run_rank(main: Callable[[], None]) -> None:
@@ -42,13 +40,8 @@ def run_rank(main: Callable[[], None]) -> None:
     done. The launcher ends the others when one fails. Of a signal the first rank tells.
     """
 
-    def interrupted(number: int) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            _tell_interrupted(number)
-        _leave(128 + number)
-
     hide_credentials()
-    leave_on_signals(interrupted)
+    leave_on_signals(lambda number: _interrupted(number, silent=os.environ.get("RANK", "0") != "0"))
     status = 0
     try:
         main()
@@ -80,10 +73,12 @@ def _told(error: Exception) -> int:
     return 2
 
 
-def _tell_interrupted(number: int) -> None:
-    if CHILD not in os.environ:
+def _interrupted(number: int, silent: bool = False) -> None:
+    """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
+    if not silent and CHILD not in os.environ:
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
         sys.stderr.write(f"{what}: what is finished is kept; run the same command again to continue\n")
+    _leave(128 + number)
 
 
 def _leave(status: int) -> None:

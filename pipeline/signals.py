@@ -3,25 +3,45 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
+GRACE = 10.0  # seconds for cleaning up, in which a hasty second Ctrl-C breaks nothing
 
 
-def raise_on_signals() -> list[int]:
-    """From now on both raise KeyboardInterrupt in the main thread, so that what is open is closed. Returns the list in which
-    the numbers of those that came will stand.
+def raise_on_signals(leave: Callable[[int], None]) -> list[int]:
+    """From now on the first of them raises KeyboardInterrupt in the main thread, so that what is open is closed; those that follow
+    are not heard, and from GRACE seconds on have `leave(number)` called at once. Returns the list in which the numbers of all will stand.
     """
     received: list[int] = []
+    begin = 0.0
 
     def interrupt(number: int, _frame) -> None:
+        nonlocal begin
         received.append(number)
-        raise KeyboardInterrupt
+        if len(received) == 1:
+            begin = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - begin > GRACE:
+            leave(received[0])
 
     for number in BOTH:
         signal.signal(number, interrupt)
     return received
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """What comes in this block is heard at its end."""
+    came: list[int] = []
+    with kept_handlers():
+        for number in BOTH:
+            signal.signal(number, lambda number, _frame: came.append(number))
+        yield
+    if came:
+        signal.raise_signal(came[0])
 
 
 def leave_on_signals(leave: Callable[[int], None]) -> None:

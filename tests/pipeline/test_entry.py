@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 WAITING = """
 import sys, time
-from pipeline import entry
+from pipeline import entry, signals
+signals.GRACE = {grace}
 def main():
     try:
         print("ready", flush=True)
@@ -51,19 +53,23 @@ def interrupted(code: str, *numbers: int, **environment: str) -> tuple[int, str,
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
 def test_a_signal_closes_what_is_open_and_is_told_in_one_line(number, status, word):
-    ended, out, error = interrupted(WAITING.format(cleaning=0), number)
+    ended, out, error = interrupted(WAITING.format(cleaning=0, grace=9), number)
     assert (ended, out) == (status, "ready\nclosed\n")
     assert error == f"{word}: what is finished is kept; run the same command again to continue\n"
 
 
-def test_a_second_ctrl_c_ends_the_cleaning_up_without_a_traceback():
-    ended, out, error = interrupted(WAITING.format(cleaning=60), signal.SIGINT, signal.SIGINT)
-    assert (ended, out) == (130, "ready\nclosed\n") and error.count("\n") == 1 and error.startswith("interrupted: ")
+@pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
+def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(grace, cleaning, out):
+    code = WAITING.format(cleaning=f"{cleaning}); print('done'", grace=grace)
+    ended, said, error = interrupted(code, signal.SIGINT, signal.SIGINT)
+    assert (ended, said) == (130, out) and error.count("\n") == 1 and error.startswith("interrupted: ")
 
 
 def test_what_an_interruption_leads_to_is_not_told():
     """As of a library that makes an error of its own of it."""
-    code = WAITING.format(cleaning=0).replace("finally:", "except KeyboardInterrupt:\n        raise RuntimeError('x')")
+    code = WAITING.format(cleaning=0, grace=9).replace(
+        "finally:", "except KeyboardInterrupt:\n        raise RuntimeError('x')"
+    )
     ended, _, error = interrupted(code, signal.SIGINT)
     assert ended == 130 and error.count("\n") == 1
 
@@ -88,7 +94,7 @@ def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(rank,
 
 
 def test_a_command_that_another_one_started_leaves_the_telling_to_it():
-    ended, _, error = interrupted(WAITING.format(cleaning=0), signal.SIGTERM, JAKIRO_CHILD="1")
+    ended, _, error = interrupted(WAITING.format(cleaning=0, grace=9), signal.SIGTERM, JAKIRO_CHILD="1")
     assert (ended, error) == (143, "")
 
 
@@ -110,14 +116,57 @@ def test_ctrl_c_ends_what_a_command_started_and_is_told_once():
         os.kill(int(out), 0)
 
 
-def test_who_does_not_end_when_asked_is_ended_at_the_second_ctrl_c():
+def test_who_does_not_end_when_asked_is_made_to():
     inner = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
         "print(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
     )
-    ended, out, error = interrupted(CALLING.format(inner=inner), signal.SIGINT, signal.SIGINT)
+    code = CALLING.format(inner=inner).replace("def main", "children.PATIENCE = 1\ndef main")
+    ended, out, error = interrupted(code, signal.SIGINT, signal.SIGINT)
     assert ended == 130 and error.count("\n") == 1 and out.splitlines()[1:] == ["asked"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(out.split()[0]), 0)
+
+
+STAGE = """
+import sys, time
+from pathlib import Path
+from pipeline import entry
+from pipeline.__main__ import Progress, Stage, _run_stage
+from pipeline.recipe import load_recipe
+inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+def main():
+    recipe = load_recipe(sys.argv[1])
+    stage = Stage("dump", [sys.executable, "-c", inner], {}, None)
+    with Progress() as display:
+        _run_stage(recipe, stage, Path(sys.argv[2]), display)
+entry.run(main)
+"""
+
+
+def test_ctrl_c_ends_a_run_with_its_stage_in_one_line(tiny_target, tmp_path):
+    recipe = write_recipe(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run"), tmp_path / "recipe")
+    process = subprocess.Popen(
+        [sys.executable, "-c", STAGE, str(recipe), str(tmp_path / "log")],
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (said := _text(tmp_path / "log")).endswith("\n"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.count("\n") == 1 and error.startswith("interrupted: ")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said), 0)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 # -- a file system that refuses --------------------------------------------------------------------------------------
