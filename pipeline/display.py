@@ -40,6 +40,7 @@ class Lines:
         self._first: dict[
             str, tuple[float, int]
         ] = {}  # of each kind of work: when it was first heard of, and what was done then
+        self._done: dict[str, int] = {}
         self._newest: dict[str, Any] | None = None
 
     def __enter__(self) -> "Lines":
@@ -59,8 +60,10 @@ class Lines:
         """Looks at what the stage reports, and says so when it is time."""
         now = self._clock()
         for report in new_reports(reports):
-            self._first.setdefault(report["what"], (now, report["done"]))
-            self._newest = report
+            what, done = report["what"], report["done"]
+            if what not in self._first or done < self._done[what]:  # begun, or begun again: the next draft's
+                self._first[what] = now, done
+            self._done[what], self._newest = done, report
         if now - self._told >= EVERY:
             self._told = now
             self.say(f"{self._stage}: {self._progress(now)}")
