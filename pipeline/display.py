@@ -37,9 +37,7 @@ class Lines:
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock = out, clock
         self._stage, self._began, self._told = "", 0.0, 0.0
-        self._first: dict[
-            str, tuple[float, int]
-        ] = {}  # of each kind of work: when it was first heard of, and what was done then
+        self._first: dict[str, tuple[float, int]] = {}  # by kind of work: when it began, and what was done then
         self._done: dict[str, int] = {}
         self._newest: dict[str, Any] | None = None
 
