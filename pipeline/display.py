@@ -37,9 +37,8 @@ class Lines:
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock = out, clock
         self._stage, self._began, self._told = "", 0.0, 0.0
-        self._first: dict[
-            str, tuple[float, int]
-        ] = {}  # of each kind of work: when it was first heard of, and what was done then
+        self._first: dict[str, tuple[float, int]] = {}  # by kind of work: when it began, and what was done then
+        self._done: dict[str, int] = {}
         self._newest: dict[str, Any] | None = None
 
     def __enter__(self) -> "Lines":
@@ -59,8 +58,10 @@ class Lines:
         """Looks at what the stage reports, and says so when it is time."""
         now = self._clock()
         for report in new_reports(reports):
-            self._first.setdefault(report["what"], (now, report["done"]))
-            self._newest = report
+            what, done = report["what"], report["done"]
+            if what not in self._first or done < self._done[what]:  # begun, or begun again: the next draft's
+                self._first[what] = now, done
+            self._done[what], self._newest = done, report
         if now - self._told >= EVERY:
             self._told = now
             self.say(f"{self._stage}: {self._progress(now)}")

@@ -57,6 +57,20 @@ def test_a_line_every_half_minute_says_progress_speed_and_what_is_left(watched):
     ]
 
 
+def test_work_that_begins_again_has_a_speed_of_its_own(watched):
+    """Each draft is decoded under the same name."""
+    lines, clock, out, channel = watched
+    append(channel, report(0, what="decode") + report(1000, what="decode"))
+    lines.update(channel)
+    clock.seconds = EVERY - 10
+    append(channel, report(0, what="decode"))
+    lines.update(channel)
+    append(channel, report(500, what="decode"))
+    clock.seconds = EVERY
+    lines.update(channel)
+    assert out.getvalue() == "preprocess: decode: 500 of 1,000 tokens (50%), 50 tokens/s, about 10 s left\n"
+
+
 def test_before_the_first_report_it_says_that_there_is_none(watched):
     lines, clock, out, channel = watched
     clock.seconds = EVERY - 1
