@@ -24,6 +24,7 @@ from pipeline.files import read_json, write_json
 from pipeline.provenance import ROOT, hardware
 from pipeline.public import public_name
 from pipeline.recipe import Recipe
+from pipeline.reports import read_tuned_trees
 from pipeline.sections import TrainConfig
 from pipeline.target import load_config
 
@@ -147,7 +148,7 @@ def of_eval(recipe: Recipe) -> Expected:
 
 
 def tuned_drafts(recipe: Recipe) -> list[str]:
-    return sorted(read_json(recipe.tuned_file)) if recipe.tuned_file.exists() else []
+    return sorted(read_tuned_trees(recipe.tuned_file))
 
 
 STAGES: dict[str, Callable[[Recipe], Expected]] = {"preprocess": of_preprocess, "train": of_train, "eval": of_eval}
@@ -185,8 +186,8 @@ def speeds_file() -> Path:
 def read_speeds(path: Path) -> list[dict[str, Any]]:
     """Newest first; what cannot be read is left out: a run does without it."""
     with suppress(PipelineError, OSError):
-        found = read_json(path)
-        return [entry for entry in found if isinstance(entry, dict) and entry.keys() >= _KEYS]
+        found = read_json(path).get("stages")
+        return [entry for entry in found or [] if isinstance(entry, dict) and entry.keys() >= _KEYS]
     return []
 
 
@@ -205,4 +206,4 @@ def remember(recipe: Recipe, stage: str, seconds: float) -> None:
     others = [entry for entry in read_speeds(speeds_file()) if {key: entry[key] for key in same} != same]
     mine = {**same, "work": expected.work, "seconds": round(seconds, 1), "date": date.today().isoformat()}
     with suppress(PipelineError, OSError):
-        write_json(speeds_file(), [mine, *others][:KEPT])
+        write_json(speeds_file(), {"stages": [mine, *others][:KEPT]})

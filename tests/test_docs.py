@@ -63,7 +63,7 @@ def test_the_readmes_recipe_is_one():
 
 def test_the_demos_minutes_are_those_that_a_run_announces():
     """The README, docs/demo.md and infra/speeds.json tell of one run."""
-    seconds = {entry["stage"]: entry["seconds"] for entry in read_json(expect.SHIPPED)}
+    seconds = {entry["stage"]: entry["seconds"] for entry in expect.read_speeds(expect.SHIPPED)}
     minutes = [round(seconds[stage] / 60) for stage in ("preprocess", "train", "eval")]
     for page in (README, ROOT / "docs/demo.md"):
         found = re.search(

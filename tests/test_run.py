@@ -108,7 +108,7 @@ def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_
     assert "2 epochs of what is dumped" in plan[1]
     assert f"each {steps} steps;" in told["train"][0]  # exact once it is dumped
     assert "\r" not in printed and "\x1b" not in printed
-    measured = json.loads((run.parent / "cache/speeds.json").read_text())
+    measured = json.loads((run.parent / "cache/speeds.json").read_text())["stages"]
     assert [entry["stage"] for entry in measured] == ["eval", "train"]  # tokens of the dump: not known before
 
 

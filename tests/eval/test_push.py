@@ -42,7 +42,12 @@ def reach(monkeypatch, url: str) -> None:
     for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    monkeypatch.setattr(pushing, "TIMEOUT", httpx2.Timeout(0.3, connect=5))
+    hurry(monkeypatch, 60)
+
+
+def hurry(monkeypatch, seconds: float) -> None:
+    """So long an answer is waited for: short only where none will come."""
+    monkeypatch.setattr(pushing, "TIMEOUT", httpx2.Timeout(seconds, connect=5))
 
 
 def refusal(release: Path) -> str:
@@ -94,9 +99,12 @@ THERE = "the upload into it did not end, and arrives as a whole or not at all"
         ("/commit/", 504, r"failed \(504\)", THERE),
     ],
 )
-def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, where, fault, why, now):
+def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monkeypatch, where, fault, why, now):
     hub.faults[where] = fault
-    said = refusal(release)
+    with monkeypatch.context() as while_it_fails:
+        if fault == "hang":
+            hurry(while_it_fails, 0.3)
+        said = refusal(release)
     assert re.search(why, said) and now in said
     assert ("token" in said.lower()) == (fault in (401, 403, 404, 500, 502, 503, 504))
     assert not hub.files

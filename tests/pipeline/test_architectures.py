@@ -299,7 +299,7 @@ def test_pickled_weights_are_refused(tmp_path):
 
 
 def test_a_target_that_does_not_exist_is_one_clear_error(tmp_path):
-    with pytest.raises(PipelineError, match="cannot be loaded"):
+    with pytest.raises(PipelineError, match="nowhere' does not exist: expected a folder"):
         Target(TargetConfig(model=str(tmp_path / "nowhere")), "float32")
 
 
