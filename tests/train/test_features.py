@@ -12,7 +12,6 @@ from pipeline.errors import PipelineError
 from pipeline.features.shards import Manifest
 from pipeline.files import sha256
 from pipeline.recipe import Recipe, load_recipe
-from tests.kit import run_command, train_command
 from tests.train.runs import losses, run_training
 from train import features, main, ranks
 
@@ -222,5 +221,3 @@ def test_shards_and_resume_states_in_places_of_their_own(dumped, undisturbed, tm
     assert not list((tmp_path / "states").iterdir()) and not (tmp_path / "run/drafts/jakiro/resume").exists()
     saved = tmp_path / "run/drafts/jakiro"
     assert all(str(tmp_path) not in path.read_text() for path in saved.glob("*.json"))
-    again = run_command(train_command(dumped[0], f"output={tmp_path / 'run'}", *places, draft="jakiro"))
-    assert again.returncode == 0 and "trained already" in again.stdout
