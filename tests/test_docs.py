@@ -6,7 +6,6 @@ import tomllib
 import pytest
 
 from pipeline import expect
-from pipeline.files import read_json
 from pipeline.recipe import Recipe
 from tests.kit import ROOT
 
