@@ -6,6 +6,7 @@ choice between their two tokens was as close as that. At temperature 0 in float3
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from eval.exact import drawn_error
 from pipeline.decoding.accept import Sampler, log_odds
-from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts import Draft
 from pipeline.target import Target
@@ -23,7 +24,7 @@ from pipeline.target import Target
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
 EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
 DRIFT = 2.0  # a tree's logits may differ from the uncached forward's by so many times plain decoding's own largest difference
-ROWS = 16  # of plain decoding's answer, on which its own drift is measured
+ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the rounds looked at have
 
 
 @dataclass
@@ -81,11 +82,17 @@ class Gatekeeper:
         """`rounds`: of each prompt and method that are looked at closely."""
         self._target, self._methods, self._rounds = target, methods, rounds
         self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods
+        self._continued = lru_cache(maxsize=1)(self._continue)
 
     def compare(
-        self, gate: Gate, method: str, ids: list[int], answers: list[tuple[Sampling, list[int], list[int]]]
+        self,
+        gate: Gate,
+        method: str,
+        ids: list[int],
+        answers: list[tuple[Sampling, list[int], list[int]]],
+        told: Callable[[], None] = lambda: None,
     ) -> None:
-        """One prompt's answers of plain decoding and of the draft, one pair a repeat."""
+        """One prompt's answers of plain decoding and of the draft, one pair a repeat; `told` is called after each that differs."""
         gate.checked += 1
         differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
         if gate.drawn:
@@ -93,7 +100,7 @@ class Gatekeeper:
                 gate.places += self._places(ids, sampling, got)
         if not differing:
             gate.identical += 1
-        elif not gate.drawn and all(self._rounding_decides(method, ids, *pair) for pair in differing):
+        elif not gate.drawn and all(told() or self._rounding_decides(method, ids, *pair) for pair in differing):
             gate.near_ties += 1
 
     def _places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
@@ -125,11 +132,11 @@ class Gatekeeper:
         logits_V = self._logits_of(method, ids, sampling, got, place)
         if logits_V is None:
             return False
-        first = max(place + 1 - ROWS, 0)
-        rows = self._rows(tuple(ids), tuple(expected[: place + 1]), first)
+        end = max(place + 1, min(ROWS, len(expected)))
+        rows = self._rows(tuple(ids), tuple(expected[:end]), max(end - ROWS, 0))
         before = sampling.before([*ids, *expected[:place]], [], None, logits_V.device)
         chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
-        drift = (logits_V.float() - rows.uncached_TV[-1]).abs().max().item()
+        drift = (logits_V.float() - rows.uncached_TV[place - rows.first]).abs().max().item()
         if chosen != got[place] or not drift <= DRIFT * rows.drift:
             return False
         return self._was_close(rows, before, logits_V, sampling, (place, expected[place], got[place]))
@@ -142,7 +149,7 @@ class Gatekeeper:
         """
         place, *tokens = parting
         cached_TV, uncached_TV = (sampling.scaled(x) for x in (rows.cached_TV, rows.uncached_TV))
-        mine_1V = sampling.processed(rows.cached_TV[-1:], before)
+        mine_1V = sampling.processed(rows.cached_TV[place - rows.first][None], before)
         if not torch.equal(mine_1V.isfinite(), sampling.processed(logits_V[None], before).isfinite()):
             return True
         if sampling.temperature == 0:
@@ -177,15 +184,13 @@ class Gatekeeper:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def look_at_rounds(
-        self, gate: Gate, method: str, ids: list[int], sampling: Sampling, plain_answer: list[int]
-    ) -> None:
+    def look_at_rounds(self, gate: Gate, method: str, ids: list[int], sampling: Sampling) -> None:
         """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same tokens, how far plain
-        decoding's are along its own answer, and for drawn candidates the distribution of the first token over every draw and
-        decision.
+        decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and for drawn candidates the
+        distribution of the first token over every draw and decision.
         """
         draft, until = self._methods[method], gate.rounds + self._rounds
-        rows = self._rows(tuple(ids), tuple(plain_answer[:ROWS]), 0)
+        rows = self._rows(tuple(ids), tuple(self._continued(tuple(ids), sampling)), 0)
         gate.plain_drift = max(gate.plain_drift, rows.drift)
 
         def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
@@ -208,11 +213,16 @@ class Gatekeeper:
 
     # -- plain decoding's own forwards -----------------------------------------------------------------------------
 
+    def _continue(self, ids: tuple[int, ...], sampling: Sampling) -> list[int]:
+        """Plain decoding's first `ROWS` tokens, whatever would stop it."""
+        count = min(ROWS, self._target.positions - len(ids))
+        return plain(self._target, list(ids), replace(sampling, max_new_tokens=count, stop_ids=frozenset())).tokens
+
     def _measure_rows(self, ids: tuple[int, ...], answer: tuple[int, ...], first: int) -> "_Rows":
         """The rows that the answer's tokens from `first` on were chosen from."""
         tokens = [*ids, *answer[:-1]]
-        cached_TV = self._cached(list(ids), list(answer[:-1]))[first:]
-        return _Rows(cached_TV, self._uncached(tokens, len(cached_TV)), torch.finfo(self._target.dtype).eps)
+        cached_TV = self._cached(list(ids), list(answer[:-1]), first)
+        return _Rows(cached_TV, self._uncached(tokens, len(cached_TV)), first, torch.finfo(self._target.dtype).eps)
 
     @torch.inference_mode()
     def _uncached(self, tokens: list[int], last: int) -> Tensor:
@@ -221,14 +231,15 @@ class Gatekeeper:
         return self._target.head(hidden_TD[-last:]).float()
 
     @torch.inference_mode()
-    def _cached(self, ids: list[int], answer: list[int]) -> Tensor:
-        """The logits (fp32) after the prompt and after each token of the answer, by plain decoding's forwards."""
-        target = self._target
+    def _cached(self, ids: list[int], answer: list[int], first: int) -> Tensor:
+        """The logits (fp32) after the prompt and after each token of the answer, from the `first` one on, by plain decoding's forwards."""
+        target, rows = self._target, []
         cache = target.new_cache(len(ids) + len(answer) + 1)
-        rows = [target.head(target.forward(torch.tensor(ids, device=target.device), cache)[-1])]
-        for token in answer:
-            rows.append(target.head(target.forward(torch.tensor([token], device=target.device), cache)[0]).clone())
-        return torch.stack(rows).float()
+        for number, tokens in enumerate([ids, *([token] for token in answer)]):
+            hidden_TD = target.forward(torch.tensor(tokens, device=target.device), cache)
+            if number >= first:
+                rows.append(target.head(hidden_TD[-1]).float())
+        return torch.stack(rows)
 
 
 @dataclass(frozen=True)
@@ -237,6 +248,7 @@ class _Rows:
 
     cached_TV: Tensor
     uncached_TV: Tensor
+    first: int  # the first one's place in the answer
     eps: float  # of the dtype that they were computed in
 
     @property

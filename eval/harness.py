@@ -186,9 +186,10 @@ class Harness:
             repeats.append((sampling, answers))
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
-            self._gatekeeper.compare(gate, method, ids, pairs)
+            self._gatekeeper.compare(gate, method, ids, pairs, told)
             if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
-                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0], repeats[0][1][PLAIN])
+                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0])
+            told()
 
 
 def pooled(

@@ -62,7 +62,7 @@ def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tup
         return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     if "://" in config.source:
         raise PipelineError(
-            f"benchmark {name}: {scrubbed(config.source)} is an address: expected a file on this machine"
+            f"benchmark {name}: {scrubbed(config.source, config.source)} is an address: expected a file on this machine"
         )
     path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source).expanduser()
     return _read(name, path), str(path)
@@ -72,7 +72,8 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
     """The first `prompts` rows of a benchmark's split (all without it), in its order; the rest is not looked at."""
     benchmark = benchmarks.find(name, config.source)
     subset = f"subset {benchmark.subset}, " if benchmark.subset else ""
-    where = f"{config.source}, {scrubbed(config.path or benchmark.hub)} ({subset}split {benchmark.split})"
+    place = config.path or benchmark.hub
+    where = f"{config.source}, {scrubbed(place, place)} ({subset}split {benchmark.split})"
     remedy = (
         f"eval.benchmarks.{name}.path takes a local folder or file ({', '.join(benchmarks.FORMATS)}), or another data "
         f"set of the Hub, with the columns {', '.join(benchmark.columns)}"

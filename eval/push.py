@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, is_offline_mod
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import logging, validate_repo_id
 
-from eval.release import NEW_CARD
+from eval.release import NEW_CARD, STALE
 from pipeline.errors import PipelineError
 from pipeline.public import public_name
 from pipeline.reports import RELEASE, REPORT, read_release, read_report
@@ -52,7 +52,9 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
             "the same command again, it measures nothing twice"
         ) from None
     lines = [f"uploaded: {found.commit_url}{_seen_by(hidden, private)}"]
-    staying = sorted(path.name for path in release.iterdir() if path.name not in {*names, RELEASE})
+    if (release / NEW_CARD).exists():
+        lines.append(STALE)
+    staying = sorted(path.name for path in release.iterdir() if path.name not in {*names, RELEASE, NEW_CARD})
     return lines + ([f"not uploaded, for the release does not list them: {', '.join(staying)}"] if staying else [])
 
 

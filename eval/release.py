@@ -13,6 +13,9 @@ from pipeline.files import sha256, sync, write_sealed
 from pipeline.reports import RELEASE, REPORT, read_release
 
 CARD, NEW_CARD = "README.md", "README.new.md"  # the second one: this release's, beside a first one that the user edited
+STALE = (
+    f"the edited {CARD} does not hold this report's figures: the new card is {NEW_CARD}; merge the two, and remove it"
+)
 
 
 def install(built: Path, release: Path) -> list[str]:
@@ -75,11 +78,11 @@ class _Folder:
         if fresh[CARD] != self.files.get(CARD):
             (built / CARD).replace(built / NEW_CARD)
             fresh[NEW_CARD] = fresh[CARD]
-            return f"{kept}; the card of this release is {NEW_CARD}"
+            return f"{kept}; {STALE}"
         (built / CARD).unlink()
         if (self._release / NEW_CARD).exists() and not self.is_users(NEW_CARD):
             fresh[NEW_CARD] = self.files[NEW_CARD]
-        return kept
+        return f"{kept}; {STALE}" if (self._release / NEW_CARD).exists() else kept
 
     def move_aside(self, name: str) -> str:
         """Gives what lies there another name, which nothing has; returns it."""

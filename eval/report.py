@@ -5,6 +5,7 @@ is plain decoding's seconds per token over the draft's, pooled over the same pro
 Intervals are 95% bootstrap intervals over prompts. No speed figure is given where the losslessness gate failed.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
@@ -57,6 +58,11 @@ def _per_prompt(records: list[Record]) -> dict[str, list[Record]]:
     return grouped
 
 
+def _number(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
 def _turns(records: list[Record]) -> list[list[tuple[int, int]]]:
     """By prompt and repeat, each turn's uncut tokens and passes: a repeat of a prompt is to the released scripts another prompt."""
     grouped: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -91,11 +97,15 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
         "tau": round(pooled.tau, 4),
         "tau_interval": interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted[decoded], passes[decoded]),
         "tau_mean_over_prompts": round(float((emitted[decoded] / passes[decoded]).mean()), 4),
-        "tau_legacy": round(legacy_tau(_turns(drafted)), 4),
+        "tau_legacy": _number(round(legacy_tau(_turns(drafted)), 4)),
         "acceptance_by_depth": [round(rate, 4) for rate in pooled.rate_by_depth()],
         "draft_forwards_per_pass": round(_sum(drafted, lambda g: g.draft_forwards) / pooled.passes, 4),
-        "gate": {"passed": gate.passed, "drift_ratio": gate.drift_ratio, "fit": gate.fit if gate.drawn else None}
-        | {key: value for key, value in asdict(gate).items() if key != "places"},
+        "gate": {
+            "passed": gate.passed,
+            "fit": gate.fit if gate.drawn else None,
+            "drift_ratio": _number(gate.drift_ratio),
+        }
+        | {key: _number(value) for key, value in asdict(gate).items() if key != "places"},
         "speedup": None,
     }
     if gate.passed:
@@ -183,7 +193,8 @@ def table(entries: list[dict]) -> str:
             proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
         proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
         if gate["rounds"]:
-            proof += f", drift {gate['drift_ratio']:.1f} of plain's in {gate['rounds']} rounds"
+            ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
+            proof += f", drift {ratio} in {gate['rounds']} rounds"
         paid = (
             "withheld"
             if entry["speedup"] is None
@@ -194,7 +205,7 @@ def table(entries: list[dict]) -> str:
         verdict = "" if gate["passed"] else "NO: "
         lines.append(
             f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | {speed} | {paid} | "
-            f"{verdict}{proof} | {entry['tau_legacy']:.2f} |"
+            f"{verdict}{proof} | {'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
         )
     return "\n".join(lines)
 

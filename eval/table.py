@@ -39,6 +39,10 @@ def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: (row["temperature"], row["run"], row["method"]))
 
 
+def _legacy(tau: float | None) -> str:
+    return "-" if tau is None else f"{tau:.2f}"
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """As in the paper: a line a target and method, a pair of columns a benchmark; legacy tau in brackets behind ours."""
     benchmarks = list(dict.fromkeys(name for row in rows for name in row["cells"]))
@@ -53,9 +57,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 cells += ["-", "-"]
                 continue
             cells.append(with_interval(cell["speedup"], cell["speedup_interval"]) + ("x" if cell["speedup"] else ""))
-            cells.append(f"{with_interval(cell['tau'], cell['tau_interval'])} ({cell['tau_legacy']:.2f})")
+            cells.append(f"{with_interval(cell['tau'], cell['tau_interval'])} ({_legacy(cell['tau_legacy'])})")
         cells.append("-" if row["mean_speedup"] is None else f"{row['mean_speedup']:.2f}x")
-        cells.append("-" if row["mean_tau"] is None else f"{row['mean_tau']:.2f} ({row['mean_tau_legacy']:.2f})")
+        cells.append("-" if row["mean_tau"] is None else f"{row['mean_tau']:.2f} ({_legacy(row['mean_tau_legacy'])})")
         lines.append(f"| {' | '.join(cells)} |")
     where = dict.fromkeys(f"{row['run']}: {row['hardware']}" for row in rows)
     return "\n".join(

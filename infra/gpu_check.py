@@ -24,7 +24,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 
-from pipeline import entry
+from pipeline import children, entry
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, write_text
 from pipeline.provenance import ROOT
@@ -74,6 +73,8 @@ def measure(device: str, shape: str, parts: list[str], minutes: float, folder: P
         group = waiting if device == "cpu" else waiting[:1]
         left = end - time.monotonic()
         if left < LEAST.get(group[0], 15):
+            if group[0] == "machine":  # without it nothing is begun
+                raise PipelineError(f"only {max(left, 0):.0f} s for all parts: give it more --minutes")
             found[waiting.pop(0)] = {"skipped": f"only {max(left, 0):.0f} s were left: give it more --minutes"}
             continue
         limit = min(left, sum(LIMITS[part] for part in group))
@@ -106,15 +107,13 @@ def run(parts: list[str], device: str, shape: str, limit: float, folder: Path) -
 def ended(command: list[str], limit: float, log: Path, environment: dict[str, str]) -> str:
     """Runs a command until its end, at most `limit` seconds; returns in one line what it said last."""
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = children.start(command, environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             return f"not finished within {limit:.0f} s"
         finally:
-            _end(process)
+            children.end(process)
     if not process.returncode:
         return ""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -122,17 +121,6 @@ def ended(command: list[str], limit: float, log: Path, environment: dict[str, st
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
     said = told[-1] if told else "without a message"
     return f"status {process.returncode}: {said[:300]}"
-
-
-def _end(process: subprocess.Popen) -> None:
-    """With all that it started; the stages of the demo end themselves when they are told to."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, sign)
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                continue
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------
@@ -272,7 +260,6 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(LIMITS), help="NAME,NAME,...")
     parser.add_argument("--write", type=Path, metavar="FILE", help="where this device's section goes: docs/gpu.md")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running part is ended, too
     if unknown := [part for part in arguments.parts if part not in LIMITS]:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(LIMITS)}")
     if arguments.write and not arguments.write.is_file():

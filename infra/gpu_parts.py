@@ -26,14 +26,15 @@ from eval import report
 from eval.costs import SIZES, Costs, measure_costs
 from infra.gpu_lossless import lossless
 from infra.gpu_shapes import GIB, SHAPES, Given, dump_tasks, new_drafts, supported, write_random_features
-from pipeline import embedded, entry
+from pipeline import children, embedded, entry
 from pipeline.decoding.generate import Sampling
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.errors import PipelineError
-from pipeline.files import read_json, write_json
+from pipeline.files import write_json
 from pipeline.provenance import LIBRARIES, ROOT, hardware, revision
 from pipeline.recipe import override_arguments
+from pipeline.reports import REPORT, read_report
 from pipeline.target import DTYPES, Target, load_config
 from preprocess.bench import Methods
 from train.bench import Way
@@ -266,9 +267,9 @@ def demo(given: Given) -> dict[str, Any]:
         return {"skipped": str(error)}
     output = given.folder / "demo"
     command = [sys.executable, "-m", "pipeline", "run", str(DEMO), *override_arguments(demo_sets(output))]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+    if children.call(command, os.environ, ROOT)[0]:
         raise PipelineError("the demo failed; its own message stands above")
-    measured = read_json(output / "release" / "report.json")
+    measured = read_report(output / "release" / REPORT)
     kept = ("benchmark", "temperature", "draft", "tau", "speedup")
     results = [{key: one[key] for key in kept} | {"passed": one["gate"]["passed"]} for one in measured["results"]]
     return {"passed": report.lossless(measured["results"]), "results": results, "table": measured["table"]}

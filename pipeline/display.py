@@ -13,15 +13,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 EVERY = 30  # seconds between two lines
+_KEYS = {"what", "done", "total", "unit", "shown"}  # of a report
 
 
 def new_reports(reports: TextIO) -> Iterator[dict[str, Any]]:
-    """What a stage has appended to its channel (pipeline/progress.py) since the last look; a line written in part waits."""
+    """What a stage has appended to its channel (pipeline/progress.py) since the last look; a line written in part waits, and
+    one that is no report (torn by whoever was ended in writing it) is passed over.
+    """
     while line := reports.readline():
         if not line.endswith("\n"):
             reports.seek(reports.tell() - len(line.encode()))
             return
-        yield json.loads(line)
+        try:
+            report = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(report, dict) and report.keys() >= _KEYS:
+            yield report
 
 
 def duration(seconds: float) -> str:
@@ -77,7 +85,7 @@ class Lines:
         share = f" of {total:,} {unit} ({done / total:.0%})" if total else f" {unit}"
         words = [f"{report['what']}: {done:,}{share}"]
         began, before = self._first[report["what"]]
-        if done > before:
+        if done > before and now > began:
             speed = (done - before) / (now - began)
             words.append(f"{speed:,.0f} {unit}/s" if speed >= 10 else f"{speed:.2g} {unit}/s")
             if total > done:

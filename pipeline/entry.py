@@ -41,7 +41,8 @@ def run_rank(main: Callable[[], None]) -> None:
     """
 
     hide_credentials()
-    leave_on_signals(lambda number: _interrupted(number, silent=os.environ.get("RANK", "0") != "0"))
+    rank = os.environ.get("RANK", "0")
+    leave_on_signals(lambda number: _interrupted(number, silent=rank != "0", begin="\n"))  # behind a progress bar
     status = 0
     try:
         main()
@@ -73,11 +74,11 @@ def _told(error: Exception) -> int:
     return 2
 
 
-def _interrupted(number: int, silent: bool = False) -> None:
+def _interrupted(number: int, silent: bool = False, begin: str = "") -> None:
     """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
     if not silent and CHILD not in os.environ:
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-        sys.stderr.write(f"{what}: what is finished is kept; run the same command again to continue\n")
+        sys.stderr.write(f"{begin}{what}: what is finished is kept; run the same command again to continue\n")
     _leave(128 + number)
 
 
@@ -128,5 +129,7 @@ def hide_credentials() -> None:
 
 def _padded(argument: bytes) -> bytes:
     """As long as before: the memory is not ours to grow."""
-    plain = scrubbed(os.fsdecode(argument))
-    return argument if plain == os.fsdecode(argument) else os.fsencode(plain)[: len(argument)].ljust(len(argument))
+    text = os.fsdecode(argument)
+    before, mark, rest = text.partition("://")
+    plain = scrubbed(text, before.rpartition("=")[2] + mark + rest)  # of --set section.key=ADDRESS
+    return argument if plain == text else os.fsencode(plain)[: len(argument)].ljust(len(argument))

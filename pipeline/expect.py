@@ -187,8 +187,19 @@ def read_speeds(path: Path) -> list[dict[str, Any]]:
     """Newest first; what cannot be read is left out: a run does without it."""
     with suppress(PipelineError, OSError):
         found = read_json(path).get("stages")
-        return [entry for entry in found or [] if isinstance(entry, dict) and entry.keys() >= _KEYS]
+        return [entry for entry in found if _is_entry(entry)] if isinstance(found, list) else []
     return []
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it is what `remember` writes: a file that people can reach may hold anything."""
+    if not isinstance(entry, dict) or not entry.keys() >= _KEYS:
+        return False
+    numbers = [entry[key] for key in ("work", "seconds")]
+    return all(isinstance(entry[key], str) for key in ("stage", "hardware", "date")) and all(
+        isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
+        for number in numbers
+    )
 
 
 def is_untouched(recipe: Recipe, stage: str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.batch import Batch
 
 Head = Callable[[Tensor], Tensor]
-# Numbers of the largest tensor of a chunk, (rows x branches, U) in float32: bounds the memory of the vocabulary-wide part.
+# Numbers of the largest tensor of a chunk, (rows x branches, U) in float32, a mixture of K features being K branches: bounds the memory of the vocabulary-wide part.
 CHUNK_LOGITS = 1 << 25
 CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in the cache
 CHUNK_BYTES_GPU = 2 << 30  # of that tensor; all of a chunk take three to five times as much
@@ -160,7 +160,8 @@ def branch_sums(
     teacher_MD = batch.labels_BTD[any_BT]
     rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
     tensors_of = [_trained_rows(prediction, batch, inputs) for prediction in predictions.values()]
-    chunk = chunk_rows(vocabulary, len(predictions), teacher_MD.device)
+    features = sum(len(prediction.features) for prediction in predictions.values())  # each has logits of its own
+    chunk = chunk_rows(vocabulary, features, teacher_MD.device)
     sizes = [len(tensors) for tensors in tensors_of]
     flat = [tensor for tensors in tensors_of for tensor in tensors]
     found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, sizes, *flat)

@@ -76,11 +76,15 @@ def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
 
 def write_own_recipe(folder: Path, recipe: Recipe) -> None:
     """The resolved recipe for commands on this machine: with local paths, without credentials. It is never published, nor sent to a
-    store, and no other user reads it.
+    store, and no other user reads it. Where the store's address loses a part of itself there is none: it would name another store.
     """
+    store = recipe.features.store
+    if store and scrubbed(store, store) != store:
+        (folder / OWN_RECIPE).unlink(missing_ok=True)
+        return
     with atomic_path(folder / OWN_RECIPE) as temporary:
         temporary.touch(mode=0o600)
-        own = sealed(_changed(recipe.model_dump(mode="json"), scrubbed))
+        own = sealed(_changed(recipe.model_dump(mode="json"), lambda text: scrubbed(text, text)))
         temporary.write_text(json.dumps(own, indent=2) + "\n")
 
 

@@ -21,7 +21,10 @@ _NO_USERINFO = {
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]*""")
 _NAMED = re.compile(r"(?i)((?:token|key|secret|password|passwd|pwd|signature|sig|auth)=)[^/&;,]+")
 _ISSUED = re.compile(r"\b(?:hf|gh[pousr]|github_pat|glpat|sk|xox[abprs])[_-][A-Za-z0-9_-]{8,}|\bAKIA[A-Z0-9]{12,}")
-_RANDOM = re.compile(r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{20,}")
+_RANDOM = re.compile(  # all three kinds of characters, or letters and digits of a length that nobody types
+    r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])"
+    r"(?:[A-Za-z0-9]{32,}|(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,})"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 

@@ -301,7 +301,7 @@ def _taken_over() -> list[str]:
 def _apply(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator:
-        raise PipelineError(f"--set {scrubbed(override)!r}: expected section.key=value")
+        raise PipelineError(f"--set {scrubbed(override, override)!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -310,7 +310,7 @@ def _apply(tree: dict, override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise PipelineError(f"--set {scrubbed(override)!r}: {parent} is a value, not a section")
+            raise PipelineError(f"--set {scrubbed(override, override)!r}: {parent} is a value, not a section")
     tree[last] = value
 
 
@@ -321,11 +321,19 @@ def _explain(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
-        return scrubbed(f"{where or 'recipe'}: {what}{got}")
+        return scrubbed(f"{where or 'recipe'}: {what}{got}", *_texts(error["input"]))
     known = _fields_at(location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
     return f"{where}: unknown key {location[-1]!r}; {hint}"
+
+
+def _texts(value: Any) -> list[str]:
+    """All that may be addresses in a value, as they stand there and as they are shown in it."""
+    if isinstance(value, str):
+        return [value, repr(value)[1:-1]]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for one in inner for text in _texts(one)]
 
 
 def _fields_at(location: tuple) -> list[str]:

@@ -401,7 +401,7 @@ class EvalConfig(Section):
     dtype: Dtype = "bfloat16"
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
-    gate_rounds: Positive = 2  # rounds of each prompt and method that are looked at closely at T > 0
+    gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always
     workers: Processes = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
     gpus_per_worker: Annotated[int, Field(ge=0)] | None = None  # as the dump's; who shares one measures others' work
     hang_seconds: Positive = 900  # without an answer, or a loaded target, after which a worker is given up

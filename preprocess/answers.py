@@ -113,12 +113,12 @@ class AnswerWorker:
         target = Target(self._recipe.target, self._recipe.target.dtype)
         self._stop_ids = sorted(target.stop_ids())
         target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
-        positions = target.config.max_position_embeddings - self._settings.max_new_tokens
+        positions = target.positions - self._settings.max_new_tokens
         self._longest_prompt = min(self._recipe.data.max_length - 1, positions)
         if self._longest_prompt < 1:
             raise PipelineError(
                 f"regenerate.max_new_tokens={self._settings.max_new_tokens} leaves no room for a question in the target's "
-                f"{target.config.max_position_embeddings} positions: lower it"
+                f"{target.positions} positions: lower it"
             )
         return target
 

@@ -148,7 +148,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
-            f"data.source {scrubbed(recipe.data.source)} holds no usable dialogue: {plan.records} records, "
+            f"data.source {scrubbed(recipe.data.source, recipe.data.source)} holds no usable dialogue: {plan.records} records, "
             f"rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
         )
     if manifest.total("validation", "rows") == 0:

@@ -60,20 +60,18 @@ def _longest(sequences: list[Encoded]) -> int:
 
 def _thoughts_settled(tokenizer, messages: Messages) -> tuple[Messages, list[str]]:
     """Of a target that is told not to think, answers lose the thoughts that they come with. One that is to think, but whose answers
-    come without, is trained on these as its template renders them: with no thoughts, or empty ones.
+    come without, is trained on these as its template renders them: with no thoughts, or empty ones. Thoughts that the template does not
+    show even of the last answer are dropped and counted, too.
     """
-    thinks, edits = thinking(tokenizer), []
-    if thinks is None:
-        return messages, edits
-    settled = []
+    thinks, edits, settled = thinking(tokenizer), [], []
     for message in messages:
         if message["role"] == "assistant":
-            has = bool(thoughts_of(message))
-            if thinks and not has:
-                edits.append("answer_without_thoughts")
-            if has and not thinks:
+            thoughts = thoughts_of(message)
+            if thoughts and (thinks is False or thoughts not in chat.render(tokenizer, [*settled, message], False)):
                 edits.append("thoughts_dropped")
                 message = without_thoughts(message)
+            elif thinks and not thoughts:
+                edits.append("answer_without_thoughts")
         settled.append(message)
     return settled, edits
 

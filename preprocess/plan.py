@@ -6,6 +6,7 @@ Knows no Ray.
 
 import ctypes
 import signal
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -133,6 +134,8 @@ class Plan:
             return
         require_few("features.planners", planners)
         spawn, target = get_context("spawn"), self.recipe.target
+        # A driver that is interrupted leaves its semaphores to multiprocessing's tracker, which removes them but complains.
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         with ProcessPoolExecutor(planners, spawn, initializer=_start_planner, initargs=(target,)) as processes:
             waiting: deque = deque()
             for dialogue in self._intake:

@@ -168,10 +168,12 @@ def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
     if answered + len(rejected) + sum(skipped.values()) != intake.records:
         raise PipelineError(
             f"{answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are not the "
-            f"{intake.records} records of {scrubbed(recipe.data.source)}: use another output"
+            f"{intake.records} records of {scrubbed(recipe.data.source, recipe.data.source)}: use another output"
         )
     if not answered:
-        raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no dialogue that the target answers")
+        raise PipelineError(
+            f"data.source {scrubbed(recipe.data.source, recipe.data.source)} holds no dialogue that the target answers"
+        )
     parts.accounting = {
         "records": intake.records,
         "answered": answered,

@@ -9,6 +9,7 @@ Shards that are in a store are fetched into DIR first. --repair dumps again what
 """
 
 import argparse
+import json
 import random
 from pathlib import Path
 
@@ -109,7 +110,10 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
             f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped with, --recipe RECIPE "
             "(and the overrides, --set section.key=value). --rows 0 checks sizes and checksums without one"
         )
-    sets = [*overrides, f"output={folder.parent}"]
+    sets = [
+        *overrides,
+        f"output={json.dumps(str(folder.absolute().parent.resolve()), ensure_ascii=False)}",
+    ]  # in TOML's syntax
     store = store_of(load_recipe(recipe_path, sets)) if recipe_path else None
     if store:
         fetch(load_recipe(recipe_path, sets), checksums=False)

@@ -225,6 +225,17 @@ def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    wait_until(lambda: not _runs(process.pid))  # its children hold locks until they are gone
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended, but that nobody has waited for, does not."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
 
 
 def wait_until(

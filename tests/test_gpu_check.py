@@ -29,7 +29,7 @@ def facts(**more):
 def test_every_part_runs_on_a_cpu_with_a_tiny_shape(tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text(f"# GPUs\n\n{gpu_check.NOTHING_YET}\n")
-    done = run_command([*COMMAND, "--device", "cpu", "--shape", "tiny", "--write", str(page)], 600)
+    done = run_command([*COMMAND, "--device", "cpu", "--shape", "tiny", "--write", str(page)])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     parts = figures["parts"]
@@ -136,6 +136,12 @@ def test_without_time_parts_are_skipped_and_without_a_machine_nothing_is_begun(m
     given = scripted(monkeypatch, tmp_path, {})
     assert gpu_check.measure("cuda", "auto", ["dump"], 10, tmp_path) == {"machine": {"error": "it broke"}}
     assert given == [(["machine"], "auto")]
+
+
+def test_without_time_for_the_first_part_it_says_so(monkeypatch, tmp_path):
+    scripted(monkeypatch, tmp_path, {"machine": facts()})
+    with pytest.raises(PipelineError, match="give it more --minutes"):
+        gpu_check.measure("cuda", "auto", ["dump"], 0.1, tmp_path)
 
 
 def test_a_process_is_ended_and_its_last_words_are_told(tmp_path):

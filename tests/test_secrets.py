@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline import entry
 from pipeline.errors import PipelineError
 from pipeline.features.store import Store
 from pipeline.recipe import add_recipe_arguments, hand_over, load_recipe
@@ -172,6 +173,16 @@ def test_a_recipe_that_is_refused_does_not_show_the_secret(tiny_target, tmp_path
     with pytest.raises(PipelineError) as caught:
         source(load_recipe(write_recipe(tree, tmp_path / "recipe"), [override.format(address)]).target)
     assert SECRET not in str(caught.value)
+
+
+def test_a_password_with_quotes_is_hidden_in_arguments_and_refusals(tiny_target, tmp_path):
+    address = "http://alice:hun'ter>2@host/x"
+    for argument in (address, f"data.source={address}", f"--set=data.source={address}"):
+        assert b"ter>2" not in entry._padded(argument.encode())
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
+    with pytest.raises(PipelineError) as caught:
+        load_recipe(write_recipe(tree, tmp_path / "recipe"), [f"seed={address}"])
+    assert "ter>2" not in str(caught.value) and "http://host/x" in str(caught.value)
 
 
 def test_overrides_are_handed_to_another_command_once(monkeypatch):

@@ -41,6 +41,7 @@ from pipeline.target import feature_spec, load_ends
 from train.data import Batches
 from train.engine import Engine, start_distributed
 from train.estimate import ranks_of, step_bytes, wait_for
+from train.features import bring
 from train.loop import new_draft
 
 WAYS = ("step", "bare", "direct")
@@ -76,7 +77,7 @@ class Way:
 
     def __init__(self, recipe: Recipe, name: str, way: str, folder: Path):
         self._way, config = way, recipe.train
-        store = FeatureStore(recipe.features_dir, "train", feature_spec(recipe))
+        store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
         draft = new_draft(recipe, name, load_ends(recipe.target), store)
         if way == "direct":
             draft.loss = partial(direct_loss, draft)
@@ -175,6 +176,7 @@ def main() -> None:
     name = arguments.draft or recipe.publish.draft
     if name not in recipe.draft:
         parser.error(f"--draft {name}: the recipe has {', '.join(sorted(recipe.draft))}")
+    bring(recipe, feature_spec(recipe))
     start_distributed()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.peak_of:

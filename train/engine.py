@@ -23,6 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import sync, write_sealed
 from pipeline.sections import TrainConfig
 from pipeline.target import DTYPES
+from train.ranks import place_on_host, together
 from train.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
@@ -48,8 +49,7 @@ def start_distributed() -> None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
         deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
-        local = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(asked_threads() or max(1, cores() // local))
+        torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
 
 
 def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
@@ -339,7 +339,8 @@ class Engine:
     def _found_state(self) -> dict[str, Any] | None:
         """What `resume.json` says. Raises PipelineError for the state of other settings, or one that is not whole any more."""
         folder = self._folder
-        state = read_state(folder)
+        with together():
+            state = read_state(folder)
         seen = self.gathered(state and state["tag"])
         if len(set(seen)) > 1:
             raise PipelineError(
@@ -353,7 +354,8 @@ class Engine:
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run has "
                 f"{self._train_hash}). Use the recipe it was started with, or another output folder"
             )
-        require_whole(folder, state["files"])
+        with together():
+            require_whole(folder, state["files"])
         return state
 
     def _load(self, tag: str) -> None:

@@ -64,7 +64,7 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
 
 def step_bytes(recipe: Recipe, draft: Draft) -> float:
     """What a forward and backward needs beside weights, their gradients and the optimizer."""
-    config, width, branches = recipe.train, draft.shapes["hidden_size"], len(draft.branch_losses())
+    config, width, branches = recipe.train, draft.shapes["hidden_size"], draft.trained_features
     size = DTYPES[config.dtype].itemsize
     tokens = config.micro_batch * row_tokens(recipe)
     kept = activation_bytes(recipe, draft, recompute=False)
@@ -79,7 +79,7 @@ def step_bytes(recipe: Recipe, draft: Draft) -> float:
     chunk = min(chunk_rows(draft.vocabulary_size, branches, device, assumed), tokens)
     logits = (
         chunk * draft.vocabulary_size * (2 * (size + 4) + branches * (2 * size + 4))
-    )  # of the teacher, of each branch
+    )  # of the teacher, of each branch (a mixture of K features: K)
     return batch + kept + rows + logits
 
 

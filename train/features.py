@@ -14,7 +14,7 @@ from filelock import FileLock
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, ShardRecord, damage
-from pipeline.features.store import fetch
+from pipeline.features.store import fetch, lacking
 from pipeline.files import atomic_path, sha256
 from pipeline.progress import Progress
 from pipeline.recipe import Recipe
@@ -45,11 +45,7 @@ def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
         require_same(manifest.spec, expected, source)
         if not manifest.complete:
             raise PipelineError(f"{source}: the dump is not finished. Run it again: it continues where it stopped")
-        held = {one.name: one.sha256 for one in Manifest.load(folder).shards} if (folder / MANIFEST).exists() else {}
-        stale = {
-            one.name for one in manifest.shards if held.get(one.name, one.sha256) != one.sha256
-        }  # dumped anew since
-        wanted = [one for one in manifest.shards if one.name in stale or damage(folder, one, checksum=False)]
+        wanted = lacking(folder, manifest)
         with Progress("copy", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 _copy_one(source, folder, record)

@@ -27,7 +27,7 @@ from train.data import Batches, coverage, frequent_tokens, validation_batches
 from train.engine import BEST, Engine, add_sums
 from train.features import Stores, require_shared
 from train.pace import Pace
-from train.ranks import by_rank_0
+from train.ranks import by_rank_0, together
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -43,7 +43,7 @@ def train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores],
         if by_rank_0(lambda: _is_trained(recipe, name)):
             return f"{name}: trained already, in {recipe.draft_dir(name)}"
         if recipe.train.resume:
-            by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training")))
+            by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training", beside=True)))
         return _train(recipe, name, ends, features, rank, ranks)
 
 
@@ -226,7 +226,9 @@ class _Run:
     def _acceptance(self) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
-        found = self._engine.gathered(acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks))
+        with together():
+            mine = acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks)
+        found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():
                 counts.merge(other[name])

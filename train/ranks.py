@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from pipeline.entry import refused
 from pipeline.errors import PipelineError
 
 T = TypeVar("T")
@@ -14,12 +15,14 @@ T = TypeVar("T")
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Every rank enters it. Raises PipelineError on all of them where the block does so on one."""
+    """Every rank enters it. Raises PipelineError on all of them where the block does so on one, or its file system refuses."""
     mine = ""
     try:
         yield
     except PipelineError as error:
         mine = str(error)
+    except OSError as error:
+        mine = refused(error) or str(error) or type(error).__name__
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if said := next(filter(None, found), ""):

@@ -3,13 +3,13 @@
 Knows no DeepSpeed: that its files are whole is asked before it is given them.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.files import read_sealed, sha256
+from train.ranks import place_on_host
 
 RESUME = "resume.json"  # the only truth about which resume state is whole
 BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
@@ -65,9 +65,9 @@ def require_whole(folder: Path, files: Marks) -> None:
     """Reads this process's share of the files, so that every host reads all of them once. Raises PipelineError for the first that is not
     the one that was saved.
     """
-    size = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    number, size = place_on_host()
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-    for name in by_size[int(os.environ.get("LOCAL_RANK", "0")) % size :: size]:
+    for name in by_size[number::size]:
         path, mark = folder / name, files[name]
         if not path.is_file():
             raise PipelineError(f"resume state {path} is missing. {_remedy(folder)}")

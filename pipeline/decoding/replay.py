@@ -20,6 +20,7 @@ from pipeline.decoding.tree import (
     draft_forwards,
     forward_level,
     grow,
+    not_finite,
     ranking,
 )
 from pipeline.drafts import Draft
@@ -102,7 +103,10 @@ def collect(
 
 
 def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
-    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead."""
+    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead. Raises
+    PipelineError where a logit is not finite.
+    """
+    broken = answer.broken()
     device, places, width, out = prefix_A.device, len(prefix_A), 1, []
     totals_AW, seen = torch.zeros(places, 1, device=device), torch.zeros(places, 0, dtype=torch.bool, device=device)
     rows = np.zeros((places, 0), dtype=np.int64)
@@ -113,7 +117,7 @@ def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, t
         tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
         out.append(_Level(rows, tokens, scores))
         if depth == tree.depth:
-            return out
+            break
         wide, gained = own[0].shape[1], own[1].view(places, width, -1)
         scores_AC = (totals_AW[:, :, None] + gained).flatten(1)
         order_AW = scores_AC.sort(descending=True, stable=True).indices[:, : tree.top_k]
@@ -124,6 +128,9 @@ def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, t
         np.put_along_axis(rows, order_AW.cpu().numpy(), np.arange(width)[None], axis=1)
         prefix_W = prefix_A.repeat_interleave(width)
         answer, seen = forward_level(draft, state, answer, chosen, above.flatten(), seen, depth, True, prefix_W)
+        broken = broken | answer.broken()
+    if broken:
+        raise not_finite(draft)
     return out
 
 

@@ -167,15 +167,15 @@ def _grow_dynamic(draft: Draft, state: DraftState, root: int, answer: Answer, sp
     found = torch.stack([kept, tokens, parents, broken.expand(len(kept))])
     numbers, tokens, parents, failed = found.tolist()  # the only wait for the device
     if failed[0]:
-        raise _not_finite(draft)
+        raise not_finite(draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
     return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
 
 
-def _not_finite(draft: Draft) -> PipelineError:
+def not_finite(draft: Draft) -> PipelineError:
     return PipelineError(
-        f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: evaluate in bfloat16 or float32 "
-        "(eval.dtype), or train it again"
+        f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: use bfloat16 or float32 "
+        "(eval.dtype; in training train.dtype), or train it again"
     )
 
 
@@ -332,7 +332,7 @@ def _grow_static(
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
     *found, failed = torch.cat([*tokens_of, broken[None].long()]).tolist()  # the only wait for the device
     if failed:
-        raise _not_finite(draft)
+        raise not_finite(draft)
     return _collect(root, paths, found, torch.cat(proposals_of) if draws else None, device)
 
 

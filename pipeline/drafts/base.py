@@ -124,6 +124,11 @@ class Draft(nn.Module):
         losses = dict.fromkeys(AHEAD[: config.horizons], config.ahead) | {"next": config.next}
         return losses | {f"own_{number}": config.own for number in range(2, config.rollout + 1)}
 
+    @property
+    def trained_features(self) -> int:
+        """How many features all branches of `predictions` have."""
+        return len(self.branch_losses())
+
     def initialise(self, seed: int) -> None:
         initialise(self, torch.Generator().manual_seed(seed))
 
@@ -152,6 +157,7 @@ class Draft(nn.Module):
         with torch.device("meta"):
             other = type(self)(self.config, self.shapes)
         other._ends, other._rope = list(self._ends), self._rope
+        other.name = self.name
         return other.eval()
 
     @property

@@ -105,3 +105,7 @@ class Jakiro(Draft):
         if config.mixture_loss:
             losses["mixture"] = BranchLoss(regression=0.0, classification=config.mixture_loss)
         return losses
+
+    @property
+    def trained_features(self) -> int:
+        return super().trained_features + (self.config.experts_per_token - 1 if self.config.mixture_loss else 0)

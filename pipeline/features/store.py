@@ -14,7 +14,15 @@ from pyarrow import fs
 
 from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, UNREADABLE, Manifest, damage, prompts_damage
+from pipeline.features.shards import (
+    HELDOUT_PROMPTS,
+    MANIFEST,
+    UNREADABLE,
+    Manifest,
+    ShardRecord,
+    damage,
+    prompts_damage,
+)
 from pipeline.files import atomic_path, sha256, unsealed
 from pipeline.progress import Progress
 from pipeline.provenance import RECIPE
@@ -128,7 +136,7 @@ def fetch(
             require_same(manifest.spec, expected, store.name)
         if not manifest.complete:
             raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
-        wanted = [record for record in manifest.shards if damage(folder, record, checksum=False)]
+        wanted = lacking(folder, manifest)
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
@@ -136,6 +144,19 @@ def fetch(
         store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
         store.get(RECIPE, folder)
         manifest.save(folder)
+
+
+def lacking(folder: Path, manifest: Manifest) -> list[ShardRecord]:
+    """The shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was saved."""
+    try:
+        held = {record.name: record.sha256 for record in Manifest.load(folder).shards}
+    except PipelineError:  # none there, or not to be read: it is about to be written anew
+        held = {}
+    return [
+        record
+        for record in manifest.shards
+        if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
+    ]
 
 
 def heldout_prompts(recipe: Recipe) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.release import install
+from eval.release import STALE, install
 from pipeline.errors import PipelineError
 from pipeline.files import sha256
 from pipeline.reports import RELEASE, read_release
@@ -65,15 +65,15 @@ def test_what_the_user_laid_there_stays(run):
 
 def test_an_edited_card_stays_and_the_new_one_is_beside_it(run):
     replace_once(run / "release/README.md", "the card", "the card, and what I say")
-    said = ["README.md is your edited version and stays; the card of this release is README.new.md"]
+    said = [f"README.md is your edited version and stays; {STALE}"]
     assert put(run, SECOND) == said
     edited = SECOND | {"README.md": "the card, and what I say", "README.new.md": "another card"}
     assert held(run) == edited
     assert_list_is_true(run, but="README.md")
-    assert put(run, SECOND) == ["README.md is your edited version and stays"]  # told already
+    assert put(run, SECOND) == said  # in every run
     assert held(run) == edited
     (run / "release/README.new.md").unlink()
-    put(run, SECOND)
+    assert put(run, SECOND) == ["README.md is your edited version and stays"]
     assert not (run / "release/README.new.md").exists()  # they threw it away: it is not forced on them again
     third = SECOND | {"README.md": "a third card"}
     assert put(run, third) == said

@@ -111,6 +111,20 @@ def test_a_report_written_in_part_waits_for_its_end():
     assert [found["done"] for found in new_reports(channel)] == [2]
 
 
+def test_a_torn_line_is_passed_over():
+    channel = io.StringIO()
+    append(channel, report(1) + '{"what": "du\n3\n{}\n' + report(2))
+    assert [found["done"] for found in new_reports(channel)] == [1, 2]
+
+
+def test_two_reports_of_new_work_in_one_look_have_no_speed_yet(watched):
+    lines, clock, out, channel = watched
+    append(channel, report(0) + report(100))
+    clock.seconds = EVERY
+    lines.update(channel)
+    assert "100 of 1,000 tokens (10%)" in out.getvalue() and "/s" not in out.getvalue()
+
+
 def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
     """Through the channel that the stage is given; every look at the clock is half a minute after the last."""
     code = (

@@ -89,6 +89,15 @@ def test_a_damaged_note_is_as_good_as_none(tiny_recipe, text):
     assert "about 30 s" in expect.stage_said(tiny_recipe, "eval")
 
 
+@pytest.mark.parametrize(
+    "change", [{"work": 0}, {"seconds": float("nan")}, {"work": "3"}, {"seconds": True}, {"date": 3}, {"stage": None}]
+)
+def test_an_entry_that_nobody_measured_is_left_out(tmp_path, change):
+    entry = {"stage": "eval", "settings": {}, "hardware": "x", "work": 1, "seconds": 2.0, "date": "2026-01-01"}
+    (tmp_path / "speeds.json").write_text(json.dumps({"stages": [entry | change, entry]}))
+    assert expect.read_speeds(tmp_path / "speeds.json") == [entry]
+
+
 def test_a_cache_that_cannot_be_written_ends_no_run(tiny_recipe, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     expect.remember(tiny_recipe, "eval", 30)

@@ -10,6 +10,7 @@ import pytest
 from pipeline.errors import PipelineError
 from pipeline.files import (
     atomic_path,
+    exclusive,
     read_json,
     read_sealed,
     read_sealed_lines,
@@ -182,3 +183,13 @@ def test_lines_are_whole_damaged_or_torn(tmp_path):
     assert [line["number"] for line in whole] == [0, 2, 4] and damaged == [2, 4]
     path.write_bytes(path.read_bytes().replace(b"number", b"n\xffmber", 1))
     assert read_sealed_lines(path)[1] == [1, 2, 4]
+
+
+def test_a_lock_beside_its_folder_outlives_it(tmp_path):
+    folder = tmp_path / "state"
+    with exclusive(folder, "training", beside=True):
+        folder.rmdir()  # nothing of the lock is in it
+        with pytest.raises(PipelineError, match="another training"), exclusive(folder, "training", beside=True):
+            pass
+    with exclusive(folder, "training", beside=True):
+        assert list(folder.iterdir()) == []

@@ -31,7 +31,12 @@ from tests.kit import replace_once
         ("https://host.example/data.json?mail=a@b", "https://host.example/data.json"),
         ("https://host.example/hf_abcDEF123456/data.json", "https://host.example/***/data.json"),
         ("https://host.example/x;token=abc/data.json", "https://host.example/x;token=***/data.json"),
-        ("https://host.example/T0/9f8a7b6c5d4e3f2a1b0c/d.json", "https://host.example/T0/***/d.json"),
+        ("https://host.example/T0/9f8A7b6c5D4e3f2a1b0c/d.json", "https://host.example/T0/***/d.json"),
+        (f"https://host.example/T0/{'9f8a' * 9}/d.json", "https://host.example/T0/***/d.json"),
+        (
+            "https://host.example/llama3instructdata2024v2/d.json",
+            "https://host.example/llama3instructdata2024v2/d.json",
+        ),
         (
             "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
             "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
@@ -65,6 +70,16 @@ def test_the_dumps_own_recipe_keeps_local_paths_and_no_credentials(tiny_recipe, 
     path = tmp_path / "out/own-recipe.json"
     assert path.stat().st_mode & 0o777 == 0o600 and "secret" not in path.read_text()
     assert load_recipe(path).target == tiny_recipe.target and load_recipe(path).output == tiny_recipe.output
+
+
+def test_the_dumps_own_recipe_names_no_other_store_and_no_part_of_a_password(tiny_recipe, tmp_path):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["data"]["source"] = "http://alice:se'c<r\"et@host/x.json"
+    write_own_recipe(tmp_path, Recipe.model_validate(tree))
+    assert load_recipe(tmp_path / "own-recipe.json").data.source == "http://host/x.json"
+    tree["features"]["store"] = "s3://alice:secret@bucket/run?endpoint_override=host"
+    write_own_recipe(tmp_path, Recipe.model_validate(tree))
+    assert not (tmp_path / "own-recipe.json").exists()
 
 
 def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, tmp_path):

@@ -10,7 +10,7 @@ from pipeline.packed import pack_linears
 from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
 from pipeline.target import Target
 
-PROMPT, RUNS, KEPT = "The weather today is", 90, 3
+PROMPT, RUNS, KEPT = "The weather today is", 90, 4
 TREES = {
     "best": TreeConfig(depth=2, top_k=2, nodes=5),
     "drawn": TreeConfig(paths=[[0], [1], [0, 0]], siblings="drawn"),

@@ -7,6 +7,7 @@ import torch
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.errors import PipelineError
 from pipeline.sections import TreeConfig
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, shaped, taught
 
@@ -76,3 +77,14 @@ def test_a_walk_by_hand():
     # Below 2: one of place 0, one of place 2, none of place 4.
     assert replay.walk(ranks, 3) == Acceptance(5, 3, [3, 2])
     assert replay.walk(ranks, 1) == Acceptance(5, 5, [5])
+
+
+def test_a_draft_whose_logits_are_not_finite_is_refused_by_name(ends, loaded_target, text):
+    draft = taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=1)
+    draft.name = "broken"
+    with torch.no_grad():
+        draft.fc.weight.fill_(float("nan"))
+    tokens = text[0] + text[1][:9]
+    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
+    with pytest.raises(PipelineError, match="draft 'broken': its logits are not finite"):
+        replay.collect(draft, hidden_TD, tokens, len(text[0]), 2, 3, 1)

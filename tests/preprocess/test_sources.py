@@ -197,7 +197,18 @@ def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "garbage", ["hello", "<html></html>", "[INFO] fetched", "[2024-01-01] fetched", "null", "3", "\udcff\udc89PNG"]
+    "garbage",
+    [
+        "hello",
+        "<html></html>",
+        "[INFO] fetched",
+        "[2024-01-01] fetched",
+        "null",
+        "3",
+        "\udcff\udc89PNG",
+        "[1,2]",
+        "[" * 1100 + "]" * 1100,
+    ],
 )
 def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage):
     got, tail = read(write(tmp_path, garbage.encode(errors="surrogateescape") + b"\n" + LINES.encode()))

@@ -14,6 +14,7 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest, ShardRecord
 from pipeline.features.store import Store, fetch, heldout_prompts, store_of
 from pipeline.files import sha256
+from pipeline.provenance import RECIPE
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.target import feature_spec
 from preprocess import verify
@@ -207,6 +208,21 @@ def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
     with pytest.raises(PipelineError, match="the dump is not finished"):
         fetch(recipe, spec)
     assert Manifest.load(recipe.features_dir).accounting == {"mine": 1}  # what was here is untouched
+
+
+def test_a_shard_that_was_dumped_anew_with_its_old_size_is_fetched_again(tiny_recipe, tmp_path):
+    store, name = tmp_path / "store", "features-train-000000.arrow"
+    store.mkdir()
+    recipe = tiny_recipe.model_copy(update={"output": str(tmp_path / "run")}).with_features(store=f"file://{store}")
+    (store / RECIPE).write_text("{}")
+    (store / HELDOUT_PROMPTS).write_text("")
+    for content in ("first", "other"):
+        (store / name).write_text(content)
+        record = ShardRecord(name, "train", 0, 1, 9, 4, len(content), sha256(store / name))
+        prompts = sha256(store / HELDOUT_PROMPTS)
+        Manifest(feature_spec(tiny_recipe), [record], complete=True, prompts_sha256=prompts).save(store)
+        fetch(recipe)
+        assert (recipe.features_dir / name).read_text() == content
 
 
 @pytest.mark.parametrize("name", ["../../pwned.txt", "/tmp/pwned.txt", "pwned.txt", "manifest.json"])

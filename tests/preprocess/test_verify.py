@@ -68,6 +68,13 @@ def test_the_recipe_is_found_beside_the_features_of_a_local_target(dumped, tmp_p
     assert "complete: True" in capsys.readouterr().out
 
 
+def test_a_run_whose_name_is_a_number_is_found_from_inside(dumped, tmp_path, monkeypatch, capsys):
+    shutil.copytree(dumped[1], tmp_path / "2024/features")
+    monkeypatch.chdir(tmp_path)
+    call(main, "2024/features", "--recipe", str(dumped[0]), "--rows", "1")
+    assert "complete: True" in capsys.readouterr().out
+
+
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     _, features = dumped
     before = {path.name: sha256(path) for path in features.glob("*.arrow")}

@@ -168,7 +168,7 @@ def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path):
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle", ranks=2), timeout=120)
+    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle", ranks=2))
     assert done.returncode != 0
     assert "its SHA-256 is not the manifest's" in done.stderr + done.stdout and "Traceback" not in done.stderr
     assert not (tmp_path / "drafts/eagle/metrics.jsonl").exists()

@@ -81,6 +81,15 @@ def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recip
     assert step_bytes(recipe, draft) - rest == 2092 * 128_256 * (2 * (2 + 4) + 2 * (2 * 2 + 4))
 
 
+def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, ends):
+    config = tiny_recipe.draft["jakiro"].model_copy(update={"mixture_loss": 0.1, "vocabulary": None})
+    draft = build(config, shapes_of(load_config(tiny_recipe.target)))
+    draft.bind(ends)
+    hidden_BTD, tokens_BT = torch.randn(1, 9, 32), torch.zeros(1, 9, dtype=torch.long)
+    found = draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}))
+    assert draft.trained_features == sum(len(one.features) for one in found.values()) > len(found)
+
+
 @pytest.mark.parametrize("name", ["jakiro", "eagle"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, recompute):

@@ -1,5 +1,6 @@
 """Features on a trainer's own disk, what each of a host's ranks checks of them, and how ranks agree: with ranks of this process."""
 
+import errno
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -60,8 +61,6 @@ def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
 
 def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
     store = shutil.copytree(shared.features_dir, tmp_path / "store")
-    for name in ("heldout_prompts.jsonl", "recipe.json"):
-        (store / name).write_text("{}")
     expected, spec = content(store), Manifest.load(store).spec
     shutil.rmtree(shared.features_dir)
     recipe = shared.with_features(store=f"file://{store}")
@@ -188,6 +187,8 @@ def test_an_error_of_one_rank_is_everybodys(monkeypatch):
         pass
     with pytest.raises(PipelineError, match=r"^mine, which comes first$"), ranks.together():
         raise PipelineError("mine, which comes first")
+    with pytest.raises(PipelineError, match=r"^no space to write a file"), ranks.together():
+        raise OSError(errno.ENOSPC, "full")
     with pytest.raises(PipelineError, match="rank 2 says why"):
         ranks.by_rank_0(lambda: "mine")
     monkeypatch.setattr(ranks, "dist", Together(["", ""], sent="theirs", rank=1))

@@ -122,5 +122,8 @@ def test_decoding_takes_the_users_threads_else_all_cores(monkeypatch, threads, a
         acceptance.Decoder, "_decoded", lambda *_: seen.append(torch.get_num_threads()) or SimpleNamespace(tau=1.0)
     )
     before = torch.get_num_threads()
-    acceptance.Decoder.__new__(acceptance.Decoder).tau(None, quiet=True)
+    decoder = acceptance.Decoder.__new__(acceptance.Decoder)
+    decoder._draft = SimpleNamespace(load_state_dict=lambda _: None, bind=lambda _: None)
+    decoder._target, decoder._fingerprint = SimpleNamespace(embedding_VD=None, head=None), ""
+    decoder.tau({}, quiet=True)
     assert seen == [got or cores()] and torch.get_num_threads() == before

@@ -75,7 +75,9 @@ def test_the_twin_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering
 
 
 def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
+    draft.name = "mine"
     twin, before = draft.twin(), dict(draft.named_parameters())
+    assert twin.name == "mine"
     assert all(p.is_meta for p in twin.parameters())
     Engine.fill(engine_of(draft, 2), twin)
     assert all(p is before[name] and p.requires_grad for name, p in twin.named_parameters())
