@@ -225,17 +225,29 @@ def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    wait_until(lambda: not _runs(process.pid))  # its children hold locks until they are gone
+    wait_until(lambda: not any(map(holds_files, of_group(process.pid))))
 
 
-def _runs(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended, but that nobody has waited for, does not."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
+def of_group(group: int) -> list[int]:
+    """The processes of a group, those included that are dying or that nobody has waited for."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(entry.name))
+    return found
+
+
+def holds_files(pid: int) -> bool:
+    """A killed process loses its memory, and with it its command line, before its files: until its last thread has ended, a lock of
+    its may still be there.
+    """
+    process = Path("/proc") / str(pid)
+    try:
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" or len(list((process / "task").iterdir())) > 1
+    except OSError:  # it is gone
+        return False
 
 
 def wait_until(

@@ -15,6 +15,7 @@ from tests.kit import (
     call,
     dump_here,
     free_port,
+    holds_files,
     recipe_tree,
     run_command,
     train_command,
@@ -83,10 +84,11 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def wait_until_dead(mark: str) -> None:
     """Kills what the launcher left behind: its ranks are process groups of their own."""
-    for pid in trainings(mark):
+    killed = trainings(mark)
+    for pid in killed:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not trainings(mark))
+    wait_until(lambda: not any(map(holds_files, killed)))
 
 
 def trainings(mark: str) -> list[int]:
