@@ -101,8 +101,7 @@ def doc_ids(recipe: Path, folder: Path) -> Counter:
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done, _ = faulty_dump(recipe, folder, "False", "pass")
-    assert done.returncode == 0, done.stderr
+    dump_here(load_recipe(recipe, [f"output={folder / 'run'}"]))
     return folder
 
 

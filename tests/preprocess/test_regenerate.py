@@ -216,8 +216,8 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_pa
     kill_when_exists(again, manifest)
     left = json.loads(manifest.read_text())
     assert not left["complete"] and 0 < len(left["parts"]) < 10
-    done = run_command(again)
-    assert done.returncode == 0, done.stderr
+    with without_ray():
+        regenerate(load_recipe(recipe, [f"output={tmp_path}"]))
     assert (tmp_path / "regenerated/dialogues.jsonl").read_bytes() == (expected / "dialogues.jsonl").read_bytes()
 
 
