@@ -272,7 +272,9 @@ def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, given, aske
     assert asked_threads() == asked
 
 
-LAUNCHED = "from pipeline.cores import asked_threads; print(asked_threads())"
+LAUNCHED = (
+    "import os; from pipeline.cores import asked_threads; os.write(1, f'{asked_threads()}\\n'.encode())"  # whole lines
+)
 
 
 @pytest.mark.parametrize(
