@@ -23,6 +23,7 @@ from pipeline.recipe import Recipe, override_arguments
 from preprocess.driver import dump
 from preprocess.pool import Pool
 from preprocess.task import ShardTask
+from tests.warm import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -182,6 +183,12 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
     return subprocess.run(
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
+
+
+def run_warm(arguments: list[str]) -> subprocess.CompletedProcess:
+    """The same of a Python command, in a process that has imported already what it needs."""
+    assert arguments[0] == sys.executable
+    return run_forked([(arguments[1:], {})], command_environment(), PATIENCE)
 
 
 def call(main: Callable[[], None], *arguments: str) -> None:

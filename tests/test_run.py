@@ -35,6 +35,7 @@ from tests.kit import (
     recipe_tree,
     replace_once,
     run_command,
+    run_warm,
     wait_until,
     write_recipe,
     write_sharegpt,
@@ -58,7 +59,7 @@ RELEASE = {
 
 
 def pipeline(command: str, recipe: Path, *more: str) -> subprocess.CompletedProcess:
-    return run_command([sys.executable, "-m", "pipeline", command, str(recipe), *more])
+    return run_warm([sys.executable, "-m", "pipeline", command, str(recipe), *more])
 
 
 def status_here(recipe: Path, *overrides: str) -> str:
@@ -266,7 +267,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(finished, tmp_path, 
         change_sealed(config, lambda raw: raw["target"].update(fingerprint="0123456789abcdef"))
         message = "A draft works with its own target only"
     if damage == "missing":
-        done = run_command([sys.executable, "eval/main.py", str(recipe), "--set", f"output={copy}"])
+        done = run_warm([sys.executable, "eval/main.py", str(recipe), "--set", f"output={copy}"])
         assert done.returncode == 2
         assert message in done.stderr and "Traceback" not in done.stderr
         assert not (copy / "release").exists()
@@ -363,7 +364,7 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
     )  # four of six prompts were lost, one in the middle of a line
     (run / "eval/report.json").unlink()
     command = [sys.executable, "eval/main.py", str(recipe), "--set", f"output={run}", "--set", "eval.workers=2"]
-    done = run_command(command)
+    done = run_warm(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert records.read_text().splitlines()[:2] == kept  # timings included: they were not decoded again
     assert answers_of(run) == before
@@ -371,7 +372,7 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
 
 def test_the_bench_splits_a_round(copied):
     recipe, run = copied
-    done = run_command([sys.executable, "-m", "eval.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"])
+    done = run_warm([sys.executable, "-m", "eval.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"])
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     for one in figures["methods"].values():
@@ -390,7 +391,7 @@ def test_the_bench_splits_a_round(copied):
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
     recipe, run = copied
     sets = ["--set", f"output={run}"]
-    tuned = run_command(
+    tuned = run_warm(
         [sys.executable, "eval/tune.py", str(recipe), *sets, "--draft", "jakiro", "--max-nodes", "8", "--depth", "3"]
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
@@ -410,7 +411,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     card = (run / "release/README.md").read_text()
     assert ("chosen for the hardware below" in card) == faster
     assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
-    table = run_command([sys.executable, "-m", "eval.table", str(run), "--out", str(tmp_path / "table")])
+    table = run_warm([sys.executable, "-m", "eval.table", str(run), "--out", str(tmp_path / "table")])
     assert table.returncode == 0, table.stderr
     rows = json.loads((tmp_path / "table/table.json").read_text())
     assert {(row["method"], row["temperature"]) for row in rows} == {
@@ -443,7 +444,7 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     config = tmp_path / "all/seed-1/drafts/eagle/config.json"
     other_seed = load_recipe(changed, ["seed=1"]).train_hash("eagle")
     change_sealed(config, lambda raw: raw.update(train_hash=other_seed))
-    done = run_command([sys.executable, "-m", "eval.ablations", str(changed), "--seeds", "2", "--against", "eagle"])
+    done = run_warm([sys.executable, "-m", "eval.ablations", str(changed), "--seeds", "2", "--against", "eagle"])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["results"]
     assert {(r["method"], r["temperature"]) for r in figures} == {

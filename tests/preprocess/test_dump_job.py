@@ -27,6 +27,7 @@ from tests.kit import (
     kill_when_exists,
     recipe_tree,
     run_command,
+    run_warm,
     save_tiny_target,
     stop_ray,
     wait_until,
@@ -98,7 +99,7 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
     sets = [f"output={tmp_path}", "data.calibration_prompts=2", "features.answer_tokens=5"]
     changed = load_recipe(recipe, sets)
-    refused = run_command([sys.executable, "train/main.py", str(recipe), *override_arguments(sets)])
+    refused = run_warm([sys.executable, "train/main.py", str(recipe), *override_arguments(sets)])
     assert refused.returncode == 2 and "its answers to calibration prompts are of another" in refused.stderr
     assert features_state(changed) == (False, "answers to calibration prompts are to be given anew")
     dump_here(changed)
@@ -171,14 +172,14 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
     with pytest.raises(PipelineError, match=message):
         dump_here(load_recipe(recipe, sets))
     if content == "3":  # one of them as the user sees it
-        done = run_command(dump_command(recipe, *sets))
+        done = run_warm(dump_command(recipe, *sets))
         assert done.returncode == 2
         assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_workers_that_fit_no_node_are_refused(job, tmp_path):
     recipe, _, _ = job
-    done = run_command(dump_command(recipe, "features.gpus_per_worker=1", f"output={tmp_path / 'run'}"))
+    done = run_warm(dump_command(recipe, "features.gpus_per_worker=1", f"output={tmp_path / 'run'}"))
     assert done.returncode == 2
     assert "no node has room for one worker" in done.stderr and "Traceback" not in done.stderr
 

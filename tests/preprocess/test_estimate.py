@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pipeline.recipe import load_recipe
-from tests.kit import dump_here, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 
@@ -15,7 +15,7 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 200), tmp_path / "run")
     tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}
     recipe = write_recipe(tree, tmp_path / "recipe")
-    planned = run_command(
+    planned = run_warm(
         [
             sys.executable,
             "-m",

@@ -22,6 +22,7 @@ from tests.kit import (
     ray_processes,
     recipe_tree,
     run_command,
+    run_warm,
     stop_ray,
     write_recipe,
     write_sharegpt,
@@ -84,7 +85,8 @@ def faulty_dump(recipe: Path, folder: Path, when: str, what: str, *overrides: st
     marks.mkdir()
     script.write_text(SCRIPT.format(when=when, what=what, hangs=what == HUNG))
     sets = [f"output={folder / 'run'}", *overrides]
-    done = run_command([sys.executable, str(script), str(recipe), str(marks), *sets], **environment)
+    command = [sys.executable, str(script), str(recipe), str(marks), *sets]
+    done = run_command(command, **environment) if environment else run_warm(command)
     return done, len(list(marks.iterdir()))
 
 

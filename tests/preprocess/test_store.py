@@ -24,6 +24,7 @@ from tests.kit import (
     dump_here,
     recipe_tree,
     run_command,
+    run_warm,
     train_command,
     without_ray,
     write_recipe,
@@ -98,7 +99,7 @@ def dumped(bucket, tiny_target, tmp_path_factory) -> tuple[Path, str, dict[str, 
     tree |= {"output": str(folder / "run")}
     tree["features"]["store"] = bucket
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_command(dump_command(recipe))
+    done = run_warm(dump_command(recipe))
     assert done.returncode == 0, done.stderr
     assert "MB in s3://shards/run" in done.stdout
     return recipe, bucket, expected

@@ -20,7 +20,7 @@ from tests.kit import (
     dump_here,
     flip,
     recipe_tree,
-    run_command,
+    run_warm,
     save_tiny_target,
     without_ray,
     write_recipe,
@@ -41,7 +41,7 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def verify(dumped, *more: str):
-    return run_command([sys.executable, "-m", "preprocess.verify", *arguments(dumped, *more)])
+    return run_warm([sys.executable, "-m", "preprocess.verify", *arguments(dumped, *more)])
 
 
 def arguments(dumped, *more: str) -> list[str]:

@@ -12,17 +12,18 @@ import torch.distributed as dist
 from pipeline.curves import METRICS, read_metrics
 from pipeline.recipe import load_recipe, override_arguments
 from tests.kit import (
+    PATIENCE,
     call,
+    command_environment,
     dump_here,
     free_port,
     holds_files,
     recipe_tree,
-    run_command,
-    train_command,
     wait_until,
     write_recipe,
     write_sharegpt,
 )
+from tests.warm import run_forked
 from train.main import main
 
 
@@ -38,10 +39,15 @@ def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
-    """Trains on the dumped features under another output folder."""
-    recipe = linked(dumped, output)
-    command = train_command(recipe, f"output={output}", *overrides, ranks=ranks, draft=draft)
-    return run_command(command, **environment)
+    """Trains on the dumped features under another output folder, as DeepSpeed's launcher does: a process a rank. What the launcher
+    itself does is shown where a test has `train_command`.
+    """
+    arguments = ["train/main.py", str(linked(dumped, output)), "--draft", draft]
+    arguments += override_arguments([f"output={output}", *overrides])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    each = [(arguments, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    return run_forked(each, command_environment(**shared, **environment), PATIENCE)
 
 
 def train_here(dumped, output: Path, *overrides: str, draft: str = "jakiro") -> None:

@@ -10,7 +10,7 @@ from pipeline.batch import collate
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.sections import EagleConfig, JakiroConfig
-from tests.kit import override_arguments, run_command, write_recipe
+from tests.kit import override_arguments, run_warm, write_recipe
 from tests.pipeline.test_losses_batch import wide_rows
 from train.bench import direct_loss
 
@@ -48,7 +48,7 @@ def test_the_bench_ends_with_its_figures(dumped, tmp_path):
     (tmp_path / "features").symlink_to(features)
     sets = override_arguments([f"output={tmp_path}"])
     command = [sys.executable, "-m", "train.bench", str(recipe), *sets, "--steps", "2", "--repeats", "2"]
-    done = run_command(command)
+    done = run_warm(command)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     assert all(f"step over {other}:" in done.stdout for other in ("bare", "direct"))
@@ -66,7 +66,7 @@ def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path):
     tree["publish"]["draft"] = "eagle"
     recipe = write_recipe(tree, tmp_path / "recipe")
     sets = override_arguments([f"output={tmp_path}", "train.epochs=1", "train.warmup_steps=0"])
-    done = run_command([sys.executable, "-m", "train.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
+    done = run_warm([sys.executable, "-m", "train.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     crosses = {(one["draft"], one["rate"]): one["next_classification"] for one in figures["results"]}

@@ -130,14 +130,14 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     print(f"killed at step {len(lines_of(output, 'train'))}")
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
-    other = run_command([*command, "--set", "train.learning_rate=0.01"])
+    other = run_training(dumped, output, "train.learning_rate=0.01")
     assert other.returncode != 0 and "Traceback" not in other.stderr
     assert "holds the resume state of a run with other settings" in other.stdout + other.stderr
     state = json.loads(resume.read_text())
     assert set(state["files"]) == {f"{state['tag']}/{path.name}" for path in (resume.parent / state["tag"]).iterdir()}
     (name,) = state["files"]
     flip(resume.parent / name)
-    refused = run_command(command)
+    refused = run_training(dumped, output)
     assert refused.returncode != 0 and "Traceback" not in refused.stderr
     assert f"resume state {resume.parent / name} was changed or damaged" in refused.stdout + refused.stderr
     flip(resume.parent / name)

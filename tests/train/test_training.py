@@ -19,7 +19,7 @@ from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
 from pipeline.recipe import load_recipe
 from pipeline.target import fingerprint, load_ends
-from tests.kit import ROOT, command_environment, kill_when_exists, run_command, train_command, wait_until
+from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
 from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
 from train import acceptance
 
@@ -201,7 +201,7 @@ def test_or_it_is_left_out_and_counted(poisoned, tmp_path):
 
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     """Under every optimizer that DeepSpeed makes of AdamW; the loss is finite, so no dialogue is to blame."""
-    done = run_command([sys.executable, "-m", "tests.train.gradients"])
+    done = run_warm([sys.executable, "-m", "tests.train.gradients"])
     finished(done)
     print(done.stdout)
     lines = [line for line in done.stdout.splitlines() if " ZeRO-" in line]
