@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/python -m pipeline run infra/recipes/demo.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,12 @@ from pipeline.target import Target, fingerprint
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: the quick ones then fill up what is left of the time, and no worker ends long before another."""
+    slow = {item.path for item in items if item.get_closest_marker("real")}
+    items.sort(key=lambda item: item.path not in slow)  # stable
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("target"))

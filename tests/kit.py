@@ -185,10 +185,10 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
     )
 
 
-def run_warm(arguments: list[str]) -> subprocess.CompletedProcess:
-    """The same of a Python command, in a process that has imported already what it needs."""
+def run_warm(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """The same of a Python command, in a process that has imported already what it needs: not for variables that an import reads."""
     assert arguments[0] == sys.executable
-    return run_forked([(arguments[1:], {})], command_environment(), PATIENCE)
+    return run_forked([(arguments[1:], {})], command_environment(**environment), PATIENCE)
 
 
 def call(main: Callable[[], None], *arguments: str) -> None:

@@ -80,7 +80,7 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     keywords = {"enable_thinking": False, "tone": "/brief"}
     tree["target"] |= {"chat_template": str(template), "template_keywords": keywords, "template_date": "2025-01-02"}
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_command([sys.executable, "-m", "pipeline", "run", str(recipe)], JAKIRO_CACHE=str(folder / "cache"))
+    done = run_warm([sys.executable, "-m", "pipeline", "run", str(recipe)], JAKIRO_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     return recipe, folder / "run", done.stdout
 

@@ -21,7 +21,7 @@ from pipeline.recipe import add_recipe_arguments, hand_over, load_recipe
 from pipeline.sections import DataConfig
 from pipeline.target import source
 from preprocess.sources import Tail, read_records
-from tests.kit import free_port, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import free_port, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
 
 SECRET = "hunter2-of-alice"
 
@@ -130,7 +130,7 @@ def test_a_run_leaves_the_secret_nowhere(tiny_target, tmp_path):
         watcher.start()
         try:
             command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--until", "train", "--set"]
-            done = run_command([*command, f"data.source={address}"])
+            done = run_warm([*command, f"data.source={address}"])
         finally:
             stop.set()
             watcher.join()
