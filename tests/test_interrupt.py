@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,19 +82,11 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
 
 
 def test_a_dump_ends_in_one_line(slow):
+    """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py."""
     recipe, run = slow
-    status, error = interrupted(dump_command(recipe), (run / "features/manifest.json").exists, str(recipe))
+    status, error = interrupted(dump_command(recipe), (run / "features/manifest.json").exists, str(recipe), times=3)
     assert status == 130
     assert [line for line in error if not is_bar(line)] == [LINE]
-
-
-def test_a_run_ends_in_one_line_and_with_it_its_stage(slow):
-    """An impatient user's: three times Ctrl-C, which the stage hears as often."""
-    recipe, run = slow
-    command = [sys.executable, "-m", "pipeline", "run", str(recipe)]
-    status, error = interrupted(command, (run / "features/manifest.json").exists, str(recipe), times=3)
-    assert (status, error) == (130, [LINE])
-    assert "Traceback" not in (run / "logs/preprocess.log").read_text()
 
 
 def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow):
