@@ -22,6 +22,7 @@ from pipeline.sections import DataConfig
 from pipeline.target import source
 from preprocess.sources import Tail, read_records
 from tests.kit import free_port, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
+from tests.train.runs import train_here
 
 SECRET = "hunter2-of-alice"
 
@@ -129,15 +130,17 @@ def test_a_run_leaves_the_secret_nowhere(tiny_target, tmp_path):
         (tmp_path / "data.json").unlink()
         watcher.start()
         try:
-            command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--until", "train", "--set"]
+            command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--until", "preprocess", "--set"]
             done = run_warm([*command, f"data.source={address}"])
+            run = tmp_path / "run"
+            train_here((recipe, run / "features"), run, f"data.source={address}", draft="eagle")
         finally:
             stop.set()
             watcher.join()
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [words for words in found if "-m pipeline run" not in words], found
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"preprocess.log", "train.log", "recipe.json", "own-recipe.json"} <= {path.name for path in files}
+    assert {"preprocess.log", "config.json", "recipe.json", "own-recipe.json"} <= {path.name for path in files}
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert SECRET not in done.stdout + done.stderr
 
