@@ -2,7 +2,8 @@
 
 python -m eval.estimate RECIPE [--ms-per-token R]
 
-hours     answers x max_new_tokens x milliseconds of a plain token, as if no draft gained anything and no answer ended early, which
+hours     answers x max_new_tokens x milliseconds of a plain token, as if no draft gained anything and no answer ended
+early, which
           makes up for what is not in it: prompts' forwards, warm-ups, the gates' enumerations, loading
 memory    the target's weights, a cache of one answer, the drafts
 """
@@ -13,13 +14,13 @@ import time
 
 import torch
 
-from eval.prompts import HELDOUT, load_prompts
-from eval.units import pack
-from pipeline import entry
+from eval.measure.prompts import HELDOUT, load_prompts
+from eval.measure.units import pack
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.target import DTYPES, Target, load_config, parameter_count_of
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.running import entry
+from pipeline.target.model import DTYPES, Target, load_config, parameter_count_of
 
 CONTEXT = 256  # tokens before those that are timed
 
@@ -81,7 +82,8 @@ def main() -> None:
     hours = count * recipe.eval.max_new_tokens * seconds / 3600
     memory = memory_bytes(recipe)
     print(
-        f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: about {hours:,.2f} h at {seconds * 1000:,.1f} ms a "
+        f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: about {hours:,.2f} h at "
+        f"{seconds * 1000:,.1f} ms a "
         f"token, {memory / 1e9:,.1f} GB"
     )
     print(

@@ -14,20 +14,21 @@ if __name__ == "__main__":
 
 import torch
 
-from eval import plots, report
-from eval.harness import pooled
-from eval.publish import build_release
-from eval.push import push, require_repository_name
-from eval.units import Job, Method, decode_all, job_of, method_facts, read_tuned
-from pipeline import checkpoint, entry
+from eval.measure import plots, report
+from eval.measure.harness import pooled
+from eval.measure.units import Job, Method, decode_all, job_of, method_facts, read_tuned
+from eval.release.publish import build_release
+from eval.release.push import push, require_repository_name
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import provenance, write_provenance
+from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.basics.files import sha256, write_sealed, write_text
+from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
-from pipeline.files import sha256, write_sealed, write_text
-from pipeline.provenance import provenance, write_provenance
-from pipeline.public import public_name
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.reports import REPORT, read_report
-from pipeline.target import load_tokenizer
-from pipeline.template import template_settings
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.running import entry
+from pipeline.target.model import load_tokenizer
+from pipeline.target.template import template_settings
 
 
 def measured_already(path: Path, key: str) -> bool:
@@ -46,7 +47,7 @@ def measure(job: Job) -> dict:
     """Runs the benchmarks and writes report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
     if recipe.eval.workers > 1:
-        from eval.fleet import decode as fleet  # Ray only where it is wanted
+        from eval.measure.fleet import decode as fleet  # Ray only where it is wanted
     outcomes = decode_all(job, fleet)
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver

@@ -2,8 +2,8 @@
 
     python -m eval.show RECIPE [--draft NAME] [--question TEXT] [--tokens 80] [--out FILE.svg]
 
-The answer is decoded at temperature 0 with the draft's own tree, and again by plain decoding. Where the two are not the same
-tokens there is an error and no picture.
+The answer is decoded at temperature 0 with the draft's own tree, and again by plain decoding. Where the two are not the
+same tokens there is an error and no picture.
 """
 
 import argparse
@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from eval.units import Method, make_harness
-from pipeline import checkpoint, embedded, entry
-from pipeline.chat import prompt_ids
+from eval.measure.units import Method, make_harness
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import revision
+from pipeline.basics import embedded
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_text
+from pipeline.basics.public import public_name
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.errors import PipelineError
-from pipeline.files import write_text
-from pipeline.provenance import revision
-from pipeline.public import public_name
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.running import entry
+from pipeline.target.chat import prompt_ids
 
 QUESTION = "What is a prime number? Give three examples."
 COLUMNS, CELL, LINE, MARGIN = 92, 8.4, 24, 20  # characters of a line; pixels
@@ -40,8 +42,8 @@ class Shown:
 def guessed(starts: list[int], found: Generation) -> list[bool]:
     """Of each of the answer's tokens. `starts`: how many tokens there were when each pass began.
 
-    A pass gives the guesses that it accepts and one token of the target's own; the limit may cut the last pass short. The first token
-    is the prompt's pass's.
+    A pass gives the guesses that it accepts and one token of the target's own; the limit may cut the last pass short.
+    The first token is the prompt's pass's.
     """
     accepted_in_all, flags = sum(found.acceptance.accepted[1:]), [False]
     for begin, end in zip(starts, [*starts[1:], len(found.tokens)], strict=False):
@@ -63,7 +65,8 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
     expected = plain(target, prompt, sampling).tokens
     if found.tokens != expected:
         raise PipelineError(
-            f"the answer with {name} is not plain decoding's (in {recipe.eval.dtype}): there is nothing to show. In float32 "
+            f"the answer with {name} is not plain decoding's (in {recipe.eval.dtype}): there is nothing to show. In "
+            "float32 "
             "(--set eval.dtype=float32) the two are the same"
         )
     parameters = saved.training["parameters"]
@@ -88,7 +91,9 @@ def pieces_of(tokenizer, tokens: list[int]) -> list[str]:
 
 
 def lines_of(pieces: list[tuple[str, bool]]) -> list[list[tuple[str, bool]]]:
-    """The pieces in lines of at most `COLUMNS` characters where a space allows; a line break in the text is one here."""
+    """The pieces in lines of at most `COLUMNS` characters where a space allows; a line break in the text is one
+    here.
+    """
     lines, line, width = [], [], 0
     for text, flag in pieces:
         for number, part in enumerate(text.split("\n")):
@@ -108,9 +113,13 @@ def svg(shown: Shown) -> str:
     lines, count = lines_of(shown.pieces), len(shown.pieces)
     share = sum(flag for _, flag in shown.pieces)
     width, height = 2 * MARGIN + COLUMNS * CELL, MARGIN + LINE * (len(lines) + 5)
-    head = f"{count} tokens in {shown.passes} passes of the target (tau {shown.tau:.2f}); plain decoding takes {count - 1} for the same tokens"
+    head = (
+        f"{count} tokens in {shown.passes} passes of the target (tau {shown.tau:.2f}); plain decoding takes "
+        f"{count - 1} for the same tokens"
+    )
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" font-family="monospace" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" font-family="monospace" '
+        'font-size="14">',
         f"<title>{escape(head)}</title>",
         f'<rect width="100%" height="100%" rx="8" fill="{OWN}" stroke="#d0d0d0"/>',
         _text(MARGIN, MARGIN + LINE * 0.7, f"> {shown.question}", GREY),
@@ -140,7 +149,10 @@ def _mark(x: float, y: float, text: str) -> str:
 
 
 def _text(x: float, y: float, text: str, colour: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.0f}" fill="{colour}" xml:space="preserve" textLength="{len(text) * CELL:.1f}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.0f}" fill="{colour}" xml:space="preserve" '
+        f'textLength="{len(text) * CELL:.1f}">{escape(text)}</text>'
+    )
 
 
 def main() -> None:

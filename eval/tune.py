@@ -3,11 +3,11 @@
 python eval/tune.py RECIPE [--draft NAME]
 
 Measured: the target's time for verifying n tokens, a draft forward's for w nodes, and what a round costs beside them.
-Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at all of
-its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its candidates, so how
-far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py). Least predicted time a token wins.
-What was chosen is written to eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases it.
-The last line is JSON.
+Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at
+all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
+candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
+Least predicted time a token wins. What was chosen is written to eval/tuned.json of the run: eval/main.py measures it
+beside the recipe's tree and releases it. The last line is JSON.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from eval.costs import Costs, measure_costs
-from eval.harness import PLAIN, Harness, Unit, pooled
-from eval.prompts import HELDOUT, load_prompts
-from eval.units import make_harness, methods_of, read_tuned
-from pipeline import entry
+from eval.measure.costs import Costs, measure_costs
+from eval.measure.harness import PLAIN, Harness, Unit, pooled
+from eval.measure.prompts import HELDOUT, load_prompts
+from eval.measure.units import make_harness, methods_of, read_tuned
+from pipeline.artifacts.provenance import provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.drafts import Draft
-from pipeline.errors import PipelineError
-from pipeline.files import write_sealed
-from pipeline.provenance import provenance
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.sections import BenchmarkConfig, TreeConfig
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.sections import BenchmarkConfig, TreeConfig
+from pipeline.running import entry
 
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
 
@@ -62,7 +62,8 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
     found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
     if not found:
         raise PipelineError(
-            f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of which the benchmarks "
+            f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of "
+            "which the benchmarks "
             f"use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
         )
     firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
@@ -70,7 +71,9 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
 
 
 def predict(walks: list[replay.Walk], costs: Costs, horizons: int, depth: int, sizes: list[int]) -> list[Prediction]:
-    """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is measured."""
+    """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is
+    measured.
+    """
     out = []
     for top_k in TOP_K:
         for levels in range(1, depth + 1):
@@ -95,8 +98,8 @@ def tree_of(draft: Draft, best: Prediction) -> TreeConfig:
 def measure(
     recipe: Recipe, harness: Harness, drafts: dict[str, Draft], units: list[Unit]
 ) -> dict[str, dict[str, float | None]]:
-    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises PipelineError
-    where the losslessness gate fails.
+    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
+    PipelineError where the losslessness gate fails.
     """
     trial = Harness(recipe, harness.target, drafts)
     records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
@@ -142,7 +145,8 @@ def tune(
     print("fastest trees by prediction:")
     for one in ranked[:5]:
         print(
-            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
+            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
+            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
         )
     best, tree = ranked[0], tree_of(draft, ranked[0])
     found = measure(recipe, harness, {"tuned": draft.with_tree(tree), "given": draft}, units)
@@ -150,8 +154,10 @@ def tune(
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]
     print(
-        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at {tuned['tau']:.2f} "
-        f"({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the recipe's tree {given['speedup']:.2f}x at "
+        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at "
+        f"{tuned['tau']:.2f} "
+        f"({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the recipe's tree "
+        f"{given['speedup']:.2f}x at "
         f"{given['tau']:.2f}"
     )
     return {

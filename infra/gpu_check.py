@@ -14,9 +14,9 @@ No network is needed. The parts (docs/gpu.md says what each figure means):
     compiled       verifying, compiled
     demo           the demo's recipe on the GPU, where time is left and the embedded packages are installed
 
-The target is a random Llama of the shape of an 8B model, made in the GPU's memory; without room for it, of a 1B model. Each
-part runs in a process of its own, so that one that fails, hangs or uses the memory up leaves the others alone. The last line
-is JSON. Status 0: every part ran and nothing was lost; 1: see there; 2: there is no GPU.
+The target is a random Llama of the shape of an 8B model, made in the GPU's memory; without room for it, of a 1B model.
+Each part runs in a process of its own, so that one that fails, hangs or uses the memory up leaves the others alone. The
+last line is JSON. Status 0: every part ran and nothing was lost; 1: see there; 2: there is no GPU.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from pipeline import children, entry
-from pipeline.errors import PipelineError
-from pipeline.files import read_json, write_text
-from pipeline.provenance import ROOT
+from pipeline.artifacts.provenance import ROOT
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_json, write_text
+from pipeline.running import children, entry
 
 LIMITS = {  # seconds after which a part is ended
     "machine": 120,
@@ -58,15 +58,17 @@ Figures = dict[str, Any]
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise PipelineError(
-            f"no GPU: torch {torch.__version__} sees no CUDA device here. Needed: one GPU with 30 GiB of free memory (11 for a smaller "
-            "shape), its driver, and a build of torch for it. `--device cpu` runs every part on a tiny shape, without figures that mean "
+            f"no GPU: torch {torch.__version__} sees no CUDA device here. Needed: one GPU with 30 GiB of free memory "
+            "(11 for a smaller "
+            "shape), its driver, and a build of torch for it. `--device cpu` runs every part on a tiny shape, without "
+            "figures that mean "
             "anything"
         )
 
 
 def measure(device: str, shape: str, parts: list[str], minutes: float, folder: Path) -> Figures:
-    """By part: its figures, or {"error"} or {"skipped"} with one line. On a CPU, where nothing is left behind in a device's memory,
-    one process does all parts that it survives.
+    """By part: its figures, or {"error"} or {"skipped"} with one line. On a CPU, where nothing is left behind in a
+    device's memory, one process does all parts that it survives.
     """
     end, found, waiting = time.monotonic() + 60 * minutes, {}, ["machine", *(p for p in parts if p != "machine")]
     while waiting:
@@ -96,7 +98,7 @@ def measure(device: str, shape: str, parts: list[str], minutes: float, folder: P
 
 def run(parts: list[str], device: str, shape: str, limit: float, folder: Path) -> str:
     """Runs the parts in one process; returns why it ended before the last of them was finished."""
-    command = [sys.executable, "-m", "infra.gpu_parts", str(folder), *parts, "--device", device, "--shape", shape]
+    command = [sys.executable, "-m", "infra.gpu.parts", str(folder), *parts, "--device", device, "--shape", shape]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # what compiling takes is measured, too
     if device == "cpu":

@@ -27,16 +27,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline import checkpoint, children, entry, expect
-from pipeline.cores import require_few
-from pipeline.display import Display, display
-from pipeline.errors import PipelineError
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import ROOT
+from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
+from pipeline.basics.display import Display, display
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed
+from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
-from pipeline.files import read_sealed
-from pipeline.progress import CHANNEL
-from pipeline.provenance import ROOT
-from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
-from pipeline.reports import REPORT, read_release, read_report, read_tuned_trees
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.running import children, entry, expect
+from pipeline.running.cores import require_few
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def _resume_step(state: Path) -> int:
 
 
 def eval_state(recipe: Recipe) -> tuple[bool, str]:
-    """Done when the release's report was measured under this recipe on the weights that are in the draft folders now."""
+    """Done when the release's report was measured under this recipe on the weights that are in the draft folders
+    now.
+    """
     path = recipe.release_dir / REPORT
     if not path.exists() or read_release(recipe.release_dir)["pending"]:
         return False, "no release"

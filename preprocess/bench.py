@@ -3,10 +3,10 @@
     python -m preprocess.bench RECIPE [--dialogues 64] [--repeats 3] [--no-memory]
     python -m preprocess.bench RECIPE --scaling 2 [--dialogues 64] [--repeats 3]
 
-All three run on the same dialogues in one process, taking turns: the bare forward over our batches, the whole dump (forward,
-transfer, writing, hashing), and the dump with one dialogue a batch. Ratios are of tokens per second. Peak memory is that of
-processes that dump N and 10 N dialogues. With --scaling W: what W workers dump at once, each pinned to a core of its own, over
-what one of them dumps alone, the two taking turns. The last line is JSON.
+All three run on the same dialogues in one process, taking turns: the bare forward over our batches, the whole dump
+(forward, transfer, writing, hashing), and the dump with one dialogue a batch. Ratios are of tokens per second. Peak
+memory is that of processes that dump N and 10 N dialogues. With --scaling W: what W workers dump at once, each pinned
+to a core of its own, over what one of them dumps alone, the two taking turns. The last line is JSON.
 """
 
 import argparse
@@ -23,19 +23,22 @@ from pathlib import Path
 
 import torch
 
-from pipeline import entry
-from pipeline.errors import PipelineError
-from pipeline.progress import Progress
-from pipeline.provenance import ROOT, hardware
-from pipeline.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
-from pipeline.target import feature_spec, load_tokenizer, resolve_device
-from preprocess.plan import Plan
-from preprocess.task import ShardTask
-from preprocess.worker import FeatureWorker, length_sorted_batches, padded
+from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.provenance import ROOT, hardware
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.running import entry
+from pipeline.target.model import load_tokenizer, resolve_device
+from preprocess.dump.plan import Plan
+from preprocess.dump.task import ShardTask
+from preprocess.dump.worker import FeatureWorker, length_sorted_batches, padded
 
 
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
-    """The first training shards with so many dialogues, as the recipe plans them (a shard being no larger than that)."""
+    """The first training shards with so many dialogues, as the recipe plans them (a shard being no larger than
+    that).
+    """
     rows = min(recipe.features.rows_per_shard, dialogues)
     smaller = recipe.with_features(rows_per_shard=rows)
     train = (task for task in Plan(smaller, load_tokenizer(recipe.target)).tasks() if task.split == "train")
@@ -194,7 +197,8 @@ def main() -> None:
         return
     speeds = bench(recipe, arguments.dialogues, arguments.repeats)
     print(
-        f"{recipe.target.model}, {recipe.target.dtype}, {hardware(recipe.target.device)}, {arguments.dialogues} dialogues"
+        f"{recipe.target.model}, {recipe.target.dtype}, {hardware(recipe.target.device)}, {arguments.dialogues} "
+        "dialogues"
     )
     for name, label in (("forward", "bare forward"), ("dump", "dump"), ("single", "dump, one dialogue a batch")):
         print(f"  {label:<28} {' '.join(f'{speed:9,.0f}' for speed in speeds[name])}  tokens/s")
@@ -214,7 +218,8 @@ def main() -> None:
         return
     few, many = (peak_mb(arguments.recipe, arguments.overrides, arguments.dialogues * n) for n in (1, 10))
     print(
-        f"  peak memory of {arguments.dialogues} and {10 * arguments.dialogues} dialogues: {few:,.0f} and {many:,.0f} MB"
+        f"  peak memory of {arguments.dialogues} and {10 * arguments.dialogues} dialogues: {few:,.0f} and {many:,.0f} "
+        "MB"
     )
     print(json.dumps({**figures, "peak_mb": round(few), "peak_mb_of_10x": round(many)}))
 

@@ -12,8 +12,8 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from pipeline import entry
-from preprocess.driver import dump
+from pipeline.running import entry
+from preprocess.dump.driver import dump
 
 if __name__ == "__main__":
     entry.run_job(__doc__, dump)

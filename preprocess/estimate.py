@@ -2,15 +2,19 @@
 
     python -m preprocess.estimate RECIPE [--sample 200] [--tokens-per-second R]
 
-Streams the whole source to count its records and once more to encode every k-th of them, and forwards a few batches of these
-to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it. Duplicates are not looked for.
+Streams the whole source to count its records and once more to encode every k-th of them, and forwards a few batches of
+these to measure a worker's speed, unless --tokens-per-second gives that of the machine that will do it. Duplicates are
+not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
-    disk      tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)) + rows x 640 (Arrow's frame of a record batch);
+    disk      tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)) + rows x 640 (Arrow's frame of a
+    record batch);
               states: the last one and each auxiliary layer's
-    hours     tokens / (tokens per second of a worker x workers), where each has a GPU of its own or, on a CPU, its cores; workers
+    hours     tokens / (tokens per second of a worker x workers), where each has a GPU of its own or, on a CPU, its
+    cores; workers
               that share a GPU share its speed. Loading the target, planning and writing are not in it
-    memory    of a worker: the target's weights, and of each batch in flight 8 + states numbers of the hidden size and 3 of the
+    memory    of a worker: the target's weights, and of each batch in flight 8 + states numbers of the hidden size and 3
+    of the
               MLP's a token
 """
 
@@ -23,20 +27,22 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pipeline import chat, entry
-from pipeline.errors import PipelineError
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
+from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.schema import token_bytes
-from pipeline.progress import Progress
-from pipeline.public import public_name, scrubbed
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.sections import FeaturesConfig
-from pipeline.target import DTYPES, feature_spec, load_config, load_tokenizer, parameter_count_of
-from preprocess.dialogues import held_out
-from preprocess.intake import clean_in_language
-from preprocess.pieces import encode_pieces
-from preprocess.sources import Tail, read_records
-from preprocess.task import ShardTask, in_flight
-from preprocess.worker import Document, FeatureWorker
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.sections import FeaturesConfig
+from pipeline.running import entry
+from pipeline.target import chat
+from pipeline.target.model import DTYPES, load_config, load_tokenizer, parameter_count_of
+from preprocess.dump.task import ShardTask, in_flight
+from preprocess.dump.worker import Document, FeatureWorker
+from preprocess.sources.dialogues import held_out
+from preprocess.sources.intake import clean_in_language
+from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.read import Tail, read_records
 
 PART = 32  # documents that are timed together
 FRAME_BYTES = 640  # of a record batch and its entry in the footer, measured on the demo
@@ -150,13 +156,15 @@ def main() -> None:
     free = shutil.disk_usage(parent).free
     accepted = sum(map(len, sample.documents.values()))
     print(
-        f"{sample.records:,} records; of {sample.tried} tried {accepted} documents, {mean_length(sample.documents['train']):,.0f} tokens each"
+        f"{sample.records:,} records; of {sample.tried} tried {accepted} documents, "
+        f"{mean_length(sample.documents['train']):,.0f} tokens each"
     )
     memory = memory_bytes(recipe)
     print(f"dump   {counts['tokens']:,.0f} tokens in {counts['rows']:,.0f} documents")
     print(f"       disk {size / 1e9:,.3f} GB ({recipe.features.stored_dtype}); free: {free / 1e9:,.0f} GB")
     print(
-        f"       {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s, {memory / 1e9:,.1f} GB a worker"
+        f"       {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s, {memory / 1e9:,.1f} "
+        "GB a worker"
     )
     if recipe.features.store:
         print(f"       shards go to {public_name(recipe.features.store)}: the disk is that of whoever trains on them")

@@ -3,9 +3,10 @@
 python preprocess/regenerate.py RECIPE                                    (starts Ray on this machine)
 ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a cluster)
 
-The questions are asked one after the other, each after the target's own answers to those before. The result is OUTPUT/regenerated/dialogues.jsonl,
-for another recipe's data.source; ids are kept, so the same dialogues are held out. A dialogue ends before an answer that is empty, runs
-in circles or ends in its thoughts, and after one that reaches regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
+The questions are asked one after the other, each after the target's own answers to those before. The result is
+OUTPUT/regenerated/dialogues.jsonl, for another recipe's data.source; ids are kept, so the same dialogues are held out.
+A dialogue ends before an answer that is empty, runs in circles or ends in its thoughts, and after one that reaches
+regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
 """
 
 import json
@@ -22,21 +23,21 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from pipeline import entry
-from pipeline.chat import template_fingerprint, tokenizer_fingerprint
-from pipeline.errors import PipelineError
-from pipeline.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
-from pipeline.progress import Progress
-from pipeline.provenance import write_provenance
-from pipeline.public import scrubbed
-from pipeline.recipe import Recipe
-from pipeline.target import fingerprint, load_tokenizer
-from pipeline.template import template_settings
-from preprocess.answers import AnswerWorker, Part
-from preprocess.driver import REJECTED, require_lasting
-from preprocess.intake import Intake
-from preprocess.pool import Pool
-from preprocess.task import ShardTask
+from pipeline.artifacts.provenance import write_provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
+from pipeline.basics.progress import Progress
+from pipeline.basics.public import scrubbed
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import entry
+from pipeline.target.chat import template_fingerprint, tokenizer_fingerprint
+from pipeline.target.model import fingerprint, load_tokenizer
+from pipeline.target.template import template_settings
+from preprocess.dump.answers import AnswerWorker, Part
+from preprocess.dump.driver import REJECTED, require_lasting
+from preprocess.dump.pool import Pool
+from preprocess.dump.task import ShardTask
+from preprocess.sources.intake import Intake
 
 MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
 
@@ -97,7 +98,8 @@ class Parts:
             named = type(part.index) is int and part.index >= 0 and part.name == part_name(part.index)
             if not named or part.name in names:
                 raise PipelineError(
-                    f"{path}: {part.name!r} (index {part.index!r}) is no part that this job writes, or is there twice. {remedy}"
+                    f"{path}: {part.name!r} (index {part.index!r}) is no part that this job writes, or is there "
+                    f"twice. {remedy}"
                 )
             names.add(part.name)
         found.parts = [part for part in parts if _is_there(folder / part.name, part.sha256)]
@@ -126,7 +128,8 @@ def regenerate(recipe: Recipe) -> list[str]:
         parts = Parts.load(folder) if (folder / MANIFEST).exists() else Parts(made_by)
         if parts.made_by != made_by:
             raise PipelineError(
-                f"{folder} holds answers of another target or other settings ({parts.made_by}, this recipe has {made_by}): "
+                f"{folder} holds answers of another target or other settings ({parts.made_by}, this recipe has "
+                f"{made_by}): "
                 "use the recipe that they were made with, or another output"
             )
         if not parts.complete:
@@ -204,7 +207,8 @@ def _report(folder: Path, parts: Parts) -> list[str]:
         )
     total = sum(counts["rejected"].values())
     lines.append(
-        f"{counts['records']} records = {counts['answered']} answered + {total} rejected ({listed(counts['rejected'])}) + "
+        f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
+        f"({listed(counts['rejected'])}) + "
         f"skipped ({listed(counts['skipped'])})"
     )
     answers, tokens = (sum(getattr(part, count) for part in parts.parts) for count in ("answers", "tokens"))

@@ -2,10 +2,11 @@
 
     python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
 
-Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does
-not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the shards on its own
-machine, unless another is given (one whose addresses hold credentials has to be, and any where the shards were fetched from a store).
-Shards that are in a store are fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
+Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest
+does not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside
+the shards on its own machine, unless another is given (one whose addresses hold credentials has to be, and any where
+the shards were fetched from a store). Shards that are in a store are fetched into DIR first. --repair dumps again what
+is damaged; nothing else is touched.
 """
 
 import argparse
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline import entry
-from pipeline.errors import PipelineError
+from pipeline.artifacts.features import fetch, store_of
+from pipeline.artifacts.provenance import OWN_RECIPE, RECIPE
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
@@ -29,15 +32,13 @@ from pipeline.features.shards import (
     open_shard,
     prompts_damage,
 )
-from pipeline.features.store import fetch, store_of
-from pipeline.progress import Progress
-from pipeline.provenance import OWN_RECIPE, RECIPE
-from pipeline.recipe import load_recipe
-from pipeline.target import Target, fingerprint
-from preprocess.driver import dump
+from pipeline.recipe.recipe import load_recipe
+from pipeline.running import entry
+from pipeline.target.model import Target, fingerprint
+from preprocess.dump.driver import dump
 
-# Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token of
-# another text or target has an error of about 1.
+# Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token
+# of another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
 
@@ -70,13 +71,16 @@ def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str 
     tokens = sum(len(batch.column("input_ids")[0]) for batch in columns)
     trained = sum(int(batch.column("loss_mask").flatten().to_numpy().sum()) for batch in columns)
     if (tokens, trained) != (record.tokens, record.trained_tokens):
-        return f"it holds {tokens} tokens, {trained} with a loss; the manifest says {record.tokens} and {record.trained_tokens}"
+        return (
+            f"it holds {tokens} tokens, {trained} with a loss; the manifest says {record.tokens} and "
+            f"{record.trained_tokens}"
+        )
     return None
 
 
 def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tuple[float, float]]:
-    """Document id -> relative error of its stored hidden states against the target's now, of the row (of its worst layer, with
-    auxiliary ones) and of the worst token, for a fixed random sample.
+    """Document id -> relative error of its stored hidden states against the target's now, of the row (of its worst
+    layer, with auxiliary ones) and of the worst token, for a fixed random sample.
     """
     errors = {}
     for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
@@ -92,7 +96,9 @@ def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tupl
 
 
 def recipe_beside(folder: Path) -> Path | None:
-    """The recipe that the dump left in the folder: its own; else, where nothing was cut off from it, the public copy."""
+    """The recipe that the dump left in the folder: its own; else, where nothing was cut off from it, the public
+    copy.
+    """
     if (folder / OWN_RECIPE).exists():
         return folder / OWN_RECIPE
     public = folder / RECIPE
@@ -107,7 +113,8 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
     if recipe_path is None and (rows or repair):
         raise PipelineError(
-            f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped with, --recipe RECIPE "
+            f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped "
+            "with, --recipe RECIPE "
             "(and the overrides, --set section.key=value). --rows 0 checks sizes and checksums without one"
         )
     sets = [
@@ -132,7 +139,8 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     recipe = load_recipe(recipe_path, sets) if needs_recipe else None
     if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
         raise PipelineError(
-            f"{recipe_path} is not the recipe that {folder} was dumped with (a copy in the folder has credentials cut off): "
+            f"{recipe_path} is not the recipe that {folder} was dumped with (a copy in the folder has credentials cut "
+            "off): "
             "give it with --recipe"
         )
     if recipe and recipe.features_dir.resolve() != folder.resolve():
@@ -161,7 +169,8 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
         }
         of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
         print(
-            f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed {ALLOWED_ROW}), "
+            f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed "
+            f"{ALLOWED_ROW}), "
             f"of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
         )
         wrong = [name for name, (row, token) in errors.items() if not (row <= ALLOWED_ROW and token <= ALLOWED_TOKEN)]

@@ -10,15 +10,17 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # as for the commands: the first who asks 
 
 import pytest
 
-from pipeline.ends import Ends
-from pipeline.recipe import Recipe
-from pipeline.sections import TargetConfig
-from pipeline.target import Target, fingerprint
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.config import TargetConfig
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target, fingerprint
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: the quick ones then fill up what is left of the time, and no worker ends long before another."""
+    """Files with slow tests first: the quick ones then fill up what is left of the time, and no worker ends long before
+    another.
+    """
     slow = {item.path for item in items if item.get_closest_marker("real")}
     items.sort(key=lambda item: item.path not in slow)  # stable
 

@@ -10,8 +10,9 @@ from threading import Event, Thread
 class Hub:
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
-    `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status 200) or "drop" (the
-    connection is closed). `exists`: the repository is there. `private`: what the Hub says of it, None: nothing.
+    `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status
+    200) or "drop" (the connection is closed). `exists`: the repository is there. `private`: what the Hub says of it,
+    None: nothing.
     """
 
     def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):

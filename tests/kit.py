@@ -1,4 +1,6 @@
-"""What tests share: a tiny random target saved like a real one, recipes and dialogues for it, the commands of the stages."""
+"""What tests share: a tiny random target saved like a real one, recipes and dialogues for it, the commands of the
+stages.
+"""
 
 import contextlib
 import json
@@ -17,12 +19,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.basics.files import write_sealed
 from pipeline.features.shards import Manifest
-from pipeline.files import write_sealed
-from pipeline.recipe import Recipe, override_arguments
-from preprocess.driver import dump
-from preprocess.pool import Pool
-from preprocess.task import ShardTask
+from pipeline.recipe.recipe import Recipe, override_arguments
+from preprocess.dump.driver import dump
+from preprocess.dump.pool import Pool
+from preprocess.dump.task import ShardTask
 from tests.warm import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,8 +160,8 @@ def flip(path: Path, place: int | None = None) -> None:
 
 @contextlib.contextmanager
 def without_ray() -> Iterator[None]:
-    """A pool's work is done in this process, by one worker. Starting Ray and loading a target elsewhere takes far longer than the
-    work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
+    """A pool's work is done in this process, by one worker. Starting Ray and loading a target elsewhere takes far
+    longer than the work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
     """
 
     def records(self: Pool, tasks: Iterator[ShardTask]) -> Iterator[Any]:
@@ -186,7 +188,9 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
 
 
 def run_warm(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
-    """The same of a Python command, in a process that has imported already what it needs: not for variables that an import reads."""
+    """The same of a Python command, in a process that has imported already what it needs: not for variables that an
+    import reads.
+    """
     assert arguments[0] == sys.executable
     return run_forked([(arguments[1:], {})], command_environment(**environment), PATIENCE)
 
@@ -246,8 +250,8 @@ def of_group(group: int) -> list[int]:
 
 
 def holds_files(pid: int) -> bool:
-    """A killed process loses its memory, and with it its command line, before its files: until its last thread has ended, a lock of
-    its may still be there.
+    """A killed process loses its memory, and with it its command line, before its files: until its last thread has
+    ended, a lock of its may still be there.
     """
     process = Path("/proc") / str(pid)
     try:
@@ -260,9 +264,9 @@ def holds_files(pid: int) -> bool:
 def wait_until(
     happened: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = PATIENCE
 ) -> float:
-    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A test that
-    has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that ends
-    before is not waited for.
+    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A
+    test that has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that
+    ends before is not waited for.
     """
     begin = time.monotonic()
     while True:

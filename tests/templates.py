@@ -1,7 +1,9 @@
-"""The chat templates of targets that people serve today, cut down to what decides about dates, thoughts and the ends of turns."""
+"""The chat templates of targets that people serve today, cut down to what decides about dates, thoughts and the ends of
+turns.
+"""
 
-from pipeline.sections import TargetConfig
-from pipeline.template import settle
+from pipeline.target.config import TargetConfig
+from pipeline.target.template import settle
 from tests.kit import byte_tokenizer
 
 LLAMA_3_2 = """{{- bos_token }}

@@ -1,6 +1,7 @@
 """Do the tests bite? Each known defect of the released code of this line of papers, put back in, one at a time.
 
-A copy of the sources gets the defect by a replacement in its text; then the test that is named here runs there and has to fail.
+A copy of the sources gets the defect by a replacement in its text; then the test that is named here runs there and has
+to fail.
 """
 
 import shutil
@@ -11,7 +12,7 @@ import pytest
 
 from tests.kit import ROOT, run_command
 
-TREE, GENERATE = "pipeline/decoding/tree.py", "pipeline/decoding/generate.py"
+TREE, GENERATE = "pipeline/decoding/grow.py", "pipeline/decoding/generate.py"
 DEFECTS = {
     "the last level gathered by the child's rank, not its parent": (
         TREE,

@@ -5,8 +5,8 @@ import tomllib
 
 import pytest
 
-from pipeline import expect
-from pipeline.recipe import Recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import expect
 from tests.kit import ROOT
 
 README = ROOT / "README.md"

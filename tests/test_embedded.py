@@ -6,18 +6,20 @@ import sys
 import pytest
 import torch
 
-from pipeline import embedded
-from pipeline.batch import collate, trained
-from pipeline.chat import Unusable, encode
-from pipeline.curves import METRICS, read_metrics
+from pipeline.artifacts.curves import METRICS, read_metrics
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics import embedded
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
+from pipeline.features.batch import collate, trained
 from pipeline.features.shards import ANSWERS, FeatureStore
-from pipeline.recipe import load_recipe
-from pipeline.sections import DataConfig, TargetConfig
-from pipeline.target import feature_spec, load_config, load_ends, load_tokenizer
-from preprocess.dialogues import clean
-from preprocess.sources import Tail, read_records
+from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Unusable, encode
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import load_config, load_ends, load_tokenizer
+from preprocess.sources.dialogues import clean
+from preprocess.sources.read import Tail, read_records
 from tests.kit import ROOT, run_command
 from train import acceptance
 
@@ -85,7 +87,9 @@ def smoke_run(tmp_path_factory):
 
 
 def test_the_smoke_recipe_from_dump_to_release(smoke_run):
-    """fp32 greedy answers of both drafts equal plain decoding's on the real target; the draft has learnt next to nothing."""
+    """fp32 greedy answers of both drafts equal plain decoding's on the real target; the draft has learnt next to
+    nothing.
+    """
     report = json.loads((smoke_run / "release/report.json").read_text())
     greedy = [entry for entry in report["results"] if entry["temperature"] == 0]
     assert len(greedy) == 4 and all(entry["gate"]["identical"] == entry["gate"]["checked"] == 1 for entry in greedy)

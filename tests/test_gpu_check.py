@@ -1,4 +1,6 @@
-"""`python -m infra.gpu_check`: every part on a tiny shape; what it says without a GPU; parts that fail, hang or find no time."""
+"""`python -m infra.gpu_check`: every part on a tiny shape; what it says without a GPU; parts that fail, hang or find no
+time.
+"""
 
 import json
 import os
@@ -8,11 +10,11 @@ import pytest
 import torch
 
 from infra import gpu_check
-from infra.gpu_parts import DEMO, PARTS, demo_sets, in_turns, shape_that_fits
-from infra.gpu_shapes import SHAPES, Given
-from pipeline.errors import PipelineError
-from pipeline.recipe import load_recipe
-from pipeline.target import Target, load_ends
+from infra.gpu.parts import DEMO, PARTS, demo_sets, in_turns, shape_that_fits
+from infra.gpu.shapes import SHAPES, Given
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import load_recipe
+from pipeline.target.model import Target, load_ends
 from tests.kit import run_command
 
 COMMAND = [sys.executable, "-m", "infra.gpu_check"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.recipe import load_recipe
+from pipeline.recipe.recipe import load_recipe
 from tests.kit import (
     PATIENCE,
     ROOT,
@@ -27,8 +27,8 @@ LINE = "interrupted: what is finished is kept; run the same command again to con
 
 
 def interrupted(command: list[str], began: Callable[[], bool], mark: str, times: int = 1) -> tuple[int, list[str]]:
-    """(status, what it printed to stderr but for progress bars) of a command whose group is interrupted when `began` says so, and
-    again until it has ended. Waits until no process with `mark` in its command line is left.
+    """(status, what it printed to stderr but for progress bars) of a command whose group is interrupted when `began`
+    says so, and again until it has ended. Waits until no process with `mark` in its command line is left.
     """
     process = subprocess.Popen(
         command,

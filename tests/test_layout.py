@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"preprocess", "train", "eval"}
-HEAVY = {"ray": {"preprocess/pool.py", "eval/fleet.py"}, "deepspeed": {"train/engine.py"}}
+HEAVY = {"ray": {"preprocess/dump/pool.py", "eval/measure/fleet.py"}, "deepspeed": {"train/engine/engine.py"}}
 
 
 def imports(path: Path) -> set[str]:
@@ -16,6 +16,11 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.split(".")[0])
     return found
+
+
+def modules(path: Path) -> set[str]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    return {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
 
 
 def sources() -> list[Path]:
@@ -38,6 +43,12 @@ def test_each_heavy_engine_is_imported_in_one_file_a_stage():
         everything = [*sources(), *(ROOT / "infra").rglob("*.py")]
         users = {str(path.relative_to(ROOT)) for path in everything if engine in imports(path)}
         assert users == allowed
+
+
+def test_no_folder_of_the_code_shows_more_than_ten_names():
+    for folder in {path.parent for path in sources()}:
+        names = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
+        assert len(names) <= 10, f"{folder}: {sorted(names)}"
 
 
 def test_no_pickle():

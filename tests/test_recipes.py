@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pipeline.chat import encode
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe import load_recipe
+from pipeline.recipe.recipe import load_recipe
+from pipeline.target.chat import encode
 from tests.kit import ROOT, byte_tokenizer
 
 RECIPES = ROOT / "infra/recipes"
@@ -56,8 +56,9 @@ LLAMA_3 = {
     "vocab_size": 128256,
 }
 QWEN_3 = {"num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936}
-# What drafts' sizes and RoPE follow from in the config.json of meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.3-70B-Instruct,
-# Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B-Instruct-2507 and openai/gpt-oss-20b on the Hub, in its own words.
+# What drafts' sizes and RoPE follow from in the config.json of meta-llama/Llama-3.1-8B-Instruct,
+# meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B-Instruct-2507 and openai/gpt-oss-20b on the Hub,
+# in its own words.
 TODAY = {  # recipe: (its target's configuration, base and kind of the drafts' RoPE, parameters of jakiro, of eagle)
     "llama3.1-instruct-8b": (
         {**LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},

@@ -15,15 +15,15 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.publish import build_release
-from eval.push import require_repository_name
-from eval.units import make_harness, methods_of
+from eval.measure.units import make_harness, methods_of
+from eval.release.publish import build_release
+from eval.release.push import require_repository_name
 from pipeline.__main__ import run, stages, status
-from pipeline.errors import PipelineError
-from pipeline.files import sha256
-from pipeline.recipe import load_recipe
-from pipeline.target import feature_spec
-from preprocess.driver import dump
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.recipe.recipe import load_recipe
+from preprocess.dump.driver import dump
 from tests.hub import Hub
 from tests.kit import (
     ROOT,
@@ -40,7 +40,7 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
-from train.features import stores
+from train.input.features import stores
 
 pytestmark = pytest.mark.real
 RELEASE = {
@@ -372,7 +372,9 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
 
 def test_the_bench_splits_a_round(copied):
     recipe, run = copied
-    done = run_warm([sys.executable, "-m", "eval.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"])
+    done = run_warm(
+        [sys.executable, "-m", "eval.studies.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"]
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     for one in figures["methods"].values():
@@ -411,7 +413,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     card = (run / "release/README.md").read_text()
     assert ("chosen for the hardware below" in card) == faster
     assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
-    table = run_warm([sys.executable, "-m", "eval.table", str(run), "--out", str(tmp_path / "table")])
+    table = run_warm([sys.executable, "-m", "eval.studies.table", str(run), "--out", str(tmp_path / "table")])
     assert table.returncode == 0, table.stderr
     rows = json.loads((tmp_path / "table/table.json").read_text())
     assert {(row["method"], row["temperature"]) for row in rows} == {
@@ -444,7 +446,9 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     config = tmp_path / "all/seed-1/drafts/eagle/config.json"
     other_seed = load_recipe(changed, ["seed=1"]).train_hash("eagle")
     change_sealed(config, lambda raw: raw.update(train_hash=other_seed))
-    done = run_warm([sys.executable, "-m", "eval.ablations", str(changed), "--seeds", "2", "--against", "eagle"])
+    done = run_warm(
+        [sys.executable, "-m", "eval.studies.ablations", str(changed), "--seeds", "2", "--against", "eagle"]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["results"]
     assert {(r["method"], r["temperature"]) for r in figures} == {

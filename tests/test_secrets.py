@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import entry
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
 from pipeline.features.store import Store
-from pipeline.recipe import add_recipe_arguments, hand_over, load_recipe
-from pipeline.sections import DataConfig
-from pipeline.target import source
-from preprocess.sources import Tail, read_records
+from pipeline.recipe.recipe import add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.sections import DataConfig
+from pipeline.running import entry
+from pipeline.target.model import source
+from preprocess.sources.read import Tail, read_records
 from tests.kit import free_port, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
 from tests.train.runs import train_here
 
@@ -146,7 +146,9 @@ def test_a_run_leaves_the_secret_nowhere(tiny_target, tmp_path):
 
 
 def test_the_pipelines_own_command_line_hides_the_secret_while_it_runs(tmp_path):
-    code = "from pipeline import entry; entry.run(lambda: (print(open('/proc/self/cmdline').read(), flush=True)))"
+    code = (
+        "from pipeline.running import entry; entry.run(lambda: (print(open('/proc/self/cmdline').read(), flush=True)))"
+    )
     done = run_command(
         [sys.executable, "-c", code, "--set", f"data.source=http://alice:{SECRET}@host/x.json", "--rows", "3"]
     )
@@ -159,7 +161,10 @@ def test_the_pipelines_own_command_line_hides_the_secret_while_it_runs(tmp_path)
 @pytest.mark.parametrize("kind", ["PipelineError", "RuntimeError"])
 def test_no_error_shows_the_secret(kind):
     address = f"https://alice:{SECRET}@host/data.json?sig={SECRET}"
-    code = f"from pipeline import entry\nfrom pipeline.errors import PipelineError\ndef f(): raise {kind}('GET {address} failed')\nentry.run(f)"
+    code = (
+        "from pipeline.running import entry\nfrom pipeline.basics.errors import PipelineError\n"
+        f"def f(): raise {kind}('GET {address} failed')\nentry.run(f)"
+    )
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == (2 if kind == "PipelineError" else 1)
     assert "GET https://host/data.json" in done.stderr and SECRET not in done.stderr

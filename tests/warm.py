@@ -1,7 +1,7 @@
 """Commands that start warm: each a process of its own, forked from one that has imported what they import.
 
-Importing torch, transformers, DeepSpeed and Ray takes a command several seconds, far longer than its work on a tiny target. What a
-start itself does (the launcher, the environment, a first import) is shown by the tests that start cold.
+Importing torch, transformers, DeepSpeed and Ray takes a command several seconds, far longer than its work on a tiny
+target. What a start itself does (the launcher, the environment, a first import) is shown by the tests that start cold.
 """
 
 import os
@@ -17,15 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FORKS = get_context("forkserver")
 # All that is slow to import, and nothing that starts a thread.
 FORKS.set_forkserver_preload(
-    ["datasets", "deepspeed", "ray", "eval.main", "preprocess.driver", "preprocess.regenerate", "train.main"]
+    ["datasets", "deepspeed", "ray", "eval.main", "preprocess.dump.driver", "preprocess.regenerate", "train.main"]
 )
 
 
 def run_forked(
     commands: list[tuple[list[str], dict[str, str]]], environment: dict[str, str], seconds: float
 ) -> subprocess.CompletedProcess:
-    """Runs Python `commands` (arguments behind the interpreter: a script or `-m` and a module; variables of its own) at the same
-    time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first failure's.
+    """Runs Python `commands` (arguments behind the interpreter: a script or `-m` and a module; variables of its own) at
+    the same time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first
+    failure's.
     """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("stdout", "stderr")]

@@ -1,24 +1,25 @@
-"""tau while training: how far the draft's tree, and a chain of the same depth, would be accepted along the target's own answers.
+"""tau while training: how far the draft's tree, and a chain of the same depth, would be accepted along the target's own
+answers.
 
-The answers are the target's greedy ones to calibration prompts, which the dump stored with their features. A tree of best
-candidates accepts the target's own tokens as far as it holds them, whatever verifies it; so the estimate counts, from true
-features where decoding has true ones and from the draft's own elsewhere, what decoding these prompts counts. `Decoder` decodes
-them, to show it.
+The answers are the target's greedy ones to calibration prompts, which the dump stored with their features. A tree of
+best candidates accepts the target's own tokens as far as it holds them, whatever verifies it; so the estimate counts,
+from true features where decoding has true ones and from the draft's own elsewhere, what decoding these prompts counts.
+`Decoder` decodes them, to show it.
 """
 
 import torch
 
-from pipeline.cores import asked_threads, cores
+from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import decoded
 from pipeline.drafts import Draft
-from pipeline.ends import Ends
 from pipeline.features.shards import FeatureStore
-from pipeline.progress import Progress
-from pipeline.recipe import Recipe
-from pipeline.sections import TreeConfig
-from pipeline.target import Target
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TreeConfig
+from pipeline.running.cores import asked_threads, cores
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target
 
 
 def chain_of(tree: TreeConfig) -> TreeConfig:
@@ -29,7 +30,9 @@ def chain_of(tree: TreeConfig) -> TreeConfig:
 
 
 def estimate(draft: Draft, answers: FeatureStore, rank: int, ranks: int) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, for the draft's tree and for its chain. The draft holds whole weights."""
+    """Counts of this rank's share of the answers, for the draft's tree and for its chain. The draft holds whole
+    weights.
+    """
     device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
     chain = draft.with_tree(chain_of(draft.config.tree))
     out = {"tree": Acceptance(), "chain": Acceptance()}
@@ -62,8 +65,9 @@ class Decoder:
         self._fingerprint = draft.ends.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
-        """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the cores of
-        the ranks that wait meanwhile, unless the user's OMP_NUM_THREADS says otherwise. `quiet`: no bar of its own.
+        """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the
+        cores of the ranks that wait meanwhile, unless the user's OMP_NUM_THREADS says otherwise. `quiet`: no bar of its
+        own.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(asked_threads() or cores())

@@ -2,17 +2,20 @@
 
     python -m train.estimate RECIPE --rows N --tokens N [--validation-tokens N] [--tokens-per-second R]
 
-Rows and tokens are those of the dump (`preprocess.estimate` prints them). The speed of one accelerator, or of this whole
-machine's CPU, is measured here on random features, unless --tokens-per-second gives it.
+Rows and tokens are those of the dump (`preprocess.estimate` prints them). The speed of one accelerator, or of this
+whole machine's CPU, is measured here on random features, unless --tokens-per-second gives it.
 
     steps     epochs x whole global batches
-    hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data are not in it
-    memory    of a rank, the first: weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as
-              the ZeRO stage says, and its bucket; the target's frozen embedding and head; and what a step comes to need: a micro-batch,
-              the activations that its forward keeps (counted in a forward of tensors without content), the loss's trained rows and its
-              chunk of logits, which goes by the GPU's memory (where none is here, by that of one of 80 GB); or, where that is more, the
-              target and its own copy of the draft, which decode at the end (with train.decode = "always" they stay beside the steps);
-              under ZeRO-3 the whole weights that validations gather, too: elsewhere they use those that train
+    hours     (epochs x tokens + validations x validation tokens / 3) / speed; starting up, saving and waiting for data
+    are not in it
+    memory    of a rank, the first: weights, gradients and AdamW's moments (with a float32 copy of half-precision
+    weights), shared as
+              the ZeRO stage says, and its bucket; the target's frozen embedding and head; and what a step comes to
+              need: a micro-batch, the activations that its forward keeps (counted in a forward of tensors without
+              content), the loss's trained rows and its chunk of logits, which goes by the GPU's memory (where none is
+              here, by that of one of 80 GB); or, where that is more, the target and its own copy of the draft, which
+              decode at the end (with train.decode = "always" they stay beside the steps); under ZeRO-3 the whole
+              weights that validations gather, too: elsewhere they use those that train
 """
 
 import argparse
@@ -25,17 +28,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline import entry
-from pipeline.batch import Batch, collate
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import Ends, LMHead
-from pipeline.expect import steps_of
+from pipeline.drafts.losses import chunk_rows
+from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
-from pipeline.losses import chunk_rows
-from pipeline.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.sections import TrainConfig
-from pipeline.target import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.sections import TrainConfig
+from pipeline.running import entry
+from pipeline.running.expect import steps_of
+from pipeline.target.ends import Ends, LMHead
+from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
 
 VALIDATION = 1 / 3  # of a token's training
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
@@ -202,7 +205,8 @@ def main() -> None:
         }
         facts = drafts[name]
         print(
-            f"train  {name}: {facts['parameters']:,} parameters, {steps:,} steps, {facts['hours']:,.2f} h at {whole:,.0f} tokens/s "
+            f"train  {name}: {facts['parameters']:,} parameters, {steps:,} steps, {facts['hours']:,.2f} h at "
+            f"{whole:,.0f} tokens/s "
             f"with {ranks} ranks, {facts['memory_bytes'] / 1e9:,.1f} GB a rank"
         )
     print(json.dumps({"steps": steps, "hours": round(sum(d["hours"] for d in drafts.values()), 6), "drafts": drafts}))

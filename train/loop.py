@@ -11,23 +11,23 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from pipeline import checkpoint
-from pipeline.batch import Batch
-from pipeline.curves import METRICS, draw_training
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.curves import METRICS, draw_training
+from pipeline.basics.files import exclusive
+from pipeline.basics.progress import Progress
 from pipeline.drafts import Draft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import Ends
+from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
-from pipeline.files import exclusive
-from pipeline.progress import Progress
-from pipeline.recipe import Recipe
-from pipeline.target import load_config
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.ends import Ends
+from pipeline.target.model import load_config
 from train import acceptance
-from train.data import Batches, coverage, frequent_tokens, validation_batches
-from train.engine import BEST, Engine, add_sums
-from train.features import Stores, require_shared
+from train.engine.engine import BEST, Engine, add_sums
+from train.engine.ranks import by_rank_0, together
+from train.input.data import Batches, coverage, frequent_tokens, validation_batches
+from train.input.features import Stores, require_shared
 from train.pace import Pace
-from train.ranks import by_rank_0, together
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
-    """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and is called only
-    where something is to be trained.
+    """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and
+    is called only where something is to be trained.
     """
     with ExitStack() as held:
         by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
@@ -218,7 +218,9 @@ class _Run:
         self._write("validation", self._validation)
 
     def _whole(self) -> Draft:
-        """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks take part."""
+        """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks
+        take part.
+        """
         self._twin = self._twin or self._draft.twin()
         self._engine.fill(self._twin)
         return self._twin
@@ -263,7 +265,9 @@ class _Run:
     # -- what remains ----------------------------------------------------------------------------------------------
 
     def _weights_to_keep(self) -> dict:
-        """The checkpoint's weights: of the last step, where every rank takes part, or of the best validation, on rank 0."""
+        """The checkpoint's weights: of the last step, where every rank takes part, or of the best validation, on rank
+        0.
+        """
         if self._config.keep == "last":
             return self._whole().state_dict()
         return load_file(self._best_file()) if self._engine.rank == 0 else {}

@@ -16,11 +16,12 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline import entry
-from pipeline.recipe import add_recipe_arguments, load_recipe
-from pipeline.target import feature_spec, load_ends
-from train.engine import start_distributed
-from train.features import bring, open_checked
+from pipeline.artifacts.features import feature_spec
+from pipeline.recipe.recipe import add_recipe_arguments, load_recipe
+from pipeline.running import entry
+from pipeline.target.model import load_ends
+from train.engine.engine import start_distributed
+from train.input.features import bring, open_checked
 from train.loop import train
 
 

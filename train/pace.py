@@ -1,4 +1,6 @@
-"""Whether training steps take far longer than their arithmetic: then something else has the cores, or too many threads share them."""
+"""Whether training steps take far longer than their arithmetic: then something else has the cores, or too many threads
+share them.
+"""
 
 import statistics
 import time
@@ -6,8 +8,8 @@ from collections import deque
 
 import torch
 
-from pipeline.batch import Batch
 from pipeline.drafts import Draft, build, parameter_count
+from pipeline.features.batch import Batch
 
 LOOKED_AT = 5  # steps in a row, of which the median counts
 FACTOR = 10  # times the arithmetic of one thread (of the GPU) are far too long
@@ -44,8 +46,8 @@ class Pace:
 
 
 def operations(draft: Draft) -> float:
-    """Floating-point operations of a token's training: forward and backward through the draft in each pass, and the frozen head on
-    the target's state and on each branch's (forward, and back to the state).
+    """Floating-point operations of a token's training: forward and backward through the draft in each pass, and the
+    frozen head on the target's state and on each branch's (forward, and back to the state).
     """
     with torch.device("meta"):  # ZeRO-3 has taken the draft's own tensors apart
         parameters = parameter_count(build(draft.config, draft.shapes))
@@ -55,7 +57,9 @@ def operations(draft: Draft) -> float:
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of large products, on a CPU with one thread: that is not slowed down by other threads."""
+    """Floating-point operations a second of large products, on a CPU with one thread: that is not slowed down by other
+    threads.
+    """
     size = 512 if device.type == "cpu" else 4096
     threads = torch.get_num_threads()
     if device.type == "cpu":

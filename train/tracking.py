@@ -1,4 +1,6 @@
-"""Where training says how it goes: metrics.jsonl is the truth, TensorBoard and one more tracker by choice are views of it."""
+"""Where training says how it goes: metrics.jsonl is the truth, TensorBoard and one more tracker by choice are views of
+it.
+"""
 
 import json
 import math
@@ -8,11 +10,11 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from pipeline.curves import METRICS
-from pipeline.errors import PipelineError
-from pipeline.files import write_text
-from pipeline.provenance import public_recipe
-from pipeline.recipe import Recipe, digest
+from pipeline.artifacts.curves import METRICS
+from pipeline.artifacts.provenance import public_recipe
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_text
+from pipeline.recipe.recipe import Recipe, digest
 
 PROJECT = "jakiro"
 
@@ -73,7 +75,9 @@ TRACKERS = {"wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
 
 
 def require_tracker(recipe: Recipe) -> Any:
-    """The tracker's package, None without one. Raises PipelineError where it is missing: on every rank, before they meet."""
+    """The tracker's package, None without one. Raises PipelineError where it is missing: on every rank, before they
+    meet.
+    """
     kind = recipe.train.tracker
     if kind is None:
         return None
@@ -84,8 +88,8 @@ def require_tracker(recipe: Recipe) -> Any:
 
 
 def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
-    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
-    resumed training goes on in the same run. Raises as `require_tracker`.
+    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI,
+    ...). A resumed training goes on in the same run. Raises as `require_tracker`.
     """
     package = require_tracker(recipe)
     if package is None:

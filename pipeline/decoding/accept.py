@@ -11,15 +11,13 @@ Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pipeline.decoding.tree import Tree
-
+from pipeline.decoding.tree import Tree
 
 HALVINGS = 32  # random numbers that a token is chosen with: enough for any vocabulary below 2 ** 32
 
@@ -34,7 +32,9 @@ class Chance(Protocol):
 
 
 class Sampler:
-    """Seeded randomness, on the CPU whatever the device: `HALVINGS` numbers for each place of the answer, and coins and draws beside."""
+    """Seeded randomness, on the CPU whatever the device: `HALVINGS` numbers for each place of the answer, and coins and
+    draws beside.
+    """
 
     BLOCK = 256
 
@@ -66,11 +66,11 @@ class Sampler:
 
 
 def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
-    """Each row's token [N], with the probability that its row gives it: the vocabulary is halved until one token is left, at each
-    halving with a number of its own, which goes to the lower half with that half's share of the mass.
+    """Each row's token [N], with the probability that its row gives it: the vocabulary is halved until one token is
+    left, at each halving with a number of its own, which goes to the lower half with that half's share of the mass.
 
-    Two distributions that rounding sets apart choose alike unless a number falls between two shares. A share's error is that of its own
-    masses; along one cumulated distribution the errors of all tokens before a place would add up.
+    Two distributions that rounding sets apart choose alike unless a number falls between two shares. A share's error is
+    that of its own masses; along one cumulated distribution the errors of all tokens before a place would add up.
     """
     vocabulary = p_NV.shape[1]
     inner = (
@@ -100,8 +100,9 @@ def _descend(mass_NP: Tensor, u_NH: Tensor) -> tuple[Tensor, int]:
 
 
 def log_odds(scores_NV: Tensor, one: int, other: int) -> tuple[Tensor, int]:
-    """Where `by_halving` parts two tokens: the log-odds [N] of the half that takes small numbers, from each row's logits (float64), and which
-    halving it is, from 0. A number u chooses that half where log(u / (1 - u)) is below these log-odds.
+    """Where `by_halving` parts two tokens: the log-odds [N] of the half that takes small numbers, from each row's
+    logits (float64), and which halving it is, from 0. A number u chooses that half where log(u / (1 - u)) is below
+    these log-odds.
     """
     bits = max((scores_NV.shape[1] - 1).bit_length(), 1)
     above = (one ^ other).bit_length() - 1  # halvings below the one that parts them
@@ -112,8 +113,9 @@ def log_odds(scores_NV: Tensor, one: int, other: int) -> tuple[Tensor, int]:
     return lower - upper, bits - above - 1
 
 
-def accept_best(tree: "Tree", following: Callable[[int], int]) -> tuple[list[int], int]:
-    """``(path, bonus)``: the nodes below the root that the target's own choices lead through, and its choice after them.
+def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int], int]:
+    """``(path, bonus)``: the nodes below the root that the target's own choices lead through, and its choice after
+    them.
 
     ``following(node)`` is the target's token after a node: the argmax of its processed logits, or drawn from them.
     """
@@ -127,7 +129,7 @@ def accept_best(tree: "Tree", following: Callable[[int], int]) -> tuple[list[int
         node = match
 
 
-def accept_drawn(tree: "Tree", p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
+def accept_drawn(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
     """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
     children, node, path = tree.children(), 0, []
     p_NV = p_NV.double().cpu()  # the only wait for the device
@@ -179,18 +181,20 @@ class Acceptance:
         return self.tokens / self.passes if self.passes else float("nan")
 
     def rate_by_depth(self) -> list[float]:
-        """Share of passes that accepted a token at depth k, of those that accepted one at depth k - 1 (k = 1, 2, ...)."""
+        """Share of passes that accepted a token at depth k, of those that accepted one at depth k - 1 (k = 1, 2,
+        ...).
+        """
         pairs = zip(self.accepted[1:], self.accepted, strict=False)
         return [deeper / shallower for deeper, shallower in pairs]
 
 
 def legacy_tau(prompts: Iterable[Sequence[tuple[int, int]]]) -> float:
-    """The released scripts' figure, printed beside ours and named so: the mean over prompts of (new tokens of all turns) / (sum over
-    turns of R - 1) for R passes.
+    """The released scripts' figure, printed beside ours and named so: the mean over prompts of (new tokens of all
+    turns) / (sum over turns of R - 1) for R passes.
 
-    Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens hold the prompt's own first token, lack the last
-    pass's last one and keep what is behind the stop id: as many as the passes emitted, uncut. A prompt whose turns take
-    one pass each has no ratio; NaN where no prompt has one.
+    Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens hold the prompt's own first token,
+    lack the last pass's last one and keep what is behind the stop id: as many as the passes emitted, uncut. A prompt
+    whose turns take one pass each has no ratio; NaN where no prompt has one.
     """
     ratios = []
     for turns in prompts:

@@ -1,4 +1,6 @@
-"""The decoding loop, speculative and plain side by side: same forward, same cache, same stop rule, same randomness, same clock."""
+"""The decoding loop, speculative and plain side by side: same forward, same cache, same stop rule, same randomness,
+same clock.
+"""
 
 import time
 from collections import defaultdict
@@ -17,12 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipeline.cache import TreeCache
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
-from pipeline.decoding.tree import Tree, draft_forwards, grow
+from pipeline.decoding.grow import draft_forwards, grow
+from pipeline.decoding.tree import Tree
 from pipeline.drafts.base import Draft, DraftState
-from pipeline.errors import PipelineError
-from pipeline.target import Target
+from pipeline.target.cache import TreeCache
+from pipeline.target.model import Target
 
 Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
 
@@ -61,14 +64,16 @@ class Sampling:
         return self.processed(logits_NV, before_NL).softmax(-1)
 
     def choose(self, logits_NV: Tensor, before_NL: Tensor | None, sampler: Sampler, places: list[int]) -> Tensor:
-        """Plain decoding's token [N] after each row: the argmax, or drawn with the number of its place in the answer."""
+        """Plain decoding's token [N] after each row: the argmax, or drawn with the number of its place in the
+        answer.
+        """
         if self.temperature == 0:
             return self.processed(logits_NV, before_NL).argmax(-1)
         return sampler.choose(self.probabilities(logits_NV, before_NL), places)
 
     def before(self, prompt: list[int], answer: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
-        """``before_NL``: prompt and answer so far, and behind them each node's path; rows are filled up with a token that they hold
-        anyway. None where nothing asks for it.
+        """``before_NL``: prompt and answer so far, and behind them each node's path; rows are filled up with a token
+        that they hold anyway. None where nothing asks for it.
         """
         if self.repetition_penalty == 1.0:
             return None
@@ -105,7 +110,9 @@ class Generation:
 
 
 class Stopwatch:
-    """Wall-clock time by name. Waits for the accelerator around every lap if asked to (`exact`), else only at the ends."""
+    """Wall-clock time by name. Waits for the accelerator around every lap if asked to (`exact`), else only at the
+    ends.
+    """
 
     def __init__(self, device: torch.device, exact: bool):
         self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
@@ -152,7 +159,8 @@ def _prefill(target: Target, prompt: list[int], spare: int) -> tuple[TreeCache, 
     logits_V = target.head(hidden_TD[-1])
     if not logits_V.isfinite().all():
         raise PipelineError(
-            f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use another dtype"
+            f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use "
+            "another dtype"
         )
     return cache, hidden_TD, logits_V
 
@@ -184,8 +192,9 @@ def speculative(
     observe: Observer | None = None,
     exact_split: bool = False,
 ) -> Generation:
-    """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with drawn
-    ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs time.
+    """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
+    drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
+    time.
     """
     spec, sampler = draft.config.tree, Sampler(sampling.seed)
     spare = sampling.max_new_tokens + max(spec.nodes, spec.depth + 1)

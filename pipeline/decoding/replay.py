@@ -1,10 +1,11 @@
 """How far trees would have been accepted along the target's own text, counted from stored features: no verification.
 
-A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). So `decoded`
-needs no target to count what decoding the text counts, for any tree. For many dynamic trees at once: a smaller
-tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level, fewer levels. So below
-every token of a text one large tree is grown, many places at a time, and every smaller tree is selected from its scores. One
-simplification: a node that the small tree forwards and the large one did not has no children here.
+A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). So
+`decoded` needs no target to count what decoding the text counts, for any tree. For many dynamic trees at once: a
+smaller tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level, fewer
+levels. So below every token of a text one large tree is grown, many places at a time, and every smaller tree is
+selected from its scores. One simplification: a node that the small tree forwards and the large one did not has no
+children here.
 """
 
 from dataclasses import dataclass
@@ -14,18 +15,10 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
-from pipeline.decoding.tree import (
-    ahead_scores,
-    candidates,
-    draft_forwards,
-    forward_level,
-    grow,
-    not_finite,
-    ranking,
-)
+from pipeline.decoding.grow import ahead_scores, candidates, draft_forwards, forward_level, grow, not_finite, ranking
 from pipeline.drafts import Draft
 from pipeline.drafts.base import Answer, DraftState
-from pipeline.sections import TreeConfig
+from pipeline.recipe.sections import TreeConfig
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
@@ -33,8 +26,8 @@ FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 @torch.inference_mode()
 def decoded(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int) -> Acceptance:
-    """What greedy decoding with the draft's own tree counts from ``tokens[begin]``, the prompt's own token, to the last one. `hidden_TD` are
-    the target's features there (at least all but the last).
+    """What greedy decoding with the draft's own tree counts from ``tokens[begin]``, the prompt's own token, to the last
+    one. `hidden_TD` are the target's features there (at least all but the last).
     """
     out, state, fed, end = Acceptance(), DraftState(), 0, begin
     while end < len(tokens) - 1:  # `end`: the last emitted token
@@ -50,7 +43,9 @@ def decoded(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int) -> A
 
 @dataclass
 class _Level:
-    """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best first."""
+    """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best
+    first.
+    """
 
     rows: np.ndarray  # (A, W_above * k): the forward that a candidate of the level above became, or -1
     tokens: list[np.ndarray]  # by horizon (A, W, k)
@@ -65,8 +60,8 @@ class Walk:
     following_AS: np.ndarray  # -1 beyond the text's end
 
     def ranks(self, top_k: int, depth: int, parallel: int) -> np.ndarray:
-        """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT where the tree
-        does not hold them. A tree of N nodes accepts those below N - 1.
+        """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT
+        where the tree does not hold them. A tree of N nodes accepts those below N - 1.
         """
         out, first = [], 0
         for block in self.levels:
@@ -81,9 +76,9 @@ class Walk:
 def collect(
     draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int, depth: int, top_k: int, parallel: int
 ) -> Walk:
-    """Grows the largest tree, of the kind of candidates that the draft's own has, below every token from ``tokens[begin]`` to the
-    last but one, as decoding does there: from the target's features `hidden_TD` (at least all but the last two). `begin` is at least 1;
-    `depth`, `top_k` and `parallel` are the most that will be asked for.
+    """Grows the largest tree, of the kind of candidates that the draft's own has, below every token from
+    ``tokens[begin]`` to the last but one, as decoding does there: from the target's features `hidden_TD` (at least all
+    but the last two). `begin` is at least 1; `depth`, `top_k` and `parallel` are the most that will be asked for.
     """
     tree = TreeConfig(
         depth=depth, top_k=top_k, nodes=depth + 1, candidates=draft.config.tree.candidates, parallel=parallel
@@ -103,8 +98,8 @@ def collect(
 
 
 def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
-    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead. Raises
-    PipelineError where a logit is not finite.
+    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead.
+    Raises PipelineError where a logit is not finite.
     """
     broken = answer.broken()
     device, places, width, out = prefix_A.device, len(prefix_A), 1, []
@@ -138,7 +133,8 @@ def _ranks(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int
     """See `Walk.ranks`."""
     places = len(following_AS)
     each = np.arange(places)[:, None]
-    # A level's nodes: their forward's row (-1: none), their cumulative score, and whether they lie on the target's path.
+    # A level's nodes: their forward's row (-1: none), their cumulative score, and whether they lie on the target's
+    # path.
     rows, scores, true = (np.full((places, 1), start) for start in (0, 0.0, True))
     pool, on_path, last = [], [], depth - parallel
     for level in range(depth):
@@ -163,7 +159,9 @@ def _ranks(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int
 
 
 def walk(ranks_AS: np.ndarray, nodes: int) -> Acceptance:
-    """What decoding the text with a tree of so many nodes would count: each round starts where the one before it ended."""
+    """What decoding the text with a tree of so many nodes would count: each round starts where the one before it
+    ended.
+    """
     accepted_A, out, place = (ranks_AS < nodes - 1).sum(1).tolist(), Acceptance(), 0
     while place < len(accepted_A):
         emitted = min(accepted_A[place] + 1, len(accepted_A) - place)  # what is beyond the text's end is not counted

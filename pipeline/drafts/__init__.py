@@ -5,7 +5,7 @@ from typing import Any
 from pipeline.drafts.base import Draft
 from pipeline.drafts.eagle import Eagle
 from pipeline.drafts.jakiro import Jakiro
-from pipeline.sections import DraftBase
+from pipeline.recipe.sections import DraftBase
 
 DRAFTS: dict[str, type[Draft]] = {"eagle": Eagle, "jakiro": Jakiro}
 

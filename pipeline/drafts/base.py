@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from pipeline.attention import additive
-from pipeline.batch import Batch
-from pipeline.cache import TreeCache
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts.layers import AttentionBlock, initialise, layer_config, rotary
-from pipeline.ends import Ends
-from pipeline.errors import PipelineError
-from pipeline.losses import Prediction, branch_sums
-from pipeline.sections import BranchLoss, DraftBase, TreeConfig
+from pipeline.drafts.losses import Prediction, branch_sums
+from pipeline.features.batch import Batch
+from pipeline.recipe.sections import BranchLoss, DraftBase, TreeConfig
+from pipeline.target.attention import additive
+from pipeline.target.cache import TreeCache
+from pipeline.target.ends import Ends
 
 AHEAD = ("next", "ahead", "ahead_3", "ahead_4", "ahead_5")  # names of the branches, by horizon
 
@@ -110,7 +110,9 @@ class Draft(nn.Module):
 
     @abstractmethod
     def heads(self, u: Tensor, depth: int) -> Heads:
-        """From the attention block's output; `depth` counts the draft's own features among the inputs (0: a true one)."""
+        """From the attention block's output; `depth` counts the draft's own features among the inputs (0: a true
+        one).
+        """
 
     # -- shared -------------------------------------------------------------------------------------------------
 
@@ -149,11 +151,15 @@ class Draft(nn.Module):
         self._ends = [Ends(ends.embedding_VD, head, ends.fingerprint)]
 
     def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's part."""
+        """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's
+        part.
+        """
         self._ends = [self.ends.to(device, dtype)]
 
     def twin(self) -> "Draft":
-        """Another draft of these shapes, in eval mode, that shares ends and rotary frequencies; its tensors have no content yet."""
+        """Another draft of these shapes, in eval mode, that shares ends and rotary frequencies; its tensors have no
+        content yet.
+        """
         with torch.device("meta"):
             other = type(self)(self.config, self.shapes)
         other._ends, other._rope = list(self._ends), self._rope
@@ -179,8 +185,8 @@ class Draft(nn.Module):
     def predictions(self, batch: Batch) -> dict[str, Prediction]:
         """Every trained branch at every position.
 
-        In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention sees what
-        a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
+        In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention
+        sees what a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
         """
         heads, keys_values = self._pass(1, batch, batch.hidden_BTD, ())
         found = {name: Prediction(h, [f]) for h, (name, f) in enumerate(zip(AHEAD, heads.ahead, strict=False), start=1)}
@@ -197,7 +203,9 @@ class Draft(nn.Module):
     def _pass(
         self, number: int, batch: Batch, before_BTD: Tensor, keys_values: tuple[Tensor, ...]
     ) -> tuple[Heads, tuple[Tensor, ...]]:
-        """Pass `number` of a roll-out on the features `before_BTD`: its heads, and keys and values of all passes so far."""
+        """Pass `number` of a roll-out on the features `before_BTD`: its heads, and keys and values of all passes so
+        far.
+        """
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
@@ -253,7 +261,8 @@ class Draft(nn.Module):
     def start(
         self, state: DraftState, hidden_TD: Tensor, tokens_T: Tensor, last: bool = False, answers: int = 1
     ) -> Answer:
-        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last W = `answers`.
+        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1}); answers after the last W =
+        `answers`.
 
         `last`: no `step` follows, so that the branches ahead are wanted.
         """
@@ -283,8 +292,8 @@ class Draft(nn.Module):
 
 
 def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None) -> Tensor:
-    """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its own dialogue
-    only, where `begins_BT` says that a row holds several.
+    """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its
+    own dialogue only, where `begins_BT` says that a row holds several.
     """
     behind = places_T[:, None] - places_T[None, :]  # i - j
     blocks = [behind >= number - 1, *(behind == number - earlier for earlier in range(2, number + 1))]

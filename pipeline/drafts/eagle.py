@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeline.drafts.base import Draft, Heads
 from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.sections import EagleConfig
+from pipeline.recipe.sections import EagleConfig
 
 
 class EagleLayer(AttentionBlock):

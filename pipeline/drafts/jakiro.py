@@ -8,8 +8,8 @@ With u the attention block's output, n = RMSNorm(u), E_j the experts and w the r
 beta and alpha are "learnable" in the paper. ``contrast = "router"`` takes the released code's reading: two more rows of
 the gate, softmaxed; the larger is beta and names E_a. ``contrast = "scalar"`` learns two numbers, E_a being the
 better-routed expert. ``contrast = "experts"`` contrasts nothing: horizon h is the h-th best-routed expert's own,
-u + E_h(n), so that K kept experts look K tokens ahead. All N experts are computed for every token, of which K are kept: no
-dispatch, and with N = K = 2 nothing is computed in vain.
+u + E_h(n), so that K kept experts look K tokens ahead. All N experts are computed for every token, of which K are kept:
+no dispatch, and with N = K = 2 nothing is computed in vain.
 
 The experts' own heads, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would rank tokens
 identically), are what decoupled trees take candidates from. ``routing = "depth"`` has no gate: expert j answers where j
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from pipeline.drafts.base import Draft, Heads
 from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.losses import Prediction
-from pipeline.sections import BranchLoss, JakiroConfig
+from pipeline.drafts.losses import Prediction
+from pipeline.recipe.sections import BranchLoss, JakiroConfig
 
 
 class MixtureOfExperts(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from pipeline.attention import FULL
+from pipeline.target.attention import FULL
 
 SHAPE_FIELDS = (
     "hidden_size",

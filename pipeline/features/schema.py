@@ -7,11 +7,12 @@ A shard is an uncompressed Arrow IPC file; one record batch of one row is one di
     loss_mask   large_list<uint8>                    1 where t_i was written by the assistant
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
     scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
-    auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, one after the other
+    auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, one after the
+    other
     auxiliary_scale  large_list<float32>             float8_e4m3fn only: K a token
 
-The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32, uint8
-for float8_e4m3fn.
+The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32,
+uint8 for float8_e4m3fn.
 """
 
 import warnings
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
 
 # Shards are mapped read-only, and nobody writes to a Row: torch's warning about that would only repeat itself.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch, require_same, spec_of, to_batch
-from pipeline.files import atomic_path, read_sealed, sha256, write_sealed
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
@@ -61,13 +61,16 @@ class Manifest:
         path = folder / MANIFEST
         if not path.exists():
             raise PipelineError(
-                f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py RECIPE"
+                f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py "
+                "RECIPE"
             )
         return cls.parse(read_sealed(path, UNREADABLE), path)
 
     @classmethod
     def parse(cls, raw: dict[str, Any], path: object) -> "Manifest":
-        """Raises PipelineError for what is no manifest, and for a shard whose name is not that of its split and index."""
+        """Raises PipelineError for what is no manifest, and for a shard whose name is not that of its split and
+        index.
+        """
         try:
             found = cls(
                 spec=FeatureSpec(**raw["spec"]),
@@ -85,7 +88,8 @@ class Manifest:
         for record in found.shards:
             if not _is_named_rightly(record) or record.name in names:
                 raise PipelineError(
-                    f"{path}: shard {record.name!r} (split {record.split!r}, index {record.index!r}) is not one that a dump writes, or is "
+                    f"{path}: shard {record.name!r} (split {record.split!r}, index {record.index!r}) is not one that "
+                    "a dump writes, or is "
                     f"there twice. {UNREADABLE}"
                 )
             names.add(record.name)

@@ -1,33 +1,26 @@
 """Feature folders in an object store: s3://, gs://, abfs://, hdfs:// through pyarrow, anything else through fsspec.
 
-A dump's worker writes a shard on its own disk and sends it off; a trainer's node fetches what it lacks to its own disk and maps
-it from there. The manifest in the store is the truth: an object that it does not list does not count, so a broken upload costs
-nothing. Credentials are the libraries' own (environment, profiles, roles).
+A dump's worker writes a shard on its own disk and sends it off; a trainer's node fetches what it lacks to its own disk
+and maps it from there. The manifest in the store is the truth: an object that it does not list does not count, so a
+broken upload costs nothing. Credentials are the libraries' own (environment, profiles, roles).
 """
 
 from pathlib import Path
 
 import fsspec
 import pyarrow as pa
-from filelock import FileLock
 from pyarrow import fs
 
-from pipeline.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, require_same
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, sha256, unsealed
+from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.shards import (
-    HELDOUT_PROMPTS,
     MANIFEST,
     UNREADABLE,
     Manifest,
     ShardRecord,
     damage,
-    prompts_damage,
 )
-from pipeline.files import atomic_path, sha256, unsealed
-from pipeline.progress import Progress
-from pipeline.provenance import RECIPE
-from pipeline.public import public_name, scrubbed
-from pipeline.recipe import Recipe
 
 
 class Store:
@@ -80,7 +73,8 @@ class Store:
                 raise self._unreadable(name, error) from None
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
-                    f"features.store {self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
+                    f"features.store {self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it "
+                    "again: "
                     f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
                 )
 
@@ -113,39 +107,6 @@ class Store:
             raise self._failed(f"deleting {name}", error) from None
 
 
-def store_of(recipe: Recipe) -> Store | None:
-    return Store(recipe.features.store) if recipe.features.store else None
-
-
-def fetch(
-    recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True, folder: Path | None = None
-) -> None:
-    """Where the recipe's features are in a store, brings them to `folder`, by default the run's own; what is there already is kept.
-
-    Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before anything is
-    fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError, also for a dump that is
-    not finished.
-    """
-    store, folder = store_of(recipe), folder or recipe.features_dir
-    if store is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".fetch.lock"):
-        manifest = store.manifest()
-        if expected is not None:
-            require_same(manifest.spec, expected, store.name)
-        if not manifest.complete:
-            raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
-        wanted = lacking(folder, manifest)
-        with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
-            for record in wanted:
-                store.get(record.name, folder, record.sha256 if checksums else None)
-                progress.advance(1)
-        store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
-        store.get(RECIPE, folder)
-        manifest.save(folder)
-
-
 def lacking(folder: Path, manifest: Manifest) -> list[ShardRecord]:
     """The shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was saved."""
     try:
@@ -157,15 +118,3 @@ def lacking(folder: Path, manifest: Manifest) -> list[ShardRecord]:
         for record in manifest.shards
         if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
     ]
-
-
-def heldout_prompts(recipe: Recipe) -> Path:
-    """The held-out prompts, for evaluation; of a dump in a store only these are fetched. Where there are none the path does not
-    exist; where they are not those of the dump, raises PipelineError.
-    """
-    store, path = store_of(recipe), recipe.features_dir / HELDOUT_PROMPTS
-    if store is not None:
-        store.get(HELDOUT_PROMPTS, recipe.features_dir, store.manifest().prompts_sha256)
-    elif path.exists() and (reason := prompts_damage(recipe.features_dir, Manifest.load(recipe.features_dir))):
-        raise PipelineError(f"{path}: {reason}. Run the dump again: it writes this file anew and keeps the shards")
-    return path

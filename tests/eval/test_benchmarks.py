@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval import benchmarks
-from eval.benchmarks import BENCHMARKS
-from eval.prompts import Prompt, load_prompts
-from pipeline.errors import PipelineError
-from pipeline.recipe import Recipe
+from eval.measure import benchmarks
+from eval.measure.benchmarks import BENCHMARKS
+from eval.measure.prompts import Prompt, load_prompts
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
 
 GSM8K = [{"question": f"How many are {n} + {n}?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(4)]

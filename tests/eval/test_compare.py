@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.compare import compared, read_counts
-from pipeline.errors import PipelineError
-from pipeline.files import sealed_line
+from eval.studies.compare import compared, read_counts
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sealed_line
 from tests.kit import replace_once, run_warm
 
 
@@ -45,7 +45,7 @@ def test_equal_runs_differ_by_nothing(tmp_path):
     plain = [("plain", str(number), 7, 0) for number in range(12)]
     one = write_records(tmp_path / "one", [*plain, *answers, ("x", "10", 99, 1), ("x", "11", 9, 3)])
     other = write_records(tmp_path / "other", [*plain[:-1], ("plain", "11", 8, 0), *answers, ("x", "11", 9, 1)])
-    done = run_warm([sys.executable, "-m", "eval.compare", str(one), str(other)])
+    done = run_warm([sys.executable, "-m", "eval.studies.compare", str(one), str(other)])
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures[0]["difference"] == 0 and figures[0]["interval"] == [0, 0]

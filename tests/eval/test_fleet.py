@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from eval import fleet
-from eval.harness import Outcome, Unit
-from eval.prompts import Prompt
-from pipeline.errors import PipelineError
+from eval.measure import fleet
+from eval.measure.harness import Outcome, Unit
+from eval.measure.prompts import Prompt
+from pipeline.basics.errors import PipelineError
 
 
 class HangsError(Exception):

@@ -8,22 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval import exact, harness, units
-from eval.gate import DRIFT, EXACT, UNLIKELY, Gate
-from eval.harness import PLAIN, Harness, Outcome, Unit, pooled
-from eval.prompts import Prompt
-from pipeline.chat import prompt_ids
+from eval.measure import exact, harness, units
+from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
+from eval.measure.harness import PLAIN, Harness, Outcome, Unit, pooled
+from eval.measure.prompts import Prompt
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
-from pipeline.decoding import tree as tree_module
+from pipeline.decoding import grow as tree_module
 from pipeline.decoding.accept import accept_drawn
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import Ends
-from pipeline.errors import PipelineError
-from pipeline.sections import TargetConfig, TreeConfig
-from pipeline.target import Target
+from pipeline.recipe.sections import TreeConfig
+from pipeline.target.chat import prompt_ids
+from pipeline.target.config import TargetConfig
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target
 from tests.pipeline.taught import VARIANTS, make_draft, prompt_of
 from tests.templates import GPT_OSS, QWEN_3, settled
 
@@ -149,7 +150,9 @@ def test_a_wrong_rule_for_drawn_candidates_fails_the_gate(tiny_recipe, loaded_ta
 
 
 def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_target, ends, monkeypatch):
-    """The rule is right, and so is its enumeration: only the emitted tokens tell that another distribution's q was recorded."""
+    """The rule is right, and so is its enumeration: only the emitted tokens tell that another distribution's q was
+    recorded.
+    """
     draw = tree_module._Draws._draw
 
     def of_another(self, draft, q_WKU, count, vocabulary):
@@ -167,8 +170,8 @@ def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_ta
 
 
 def parted(made, prompt, sampling, expected, place, got):
-    """The gate's verdict on answers that part at `place`, where the draft's round chose `got` from plain decoding's uncached logits with just the
-    two tokens' moved so far that it had to.
+    """The gate's verdict on answers that part at `place`, where the draft's round chose `got` from plain decoding's
+    uncached logits with just the two tokens' moved so far that it had to.
     """
     keeper = made._gatekeeper
     logits_V = keeper._uncached([*prompt, *expected[:place]], 1)[0]
@@ -185,8 +188,9 @@ def parted(made, prompt, sampling, expected, place, got):
 
 
 def test_the_gate_forgives_only_what_plain_decodings_own_rounding_could_do(half, tiny_recipe, monkeypatch):
-    """In bfloat16, at T = 0: the closer the two tokens, the smaller the move that swaps them. A swap is forgiven where the two are as close as plain
-    decoding's own drift, and nowhere else: not where the gap is a tenth of the largest logit.
+    """In bfloat16, at T = 0: the closer the two tokens, the smaller the move that swaps them. A swap is forgiven where
+    the two are as close as plain decoding's own drift, and nowhere else: not where the gap is a tenth of the largest
+    logit.
     """
     target, drafts = half
     made, verdicts = harness_of(tiny_recipe, target, drafts), []

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval import report
-from eval.gate import EXACT, Gate
-from eval.harness import PLAIN, Record
-from eval.prompts import Prompt, load_prompts
+from eval.measure import report
+from eval.measure.gate import EXACT, Gate
+from eval.measure.harness import PLAIN, Record
+from eval.measure.prompts import Prompt, load_prompts
 from eval.tune import calibration_units
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
-from pipeline.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import Manifest
-from pipeline.files import sha256
-from pipeline.recipe import Recipe
-from pipeline.sections import BenchmarkConfig
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import BenchmarkConfig
 from tests.kit import recipe_tree, replace_once
 
 

@@ -1,4 +1,6 @@
-"""An upload to a Hub that fails in every way a server can: one line that says why and what is there now; the next try completes."""
+"""An upload to a Hub that fails in every way a server can: one line that says why and what is there now; the next try
+completes.
+"""
 
 import re
 from pathlib import Path
@@ -7,12 +9,12 @@ import httpx2
 import pytest
 from huggingface_hub import close_session, constants
 
-from eval import push as pushing
-from eval.push import push
-from eval.release import install
-from pipeline.errors import PipelineError
-from pipeline.files import write_sealed
-from pipeline.reports import REPORT
+from eval.release import push as pushing
+from eval.release.folder import install
+from eval.release.push import push
+from pipeline.artifacts.reports import REPORT
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from tests.eval.test_reports import FOUND
 from tests.hub import Hub
 

@@ -1,13 +1,15 @@
-"""The release folder: what the release made is replaced, what the user did there stays, and a kill in between is mended."""
+"""The release folder: what the release made is replaced, what the user did there stays, and a kill in between is
+mended.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from eval.release import STALE, install
-from pipeline.errors import PipelineError
-from pipeline.files import sha256
-from pipeline.reports import RELEASE, read_release
+from eval.release.folder import STALE, install
+from pipeline.artifacts.reports import RELEASE, read_release
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from tests.kit import change_sealed, replace_once
 
 FIRST = {"README.md": "the card", "config.json": "{}", "report.json": "first", "old.png": "a plot"}

@@ -4,13 +4,13 @@ import logging
 
 import pytest
 
-from eval import table
-from eval.harness import Gate, Outcome, Unit
-from eval.prompts import Prompt
-from eval.units import RECORDS, Finished, read_tuned
-from pipeline.errors import PipelineError
-from pipeline.files import write_sealed
-from pipeline.reports import REPORT, read_report
+from eval.measure.harness import Gate, Outcome, Unit
+from eval.measure.prompts import Prompt
+from eval.measure.units import RECORDS, Finished, read_tuned
+from eval.studies import table
+from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
 
 FOUND = {

@@ -1,4 +1,6 @@
-"""The picture of an answer: which tokens are marked, and that there is none of an answer that is not plain decoding's."""
+"""The picture of an answer: which tokens are marked, and that there is none of an answer that is not plain
+decoding's.
+"""
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -7,13 +9,13 @@ import pytest
 
 from eval import show
 from eval.show import Shown, guessed, lines_of, pieces_of, svg
-from pipeline import checkpoint
+from pipeline.artifacts import checkpoint
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation, plain
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.errors import PipelineError
-from pipeline.target import load_config
+from pipeline.target.model import load_config
 from tests.kit import byte_tokenizer
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.costs import Costs
+from eval.measure.costs import Costs
 from eval.tune import predict
 from pipeline.decoding.replay import ABSENT
 

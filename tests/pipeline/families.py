@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.sections import TargetConfig
+from pipeline.target.config import TargetConfig
 from tests.kit import byte_tokenizer
 
 SMALL = {
@@ -74,7 +74,9 @@ FAMILIES = {  # name: (transformers' name, what is special about it)
 
 
 def save(folder: Path, family: str, **more) -> TargetConfig:
-    """A target of a name above, or of transformers'. Biases, sinks and norms are random, too: at zero and one some would not show."""
+    """A target of a name above, or of transformers'. Biases, sinks and norms are random, too: at zero and one some
+    would not show.
+    """
     name, settings = FAMILIES.get(family, (family, {}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SMALL, **settings, **more}))

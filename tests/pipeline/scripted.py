@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeline.decoding.tree import draft_forwards, grow
+from pipeline.decoding.grow import draft_forwards, grow
 from pipeline.drafts.base import Answer, DraftState
-from pipeline.sections import TreeConfig
+from pipeline.recipe.sections import TreeConfig
 
 
 class ScriptedDraft:
@@ -17,7 +17,9 @@ class ScriptedDraft:
     """
 
     def __init__(self, next_logits, *ahead_logits, ids=None, experts=None, vocabulary=50):
-        """``experts(path)`` gives (logits [K, U], log-weights [K]); `ahead_logits` are functions of the path, by level."""
+        """``experts(path)`` gives (logits [K, U], log-weights [K]); `ahead_logits` are functions of the path, by
+        level.
+        """
         self.next_logits, self.ahead_logits, self.draft_token_ids, self.experts = (
             next_logits,
             ahead_logits,

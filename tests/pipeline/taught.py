@@ -4,12 +4,12 @@ from functools import cache
 
 import torch
 
-from pipeline.batch import collate
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
+from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, JakiroConfig, TreeConfig
+from pipeline.recipe.sections import EagleConfig, JakiroConfig, TreeConfig
 
 NEVER = frozenset()  # no stop id
 CPU = torch.device("cpu")

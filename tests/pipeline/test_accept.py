@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eval.exact import every_outcome
+from eval.measure.exact import every_outcome
 from pipeline.decoding.accept import HALVINGS, Acceptance, Sampler, accept_best, accept_drawn, by_halving, legacy_tau
 from pipeline.decoding.tree import build_tree
-from pipeline.sections import TreeConfig
+from pipeline.recipe.sections import TreeConfig
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 CPU = torch.device("cpu")
@@ -119,8 +119,8 @@ def best(tree, p_NV, script):
 
 
 def emitted_joint(kind, seed, language, shape, rule=None) -> tuple[torch.Tensor, float]:
-    """What one round emits, continued by plain sampling to depth + 1 tokens: its exact joint distribution, over every draw of
-    the draft and every decision of the rule; and the probability that something was accepted.
+    """What one round emits, continued by plain sampling to depth + 1 tokens: its exact joint distribution, over every
+    draw of the draft and every decision of the rule; and the probability that something was accepted.
     """
     rule = rule or (accept_drawn if kind in DRAWN else best)
 
@@ -241,7 +241,9 @@ def test_the_enumeration_catches_best_candidates_under_the_rule_for_drawn_ones()
 
 
 def shares(p_V: torch.Tensor, token: int) -> list[tuple[float, bool]]:
-    """By halving from the whole vocabulary down to the token: the lower half's share of the mass, and whether the token is in the upper."""
+    """By halving from the whole vocabulary down to the token: the lower half's share of the mass, and whether the token
+    is in the upper.
+    """
     out, low, high = [], 0, 1 << (len(p_V) - 1).bit_length()
     while high - low > 1:
         middle = (low + high) // 2
@@ -254,7 +256,9 @@ def shares(p_V: torch.Tensor, token: int) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize("vocabulary", [3, 4, 9, 16, 40, 260])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_numbers_that_give_a_token_have_its_probability(shape, vocabulary):
-    """The lower half's numbers are those below its share: the product of a token's shares is its probability, and just these numbers give it."""
+    """The lower half's numbers are those below its share: the product of a token's shares is its probability, and just
+    these numbers give it.
+    """
     p_V = shape(2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
     for token in range(0, vocabulary, max(vocabulary // 20, 1)):
         path = shares(p_V, token)
@@ -275,8 +279,9 @@ def test_a_token_without_mass_is_never_chosen(number):
 
 
 def test_rounding_seldom_changes_a_choice():
-    """Noise of relative size 1e-6 in every probability, as float32 has it, on a real vocabulary's number of tokens: along one cumulated
-    distribution, where the errors of all tokens before a place add up, it changes choices several times as often.
+    """Noise of relative size 1e-6 in every probability, as float32 has it, on a real vocabulary's number of tokens:
+    along one cumulated distribution, where the errors of all tokens before a place add up, it changes choices several
+    times as often.
     """
     generator = torch.Generator().manual_seed(0)
     noise, rows, vocabulary, by_cumulation, halved = 1e-3, 400, 4096, 0, 0

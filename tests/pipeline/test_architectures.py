@@ -9,19 +9,21 @@ from transformers import (
     AutoConfig,
 )
 
-from pipeline import attention, checkpoint
-from pipeline.batch import collate
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import Ends
-from pipeline.errors import PipelineError
+from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
-from pipeline.recipe import Recipe
-from pipeline.sections import TargetConfig
-from pipeline.target import Target, feature_spec, fingerprint, load_config, load_ends
+from pipeline.recipe.recipe import Recipe
+from pipeline.target import attention
+from pipeline.target.config import TargetConfig
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target, fingerprint, load_config, load_ends
 from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
 from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
 from tests.pipeline.taught import CPU, NEVER, logits_after, prompt_of
@@ -145,7 +147,9 @@ def alone(target: Target, tokens: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def require_plain_states(target: Target, reference: Target, before: int, width: int = 9) -> None:
-    """Behind a prompt of `before` tokens: a tree, then single tokens behind an accepted path, against uncached forwards."""
+    """Behind a prompt of `before` tokens: a tree, then single tokens behind an accepted path, against uncached
+    forwards.
+    """
     prompt, tree, cache = prompt_of(before, before), build_tree(65, *TREE, CPU), target.new_cache(64)
     first = target.forward(torch.tensor(prompt), cache)[-1]
     assert torch.allclose(first, alone(reference, prompt), atol=3e-5)
@@ -177,7 +181,9 @@ def test_a_compiled_target_gets_plain_forwards_states(families, family):
 
 @pytest.mark.parametrize("family", SLIDING)
 def test_sliding_layers_do_slide(families, family):
-    """What lies before the window of every layer between reaches nothing: these families' tests are not on full attention."""
+    """What lies before the window of every layer between reaches nothing: these families' tests are not on full
+    attention.
+    """
     target = families[family].target
     assert attention.windows(target.config) == SLIDING[family]
     layers = target.config.num_hidden_layers if SLIDING[family] == ALONE else 1
@@ -274,9 +280,9 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
         return forward(self, tokens_N, cache, torch.arange(len(tokens_N)) + cache.length, *rest)
 
     if fault == "mask":
-        monkeypatch.setattr("pipeline.target.masks", causal)
+        monkeypatch.setattr("pipeline.target.model.masks", causal)
     elif fault == "window":
-        monkeypatch.setattr("pipeline.target.windows", lambda text: {"sliding_attention": 2})
+        monkeypatch.setattr("pipeline.target.model.windows", lambda text: {"sliding_attention": 2})
     else:
         monkeypatch.setattr(Target, "forward", in_a_row)
     with pytest.raises(PipelineError, match="ignores the tree's mask or its positions"):
@@ -284,9 +290,9 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
 
 
 def test_a_target_that_takes_no_mask_is_refused(families, monkeypatch):
-    monkeypatch.setattr("pipeline.target.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
+    monkeypatch.setattr("pipeline.target.model.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
     with pytest.raises(
-        PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/attention.py"
+        PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/target/attention.py"
     ):
         Target(families["llama-3.1"].config, "float32")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.cache import FIRST_CAPACITY, TreeCache
+from pipeline.target.cache import FIRST_CAPACITY, TreeCache
 
 
 class Model:

@@ -1,13 +1,15 @@
-"""The loss mask: the assistant's tokens, closing marker included, and nothing else, under templates as people ship them."""
+"""The loss mask: the assistant's tokens, closing marker included, and nothing else, under templates as people ship
+them.
+"""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from pipeline import chat
-from pipeline.chat import Encoded, Unusable
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.target import chat
+from pipeline.target.chat import Encoded, Unusable
 from tests.kit import byte_tokenizer
 
 CHATML = (  # SmolLM2's, which puts a system turn where there is none
@@ -46,9 +48,11 @@ VICUNA = (
 )
 QWEN_2_5 = (
     "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+    "assistant.<|im_end|>\n' }}"
     "{% endif %}{% for message in messages %}"
-    "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') %}"
+    "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') "
+    "%}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -60,10 +64,12 @@ MISTRAL = (
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% "
+    "endif %}"
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% "
+    "endif %}"
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
@@ -250,7 +256,8 @@ def test_where_earlier_answers_are_shown_otherwise_each_is_trained_as_the_last_o
 def test_answers_share_a_sequence_as_far_as_they_are_shown_alike():
     """Here only the third question changes how what comes before is shown."""
     template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if messages | length > 4 and loop.first %}LATE {% endif %}{{ m.content }}<|end|>"
+        "{% for m in messages %}<|{{ m.role }}|>{% if messages | length > 4 and loop.first %}LATE {% endif %}{{ "
+        "m.content }}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = tokenizer_with(template)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pipeline.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
+from pipeline.artifacts.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.errors import PipelineError
-from pipeline.recipe import Recipe
-from pipeline.sections import TreeConfig
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TreeConfig
 from tests.kit import change_sealed, flip, replace_once
 
 
@@ -100,7 +100,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monke
     def crash(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.checkpoint.write_sealed", crash)
+    monkeypatch.setattr("pipeline.artifacts.checkpoint.write_sealed", crash)
     with pytest.raises(KeyboardInterrupt):
         save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
     with pytest.raises(PipelineError, match=r"holds no draft checkpoint \(config.json is missing\)"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.__main__ import _run_stage, stages
-from pipeline.display import EVERY, Bars, Lines, display, duration, new_reports
+from pipeline.basics.display import EVERY, Bars, Lines, display, duration, new_reports
 from tests.kit import write_recipe
 
 
@@ -129,7 +129,7 @@ def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
     """Through the channel that the stage is given; every look at the clock is half a minute after the last."""
     code = (
         "import time\n"
-        "from pipeline.progress import Progress\n"
+        "from pipeline.basics.progress import Progress\n"
         "with Progress('train eagle', 4, 'steps') as progress:\n"
         "    progress.advance(1, loss='0.5')\n"
         "    time.sleep(1.5)\n"

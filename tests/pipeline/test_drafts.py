@@ -5,12 +5,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.jakiro import MixtureOfExperts
 from pipeline.drafts.layers import layer_config, shapes_of
-from pipeline.ends import Ends, LMHead
-from pipeline.errors import PipelineError
-from pipeline.sections import EagleConfig, JakiroConfig
+from pipeline.recipe.sections import EagleConfig, JakiroConfig
+from pipeline.target.ends import Ends, LMHead
 
 
 def shapes(width, mlp, heads, kv, vocabulary=32000, **more):
@@ -278,8 +278,8 @@ def test_router_contrast_is_the_released_reading():
 
 @torch.no_grad()
 def test_the_contrasts_sign_is_decided_by_raw_scores_before_rounding():
-    """In bfloat16 two weights round to one number where the raw scores differ; where these are equal, too, E_a is the later expert, as in
-    the released code.
+    """In bfloat16 two weights round to one number where the raw scores differ; where these are equal, too, E_a is the
+    later expert, as in the released code.
     """
     module, n = moe(2, 2).to(torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
     n[0, :2] = 1.0

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cores, entry
-from pipeline.cores import asked_threads, require_few
-from pipeline.errors import PipelineError
-from pipeline.recipe import load_recipe
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import load_recipe
+from pipeline.running import cores, entry
+from pipeline.running.cores import asked_threads, require_few
 from tests.kit import PATIENCE, ROOT, command_environment, recipe_tree, wait_until, write_recipe
 
 WAITING = """
 import sys, time
-from pipeline import entry, signals
+from pipeline.running import entry
+from pipeline.running import signals
 signals.GRACE = {grace}
 def main():
     try:
@@ -75,7 +76,7 @@ def test_what_an_interruption_leads_to_is_not_told():
 
 BLOCKED = """
 import ctypes
-from pipeline import entry
+from pipeline.running import entry
 def main():
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
@@ -100,7 +101,8 @@ def test_a_command_that_another_one_started_leaves_the_telling_to_it():
 CALLING = """
 import sys, time
 from pathlib import Path
-from pipeline import children, entry
+from pipeline.running import children
+from pipeline.running import entry
 def main():
     children.call([sys.executable, "-c", {inner!r}], {{}}, Path.cwd())
 entry.run(main)
@@ -131,10 +133,10 @@ def test_who_does_not_end_when_asked_is_made_to():
 STAGE = """
 import sys, time
 from pathlib import Path
-from pipeline import entry
+from pipeline.running import entry
 from pipeline.__main__ import Stage, _run_stage
-from pipeline.display import display
-from pipeline.recipe import load_recipe
+from pipeline.basics.display import display
+from pipeline.recipe.recipe import load_recipe
 inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 def main():
     recipe = load_recipe(sys.argv[1])
@@ -211,7 +213,8 @@ def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
 
 def test_an_output_where_nothing_can_be_made_is_one_message(tiny_target, tmp_path):
     code = (
-        "import sys; from pipeline import entry, provenance\nfrom pipeline.recipe import load_recipe\n"
+        "import sys; from pipeline.artifacts import provenance; from pipeline.running import entry\nfrom "
+        "pipeline.recipe.recipe import load_recipe\n"
         "entry.run(lambda: (load_recipe(sys.argv[1]).run_dir / 'logs').mkdir(parents=True))"
     )
     for output in ("/proc/here", "/sys/here"):
@@ -273,8 +276,9 @@ def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, given, aske
 
 
 LAUNCHED = (
-    "import os; from pipeline.cores import asked_threads; os.write(1, f'{asked_threads()}\\n'.encode())"  # whole lines
-)
+    "import os; from pipeline.running.cores import asked_threads; os.write(1, "
+    "f'{asked_threads()}\\n'.encode())"
+)  # whole lines
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from datetime import date
 
 import pytest
 
-from pipeline import expect
+from pipeline.artifacts.provenance import hardware
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.provenance import hardware
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.sections import BenchmarkConfig
-from pipeline.target import load_config
+from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.sections import BenchmarkConfig
+from pipeline.running import expect
+from pipeline.target.model import load_config
 from tests.kit import ROOT, dump_here
 
 

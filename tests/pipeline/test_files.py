@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from pipeline.errors import PipelineError
-from pipeline.files import (
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import (
     atomic_path,
     exclusive,
     read_json,

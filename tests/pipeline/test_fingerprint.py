@@ -1,4 +1,6 @@
-"""A target's identity covers every byte of its weights, each read once on a machine; and a target that is not there is said so."""
+"""A target's identity covers every byte of its weights, each read once on a machine; and a target that is not there is
+said so.
+"""
 
 import json
 import os
@@ -8,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import fingerprint as module
-from pipeline.errors import PipelineError
-from pipeline.files import sha256
-from pipeline.fingerprint import weights_sha256
-from pipeline.sections import TargetConfig
-from pipeline.target import fingerprint, load_config, source
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.target import fingerprint as module
+from pipeline.target.config import TargetConfig
+from pipeline.target.fingerprint import weights_sha256
+from pipeline.target.model import fingerprint, load_config, source
 from tests.kit import save_tiny_target
 
 OLD = 1_600_000_000
@@ -145,7 +147,7 @@ def test_a_folder_that_is_not_there_is_said_so_and_the_hub_is_not_asked(monkeypa
     def asked(*arguments, **_):
         raise AssertionError(arguments)
 
-    monkeypatch.setattr("pipeline.target.AutoConfig.from_pretrained", asked)
+    monkeypatch.setattr("pipeline.target.model.AutoConfig.from_pretrained", asked)
     with pytest.raises(PipelineError, match=r"does not exist: expected a folder .* or OWNER/NAME of the Hub"):
         load_config(TargetConfig(model=model.format(tmp_path)))
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from pipeline.batch import collate
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts.base import Answer, DraftState, Frontier
-from pipeline.errors import PipelineError
+from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
-from pipeline.target import Target
+from pipeline.recipe.sections import EagleConfig, TreeConfig
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target
 from tests.pipeline.taught import (
     CPU,
     KINDS,
@@ -413,7 +414,9 @@ def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_d
 @pytest.mark.parametrize("name", ["eagle", "by-depth"])
 @torch.inference_mode()
 def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name):
-    """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before i."""
+    """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
+    i.
+    """
     config = VARIANTS[name].model_copy(update={"rollout": 3})
     draft = make_draft(loaded_target, ends, config)
     generator = torch.Generator().manual_seed(2)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from pipeline.batch import collate
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import Ends, LMHead
+from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, JakiroConfig
+from pipeline.recipe.sections import EagleConfig, JakiroConfig
+from pipeline.target.ends import Ends, LMHead
 
 WIDTH, VOCABULARY = 32, 64
 CONFIGS = {"eagle": EagleConfig(kind="eagle", fc_bias=True), "jakiro": JakiroConfig(kind="jakiro", fc_bias=True)}

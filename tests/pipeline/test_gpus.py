@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval import fleet
-from pipeline.errors import PipelineError
-from pipeline.gpus import gpus_each, hide_gpus
-from pipeline.recipe import Recipe
-from preprocess import pool
+from eval.measure import fleet
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe
+from pipeline.running.gpus import gpus_each, hide_gpus
+from preprocess.dump import pool
 from preprocess.estimate import workers_worth
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline import losses
-from pipeline.batch import collate, collate_packed, trained, uniform_noise
-from pipeline.drafts import build
+from pipeline.drafts import build, losses
 from pipeline.drafts.layers import shapes_of
-from pipeline.ends import LMHead
+from pipeline.drafts.losses import Prediction, branch_sums
+from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
-from pipeline.losses import Prediction, branch_sums
-from pipeline.sections import EagleConfig, JakiroConfig
+from pipeline.recipe.sections import EagleConfig, JakiroConfig
+from pipeline.target.ends import LMHead
 
 D, V = 6, 11
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pipeline.ends import Ends, LMHead
-from pipeline.errors import PipelineError
-from pipeline.sections import TargetConfig
-from pipeline.target import Target, load_ends, placement, rounding
+from pipeline.basics.errors import PipelineError
+from pipeline.target.config import TargetConfig
+from pipeline.target.ends import Ends, LMHead
+from pipeline.target.model import Target, load_ends, placement, rounding
 
 
 @pytest.fixture

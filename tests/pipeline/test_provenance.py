@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pipeline.errors import PipelineError
-from pipeline.provenance import changed, hardware, write_own_recipe, write_provenance
-from pipeline.public import public_name, scrubbed
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.artifacts.provenance import changed, hardware, write_own_recipe, write_provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import public_name, scrubbed
+from pipeline.recipe.recipe import Recipe, load_recipe
 from tests.kit import replace_once
 
 

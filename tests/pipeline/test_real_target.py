@@ -6,9 +6,10 @@ from scipy.stats import chisquare
 
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.base import Answer
-from pipeline.packed import pack_linears
-from pipeline.sections import EagleConfig, TargetConfig, TreeConfig
-from pipeline.target import Target
+from pipeline.recipe.sections import EagleConfig, TreeConfig
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target
+from pipeline.target.packed import pack_linears
 
 PROMPT, RUNS, KEPT = "The weather today is", 90, 4
 TREES = {
@@ -25,8 +26,8 @@ def real_target() -> Target:
 
 
 class Knowing:
-    """A draft that has the target's distribution after the prompt and after its likeliest tokens, with too little for the
-    likeliest: right now and then.
+    """A draft that has the target's distribution after the prompt and after its likeliest tokens, with too little for
+    the likeliest: right now and then.
     """
 
     draft_token_ids = None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipeline.errors import PipelineError
-from pipeline.provenance import write_provenance
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.sections import Section
+from pipeline.artifacts.provenance import write_provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.section import Section
+from pipeline.recipe.recipe import Recipe, load_recipe
 from tests.kit import recipe_tree
 
 MINIMAL = """

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.errors import PipelineError
-from pipeline.sections import TreeConfig
+from pipeline.recipe.sections import TreeConfig
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, shaped, taught
 
 

@@ -1,4 +1,6 @@
-"""What drafts take from the configurations of other families: widths, heads, and the RoPE of the layers that see everything."""
+"""What drafts take from the configurations of other families: widths, heads, and the RoPE of the layers that see
+everything.
+"""
 
 import json
 
@@ -9,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.sections import EagleConfig, JakiroConfig
+from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from tests.pipeline.families import FAMILIES, LLAMA_3, LONG, SMALL, YARN
 
 TWO_BASES = {

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.features import schema
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import (
@@ -24,7 +25,6 @@ from pipeline.features.shards import (
     shard_name,
     write_shard,
 )
-from pipeline.files import sha256
 from tests.kit import ROOT, change_sealed, replace_once
 
 D = 6
@@ -118,7 +118,9 @@ def plausible_rows(seed: int = 0) -> list[Row]:
 
 
 def test_float8_keeps_each_token_to_its_own_scale(tmp_path):
-    """e4m3 has 3 bits of mantissa: 1/16 of a number, or 2^-10 of the token's scale for the smallest; bfloat16 adds 2^-8."""
+    """e4m3 has 3 bits of mantissa: 1/16 of a number, or 2^-10 of the token's scale for the smallest; bfloat16 adds
+    2^-8.
+    """
     spec, rows = replace(SPEC, stored_dtype=schema.FP8), plausible_rows()
     record = write_shard(tmp_path, "train", 0, spec, rows, {})
     Manifest(spec, [record], {}, complete=True).save(tmp_path)
@@ -514,7 +516,7 @@ DISK_FULL = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np, torch
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import write_shard
 

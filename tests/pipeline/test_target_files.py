@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
-from pipeline.sections import TargetConfig
-from pipeline.target import Target, fingerprint, load_config, load_ends, parameter_count_of
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target, fingerprint, load_config, load_ends, parameter_count_of
 from tests.kit import byte_tokenizer
 from tests.pipeline.families import FAMILIES, SMALL, save
 

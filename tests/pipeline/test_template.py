@@ -1,4 +1,6 @@
-"""The recipe's keywords and the pinned date: wherever a template is rendered, in every fingerprint, and never from the clock."""
+"""The recipe's keywords and the pinned date: wherever a template is rendered, in every fingerprint, and never from the
+clock.
+"""
 
 import json
 from datetime import date, datetime
@@ -7,14 +9,15 @@ from pathlib import Path
 import pytest
 import transformers.utils.chat_template_utils as chat_templates
 
-from pipeline.chat import prompt_ids, render, template_fingerprint
-from pipeline.errors import PipelineError
+from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.provenance import RECIPE, public_recipe, write_provenance
+from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import require_same
-from pipeline.provenance import RECIPE, public_recipe, write_provenance
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.sections import TargetConfig
-from pipeline.target import feature_spec, load_tokenizer
-from pipeline.template import settle, template_settings
+from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.target.chat import prompt_ids, render, template_fingerprint
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import load_tokenizer
+from pipeline.target.template import settle, template_settings
 from tests.kit import recipe_tree, write_recipe, write_sharegpt
 from tests.pipeline.test_chat import tokenizer_with
 from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, settled, unsettled
@@ -115,8 +118,11 @@ def test_any_value_arrives_as_it_is(value):
 
 @pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "strftime_now", "bos_token"])
 def test_a_keyword_that_the_template_does_not_know_is_refused_with_those_it_knows(name):
-    with pytest.raises(PipelineError, match=rf"target.template_keywords.{name}: the chat template of some/model has no such keyword; "
-                       r"it knows enable_thinking, python_tools, xml_tools$"):  # fmt: skip
+    said = (
+        rf"target.template_keywords.{name}: the chat template of some/model has no such keyword; "
+        r"it knows enable_thinking, python_tools, xml_tools$"
+    )
+    with pytest.raises(PipelineError, match=said):
         settled(SMOLLM_3, **{name: "x"})
     with pytest.raises(PipelineError, match=r"it knows date_string$"):
         settled(LLAMA_3_2, **{name: "x"})

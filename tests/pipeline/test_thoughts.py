@@ -1,10 +1,12 @@
-"""Thoughts: each answer is trained as the target gives it when it is the last one, and history is what the target is shown."""
+"""Thoughts: each answer is trained as the target gives it when it is the last one, and history is what the target is
+shown.
+"""
 
 import pytest
 
-from pipeline import chat
-from pipeline.chat import Unusable
-from pipeline.thoughts import as_message, cut_in_thoughts, thoughts_of, without_thoughts
+from pipeline.target import chat
+from pipeline.target.chat import Unusable
+from pipeline.target.thoughts import as_message, cut_in_thoughts, thoughts_of, without_thoughts
 from tests.pipeline.test_chat import masked_runs, text_of
 from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, SPECIAL, settled
 

@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Sampler
 from pipeline.decoding.generate import Sampling
-from pipeline.decoding.tree import build_tree, draft_forwards
+from pipeline.decoding.grow import draft_forwards
+from pipeline.decoding.tree import build_tree
 from pipeline.drafts.base import Answer
-from pipeline.errors import PipelineError
-from pipeline.sections import JakiroConfig, TreeConfig
+from pipeline.recipe.sections import JakiroConfig, TreeConfig
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 
@@ -40,7 +41,8 @@ EAGLE_2 = {
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        # cumulative: A .6, B .3, AA .3 (after B: the same), BD .276, AC .27, BDC .2484, AAB .21, AAE .06, BA .015, BDB .0138
+        # cumulative: A .6, B .3, AA .3 (after B: the same), BD .276, AC .27, BDC .2484, AAB .21, AAE .06, BA .015, BDB
+        # .0138
         (4, [(), (A,), (B,), (A, A)]),
         (5, [(), (A,), (B,), (A, A), (B, D)]),
         (6, [(), (A,), (B,), (A, A), (A, C), (B, D)]),
@@ -67,13 +69,17 @@ def test_an_unlikely_branch_of_a_level_is_not_forwarded():
 
 
 def proposing(next_logits, ahead_logits, spec: TreeConfig, path):
-    """The logits that the children of `path` come from: its own forward's, or those of the last forwarded ancestor's."""
+    """The logits that the children of `path` come from: its own forward's, or those of the last forwarded
+    ancestor's.
+    """
     last = spec.depth - spec.parallel
     return next_logits(path) if len(path) <= last else ahead_logits[len(path) - last - 1](path[:last])
 
 
 def brute_force(next_logits, ahead_logits, spec: TreeConfig):
-    """The rule again, on paths and Python numbers: (path -> cumulative log-probability) of the whole pool, then pruned."""
+    """The rule again, on paths and Python numbers: (path -> cumulative log-probability) of the whole pool, then
+    pruned.
+    """
     pool, level = {}, {(): 0.0}
     for _ in range(1, spec.depth + 1):
         scored = {}
@@ -98,8 +104,9 @@ def test_the_tree_is_the_brute_force_one(depth, top_k, nodes, parallel):
 
 
 def released_eagle_2(next_logits, depth=5, top_k=10, total_tokens=60):
-    """The trees of EAGLE-2's released drafting, written again on paths: one forward of the root before a loop of `depth` further ones; every
-    level's nodes propose `top_k` each, the `top_k` best by cumulative score go on, and of all candidates ``total_tokens - 1`` stay.
+    """The trees of EAGLE-2's released drafting, written again on paths: one forward of the root before a loop of
+    `depth` further ones; every level's nodes propose `top_k` each, the `top_k` best by cumulative score go on, and of
+    all candidates ``total_tokens - 1`` stay.
     """
 
     def proposals(path, score):
@@ -117,7 +124,9 @@ def released_eagle_2(next_logits, depth=5, top_k=10, total_tokens=60):
 
 
 def test_the_default_tree_is_the_papers_node_for_node():
-    """The released ``depth=5`` counts the levels after the first: six draft forwards, 59 candidates, rounds of up to seven tokens."""
+    """The released ``depth=5`` counts the levels after the first: six draft forwards, 59 candidates, rounds of up to
+    seven tokens.
+    """
     deepest = 0
     for seed in range(8):
         script = noise_by_path(seed, 40)
@@ -134,7 +143,9 @@ def test_the_default_tree_is_the_papers_node_for_node():
 
 
 def test_a_mixtures_child_never_outranks_its_parent():
-    """In floating point the mixture of two sure experts can have a log-probability above 0; the tree would lose its parents."""
+    """In floating point the mixture of two sure experts can have a log-probability above 0; the tree would lose its
+    parents.
+    """
     sure = torch.full((7,), -1e4).index_fill_(0, torch.tensor([3]), 0.0)
     weights = torch.tensor([0.3, 0.7]).log() + 2e-7  # a softmax rounded up
     for candidates in ("mixture", "decoupled"):

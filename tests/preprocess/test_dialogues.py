@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from pipeline.chat import Unusable
-from preprocess.dialogues import clean, held_out, record_id
+from pipeline.target.chat import Unusable
+from preprocess.sources.dialogues import clean, held_out, record_id
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict]:

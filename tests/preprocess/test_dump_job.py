@@ -13,11 +13,11 @@ import pytest
 from filelock import FileLock
 
 from pipeline.__main__ import features_state
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
-from pipeline.files import sha256
-from pipeline.recipe import load_recipe, override_arguments
-from preprocess.driver import dump
+from pipeline.recipe.recipe import load_recipe, override_arguments
+from preprocess.dump.driver import dump
 from tests.kit import (
     BIN,
     command_environment,
@@ -93,7 +93,9 @@ def test_damaged_shards_are_redone(job, tmp_path):
 
 
 def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
-    """More calibration prompts, or longer answers: only those shards are written again, and training wants that first."""
+    """More calibration prompts, or longer answers: only those shards are written again, and training wants that
+    first.
+    """
     recipe, features, before = job
     shutil.copytree(features, tmp_path / "features", copy_function=shutil.copy2)
     stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
@@ -143,9 +145,11 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_p
     limited = (
         "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
-        "from preprocess.task import ShardTask; from preprocess.worker import FeatureWorker; from pipeline.recipe import load_recipe; "
-        "from pipeline.target import feature_spec, load_tokenizer; from preprocess.plan import Plan; "
-        "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline import entry; "
+        "from preprocess.dump.task import ShardTask; from preprocess.dump.worker import FeatureWorker; from "
+        "pipeline.recipe.recipe import load_recipe; "
+        "from pipeline.artifacts.features import feature_spec; from pipeline.target.model import load_tokenizer; "
+        "from preprocess.dump.plan import Plan; "
+        "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline.running import entry; "
         "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); "
         "entry.run(lambda: FeatureWorker(r, Path(sys.argv[2]), feature_spec(r)).work(t))"
     )

@@ -1,4 +1,6 @@
-"""What happens to workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray, real kills."""
+"""What happens to workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray, real
+kills.
+"""
 
 import json
 import sys
@@ -8,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import PipelineError
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
-from pipeline.recipe import load_recipe
-from pipeline.target import feature_spec
-from preprocess.pool import Pool, _first_line, _History
-from preprocess.task import ShardTask
+from pipeline.recipe.recipe import load_recipe
+from preprocess.dump.pool import Pool, _first_line, _History
+from preprocess.dump.task import ShardTask
 from tests.kit import (
     BIN,
     PATIENCE,
@@ -30,8 +32,9 @@ from tests.kit import (
 
 pytestmark = pytest.mark.real
 
-# A dump whose workers have a fault: `when` sees the batch's ids and how often it was true before. Where a worker hangs, the driver's
-# clock jumps ahead by days once the driver has looked at it: nobody waits, and no patience depends on how fast the machine is.
+# A dump whose workers have a fault: `when` sees the batch's ids and how often it was true before. Where a worker hangs,
+# the driver's clock jumps ahead by days once the driver has looked at it: nobody waits, and no patience depends on how
+# fast the machine is.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -39,9 +42,11 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 clock, ahead = time.monotonic, []
 time.monotonic = lambda: clock() + sum(ahead)
-from pipeline import entry
-from pipeline.recipe import load_recipe
-from preprocess import driver, pool, worker
+from pipeline.running import entry
+from pipeline.recipe.recipe import load_recipe
+from preprocess.dump import driver
+from preprocess.dump import pool
+from preprocess.dump import worker
 
 MARKS = Path(sys.argv[2])
 

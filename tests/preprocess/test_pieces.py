@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from pipeline.chat import Unusable
-from pipeline.sections import DataConfig
-from preprocess.dialogues import Dialogue
-from preprocess.duplicates import Duplicates, shingles
-from preprocess.pieces import encode_pieces, language
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Unusable
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.duplicates import Duplicates, shingles
+from preprocess.sources.pieces import encode_pieces, language
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, MISTRAL, tokenizer_with
 from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled

@@ -12,16 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.chat import encode
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.errors import PipelineError
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord
-from pipeline.recipe import Recipe
-from pipeline.target import feature_spec
-from preprocess.dialogues import clean, held_out, record_id
-from preprocess.plan import Plan
-from preprocess.task import ShardTask
-from preprocess.worker import Document, FeatureWorker, length_sorted_batches, take_threads
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.chat import encode
+from preprocess.dump.plan import Plan
+from preprocess.dump.task import ShardTask
+from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
+from preprocess.sources.dialogues import clean, held_out, record_id
 from tests.kit import PATIENCE, byte_tokenizer, recipe_tree, write_sharegpt
 from tests.templates import QWEN_3, settled
 

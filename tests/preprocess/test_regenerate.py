@@ -1,4 +1,6 @@
-"""The target's own answers: what they are, that batches and kills leave no trace, that every dialogue is accounted for."""
+"""The target's own answers: what they are, that batches and kills leave no trace, that every dialogue is accounted
+for.
+"""
 
 import json
 import sys
@@ -9,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import chat
-from pipeline.chat import prompt_ids
-from pipeline.errors import PipelineError
-from pipeline.recipe import Recipe, load_recipe, override_arguments
-from pipeline.target import load_tokenizer
-from preprocess.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
-from preprocess.dialogues import Dialogue
-from preprocess.intake import Intake
-from preprocess.plan import Plan
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe, load_recipe, override_arguments
+from pipeline.target import chat
+from pipeline.target.chat import prompt_ids
+from pipeline.target.model import load_tokenizer
+from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
+from preprocess.dump.plan import Plan
+from preprocess.dump.task import ShardTask
 from preprocess.regenerate import PartRecord, Parts, _tasks, regenerate, write_part
-from preprocess.task import ShardTask
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.intake import Intake
 from tests.kit import (
     flip,
     kill_when_exists,

@@ -9,12 +9,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from pipeline.chat import Unusable
-from pipeline.errors import PipelineError
-from pipeline.sections import DataConfig
-from preprocess import json_records, sources
-from preprocess.dialogues import clean
-from preprocess.sources import Tail, read_records
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Unusable
+from preprocess.sources import json_records
+from preprocess.sources import read as sources
+from preprocess.sources.dialogues import clean
+from preprocess.sources.read import Tail, read_records
 from tests.preprocess.test_dialogues import A, record
 
 RECORDS = [record(("human", f"q{number}" * 20), A, doc_id=f"doc{number}") for number in range(5)]

@@ -9,16 +9,16 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
 
-from pipeline.errors import PipelineError
+from pipeline.artifacts.features import feature_spec, fetch, heldout_prompts, store_of
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest, ShardRecord
-from pipeline.features.store import Store, fetch, heldout_prompts, store_of
-from pipeline.files import sha256
-from pipeline.provenance import RECIPE
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.target import feature_spec
+from pipeline.features.store import Store
+from pipeline.recipe.recipe import Recipe, load_recipe
 from preprocess import verify
-from preprocess.driver import dump
+from preprocess.dump.driver import dump
 from tests.kit import (
     call,
     dump_here,
@@ -42,7 +42,8 @@ def bucket() -> Iterator[str]:
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         _, port = server.get_host_and_port()
-        url = f"s3://shards/run?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+        where = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        url = f"s3://shards/run?{where}&allow_bucket_creation=true"
         system, _ = fs.FileSystem.from_uri(url)
         system.create_dir("shards")
         yield url

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest
-from pipeline.files import sha256
-from pipeline.recipe import load_recipe
+from pipeline.recipe.recipe import load_recipe
 from preprocess.verify import main
 from preprocess.verify import verify as check
 from tests.kit import (

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline import entry
-from pipeline.batch import Batch, collate
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import Draft, build
-from pipeline.ends import Ends, LMHead
-from pipeline.errors import PipelineError
+from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
-from pipeline.sections import EagleConfig, TrainConfig
-from train.engine import Engine, start_distributed
+from pipeline.recipe.sections import EagleConfig, TrainConfig
+from pipeline.running import entry
+from pipeline.target.ends import Ends, LMHead
+from train.engine.engine import Engine, start_distributed
 
 WIDTH, VOCABULARY = 32, 64
 SHAPES = {

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipeline.curves import METRICS, read_metrics
-from pipeline.recipe import load_recipe, override_arguments
+from pipeline.artifacts.curves import METRICS, read_metrics
+from pipeline.recipe.recipe import load_recipe, override_arguments
 from tests.kit import (
     PATIENCE,
     call,
@@ -39,8 +39,8 @@ def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
-    """Trains on the dumped features under another output folder, as DeepSpeed's launcher does: a process a rank. What the launcher
-    itself does is shown where a test has `train_command`.
+    """Trains on the dumped features under another output folder, as DeepSpeed's launcher does: a process a rank. What
+    the launcher itself does is shown where a test has `train_command`.
     """
     arguments = ["train/main.py", str(linked(dumped, output)), "--draft", draft]
     arguments += override_arguments([f"output={output}", *overrides])
@@ -51,8 +51,8 @@ def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: s
 
 
 def train_here(dumped, output: Path, *overrides: str, draft: str = "jakiro") -> None:
-    """The same on one rank, in this process: three processes less to start, each of which takes far longer than a tiny draft's
-    training. The process group stays for the next one: DeepSpeed remembers it. Raises PipelineError.
+    """The same on one rank, in this process: three processes less to start, each of which takes far longer than a tiny
+    draft's training. The process group stays for the next one: DeepSpeed remembers it. Raises PipelineError.
     """
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     recipe, threads = linked(dumped, output), torch.get_num_threads()

@@ -1,6 +1,7 @@
 """A target's shape without the target: its configuration, random ends, a dump of random features. What it is for:
 
-python -m tests.train.shaped 8b FOLDER         plan of infra/recipes/llama3-instruct-8b.toml, then one real step on its shapes
+python -m tests.train.shaped 8b FOLDER         plan of infra/recipes/llama3-instruct-8b.toml, then one real step on its
+shapes
 python -m tests.train.shaped 70b FOLDER        the plan of the 70B recipe; --step for the step, too
 
 The folder takes 2 GB (4 GB for 70b), the step about 10 GB of memory; both drafts in bfloat16 on the CPU.
@@ -15,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from pipeline.artifacts.features import feature_spec
 from pipeline.features.schema import Row
 from pipeline.features.shards import Manifest, write_shard
-from pipeline.recipe import load_recipe, override_arguments
-from pipeline.target import feature_spec
+from pipeline.recipe.recipe import load_recipe, override_arguments
 from tests.kit import byte_tokenizer, run_command, train_command
 
 SHAPES = {
@@ -38,7 +39,8 @@ SPEEDS = [
 def save_shaped_target(folder: Path, shape: str) -> None:
     config = LlamaConfig(
         vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
-        tie_word_embeddings=False, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=256, **SHAPES[shape],
+        tie_word_embeddings=False, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=256,
+        **SHAPES[shape],
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)

@@ -1,4 +1,6 @@
-"""The training bench and the learning-rate sweep: what they compare is the same, and they say what they say they say."""
+"""The training bench and the learning-rate sweep: what they compare is the same, and they say what they say they
+say.
+"""
 
 import json
 import sys
@@ -6,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from pipeline.batch import collate
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.sections import EagleConfig, JakiroConfig
+from pipeline.features.batch import collate
+from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from tests.kit import override_arguments, run_warm, write_recipe
 from tests.pipeline.test_losses_batch import wide_rows
-from train.bench import direct_loss
+from train.studies.bench import direct_loss
 
 KINDS = {
     "eagle": EagleConfig(kind="eagle", horizons=3),
@@ -47,7 +49,7 @@ def test_the_bench_ends_with_its_figures(dumped, tmp_path):
     recipe, features = dumped
     (tmp_path / "features").symlink_to(features)
     sets = override_arguments([f"output={tmp_path}"])
-    command = [sys.executable, "-m", "train.bench", str(recipe), *sets, "--steps", "2", "--repeats", "2"]
+    command = [sys.executable, "-m", "train.studies.bench", str(recipe), *sets, "--steps", "2", "--repeats", "2"]
     done = run_warm(command)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
@@ -66,7 +68,7 @@ def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path):
     tree["publish"]["draft"] = "eagle"
     recipe = write_recipe(tree, tmp_path / "recipe")
     sets = override_arguments([f"output={tmp_path}", "train.epochs=1", "train.warmup_steps=0"])
-    done = run_warm([sys.executable, "-m", "train.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
+    done = run_warm([sys.executable, "-m", "train.studies.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     crosses = {(one["draft"], one["rate"]): one["next_classification"] for one in figures["results"]}

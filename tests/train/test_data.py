@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.batch import trained
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.features.batch import trained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
-from pipeline.sections import TrainConfig
-from train.data import Batches, coverage, frequent_tokens, packed, validation_batches
+from pipeline.recipe.sections import TrainConfig
+from train.input.data import Batches, coverage, frequent_tokens, packed, validation_batches
 
 WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")

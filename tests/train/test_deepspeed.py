@@ -9,11 +9,11 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
-from pipeline import checkpoint
-from pipeline.errors import PipelineError
-from pipeline.files import sha256
-from pipeline.recipe import load_recipe
-from pipeline.sections import TrainConfig
+from pipeline.artifacts import checkpoint
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.sections import TrainConfig
 from tests.kit import (
     flip,
     kill_when,
@@ -21,7 +21,7 @@ from tests.kit import (
     train_command,
 )
 from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
-from train.engine import deepspeed_config, require_dtype
+from train.engine.engine import deepspeed_config, require_dtype
 
 pytestmark = pytest.mark.real
 # ZeRO-3 keeps tensors as small as these whole unless it is told to take all apart.
@@ -160,7 +160,9 @@ def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undist
 
 
 def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path):
-    """One damage through the launcher, found by one of two ranks; each that the reader refuses is in tests/pipeline/test_shards.py."""
+    """One damage through the launcher, found by one of two ranks; each that the reader refuses is in
+    tests/pipeline/test_shards.py.
+    """
     recipe, features = dumped
     copy = tmp_path / "features"
     shutil.copytree(features, copy)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pipeline.batch import Batch
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe import Recipe
-from pipeline.target import DTYPES, load_config, parameter_count_of
+from pipeline.features.batch import Batch
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.model import DTYPES, load_config, parameter_count_of
 from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes, steps_of
 
 

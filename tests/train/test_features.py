@@ -1,4 +1,6 @@
-"""Features on a trainer's own disk, what each of a host's ranks checks of them, and how ranks agree: with ranks of this process."""
+"""Features on a trainer's own disk, what each of a host's ranks checks of them, and how ranks agree: with ranks of this
+process.
+"""
 
 import errno
 import shutil
@@ -9,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import PipelineError
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest
-from pipeline.files import sha256
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe.recipe import Recipe, load_recipe
 from tests.train.runs import losses, run_training
-from train import features, main, ranks
+from train import main
+from train.engine import ranks
+from train.input import features
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.cores import cores
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.sections import EagleConfig, JakiroConfig, TreeConfig
-from pipeline.target import load_config
-from train import acceptance, engine, pace
+from pipeline.recipe.sections import EagleConfig, JakiroConfig, TreeConfig
+from pipeline.running.cores import cores
+from pipeline.target.model import load_config
+from train import acceptance, pace
+from train.engine import engine
 from train.loop import _Run
 from train.pace import FACTOR, LOOKED_AT, OVERHEAD, Pace, matrix_speed, operations
 

@@ -1,13 +1,15 @@
-"""A resume state is the one that was saved, or it is refused by name. (Real ones: test_deepspeed.py, test_training.py.)"""
+"""A resume state is the one that was saved, or it is refused by name. (Real ones: test_deepspeed.py,
+test_training.py.)
+"""
 
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import PipelineError
-from pipeline.files import write_sealed
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
-from train.resume import RESUME, marks, read_state, require_whole, written_by
+from train.engine.resume import RESUME, marks, read_state, require_whole, written_by
 
 NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
 
@@ -58,7 +60,7 @@ def test_a_flipped_byte_of_any_file_is_refused_by_name(state, monkeypatch, name)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_the_ranks_of_a_host_read_every_file_once(state, monkeypatch, size):
     read = []
-    monkeypatch.setattr("train.resume.sha256", lambda path: read.append(path) or "another")
+    monkeypatch.setattr("train.engine.resume.sha256", lambda path: read.append(path) or "another")
     files = {name: mark | {"sha256": "another"} for name, mark in read_state(state)["files"].items()}
     for rank in range(size):
         alone(monkeypatch, rank, size)

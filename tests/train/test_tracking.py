@@ -7,8 +7,8 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.curves import read_metrics
-from pipeline.errors import PipelineError
+from pipeline.artifacts.curves import read_metrics
+from pipeline.basics.errors import PipelineError
 from train.tracking import Metrics, open_tracker
 
 

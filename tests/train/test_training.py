@@ -1,4 +1,6 @@
-"""What a long training on many ranks needs: the estimate of tau, other numbers of ranks, ranks that die, figures that are none."""
+"""What a long training on many ranks needs: the estimate of tau, other numbers of ranks, ranks that die, figures that
+are none.
+"""
 
 import json
 import os
@@ -13,12 +15,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from pipeline import checkpoint
-from pipeline.errors import PipelineError
+from pipeline.artifacts import checkpoint
+from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
-from pipeline.recipe import load_recipe
-from pipeline.target import fingerprint, load_ends
+from pipeline.recipe.recipe import load_recipe
+from pipeline.target.model import fingerprint, load_ends
 from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
 from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
 from train import acceptance
@@ -88,8 +90,8 @@ def test_recomputed_activations_train_alike_under_zero_3(dumped, undisturbed, tm
 
 
 def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
-    """Starts a training and kills it at its first saved state; returns that state's step. Where it saves lies what another number
-    of ranks left there when it was killed while it saved.
+    """Starts a training and kills it at its first saved state; returns that state's step. Where it saves lies what
+    another number of ranks left there when it was killed while it saved.
     """
     recipe, features = dumped
     output.mkdir()

@@ -1,4 +1,6 @@
-"""The draft that validates beside the one that trains: the same numbers, no second storage where a rank holds whole weights."""
+"""The draft that validates beside the one that trains: the same numbers, no second storage where a rank holds whole
+weights.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -9,9 +11,9 @@ import torch
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
-from pipeline.recipe import load_recipe
+from pipeline.recipe.recipe import load_recipe
 from train import acceptance
-from train.engine import Engine
+from train.engine.engine import Engine
 from train.loop import _Run
 
 
@@ -47,7 +49,7 @@ def gathering(monkeypatch) -> list[int]:
         sizes.append(len(parameters))
         yield
 
-    monkeypatch.setattr("train.engine.deepspeed.zero.GatheredParameters", gathered)
+    monkeypatch.setattr("train.engine.engine.deepspeed.zero.GatheredParameters", gathered)
     return sizes
 
 

@@ -1,0 +1,279 @@
+"""The losslessness gate: are a draft's answers plain decoding's, and where they part, did nothing but rounding part
+them?
+
+Rounding is what plain decoding does to itself: the same row's logits from its cached forwards of one token each and
+from one uncached forward differ. So far (`DRIFT` times) a tree's forward may differ as well, and no further; and two
+answers may part only where the choice between their two tokens was as close as that. At temperature 0 in float32
+nothing is forgiven.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from scipy.stats import kstest
+from torch import Tensor
+
+from eval.measure.exact import drawn_error
+from pipeline.decoding.accept import Sampler, log_odds
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.tree import Tree, build_tree
+from pipeline.drafts import Draft
+from pipeline.target.model import Target
+
+UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
+EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
+# a tree's logits may differ from the uncached forward's by so many times plain decoding's own largest difference
+DRIFT = 2.0
+ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the rounds looked at have
+
+
+@dataclass
+class Gate:
+    """The losslessness gate of one method on one benchmark at one temperature. Drifts are in logits."""
+
+    temperature: float
+    drawn: bool = (
+        False  # candidates are drawn at this temperature: answers have plain decoding's distribution, not its tokens
+    )
+    checked: int = 0  # prompts (each turn is one), however often decoded
+    identical: int = 0  # prompts whose answers equal plain decoding's, token for token
+    near_ties: int = 0  # prompts whose answers part where rounding decides
+    rounds: int = 0  # of those looked at
+    largest_error: float = 0.0  # drawn: of the enumerated distribution of a round's first token
+    largest_drift: float = 0.0  # of a tree's forward from the uncached one, over the rounds looked at
+    plain_drift: float = 0.0  # of plain decoding's own cached forwards from the uncached one, over the same answers
+    places: list[float] = field(
+        default_factory=list
+    )  # drawn: where each emitted token lies in plain decoding's distribution
+
+    @classmethod
+    def of(cls, draft: Draft, temperature: float) -> "Gate":
+        return cls(temperature, drawn=temperature > 0 and draft.config.tree.siblings != "best")
+
+    @property
+    def fit(self) -> float:
+        """p-value of the emitted tokens' places being uniform, as they are when plain decoding emits them
+        (Kolmogorov-Smirnov).
+        """
+        return float(kstest(self.places, "uniform").pvalue) if self.places else 0.0
+
+    @property
+    def drift_ratio(self) -> float:
+        """The trees' drift over plain decoding's own."""
+        return self.largest_drift / self.plain_drift if self.plain_drift else math.inf if self.largest_drift else 0.0
+
+    @property
+    def passed(self) -> bool:
+        if not self.checked or not self.drift_ratio <= DRIFT:
+            return False
+        if self.drawn:
+            return self.rounds > 0 and self.largest_error <= EXACT and self.fit >= UNLIKELY
+        return self.identical + self.near_ties == self.checked and (self.rounds > 0 or self.temperature == 0)
+
+    def merge(self, other: "Gate") -> None:
+        for name in ("checked", "identical", "near_ties", "rounds", "places"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("largest_error", "largest_drift", "plain_drift"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+
+class Gatekeeper:
+    """Compares answers, and looks closely at rounds and at places where answers part; nothing of it is timed."""
+
+    def __init__(self, target: Target, methods: dict[str, Draft], rounds: int):
+        """`rounds`: of each prompt and method that are looked at closely."""
+        self._target, self._methods, self._rounds = target, methods, rounds
+        self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods
+        self._continued = lru_cache(maxsize=1)(self._continue)
+
+    def compare(
+        self,
+        gate: Gate,
+        method: str,
+        ids: list[int],
+        answers: list[tuple[Sampling, list[int], list[int]]],
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One prompt's answers of plain decoding and of the draft, one pair a repeat; `told` is called after each that
+        differs.
+        """
+        gate.checked += 1
+        differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
+        if gate.drawn:
+            for sampling, _, got in answers:
+                gate.places += self._places(ids, sampling, got)
+        if not differing:
+            gate.identical += 1
+        elif not gate.drawn and all(told() or self._rounding_decides(method, ids, *pair) for pair in differing):
+            gate.near_ties += 1
+
+    def _places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
+        """Each token's place in plain decoding's distribution at its position, likeliest tokens first: the mass before
+        it and a random part of its own. Uniform and independent when the answer is drawn from that distribution.
+        """
+        chain = build_tree(ids[-1], answer[:-1], list(range(len(answer) - 1)), self._target.device)
+        logits_TV = self._uncached([*ids, *answer[:-1]], len(answer))
+        p_TV = sampling.probabilities(logits_TV, sampling.before(ids, [], chain, logits_TV.device)).double().cpu()
+        own_T = p_TV.gather(1, torch.tensor(answer)[:, None])
+        before_T = (p_TV * (p_TV > own_T)).sum(-1)
+        part_T = torch.rand(len(answer), generator=torch.Generator().manual_seed(sampling.seed), dtype=torch.float64)
+        return (before_T + part_T * own_T[:, 0]).clamp(0, 1).tolist()
+
+    # -- where answers part --------------------------------------------------------------------------------------
+
+    def _rounding_decides(
+        self, method: str, ids: list[int], sampling: Sampling, expected: list[int], got: list[int]
+    ) -> bool:
+        """Whether rounding alone parts the answers: the draft's round chose as plain decoding chooses, from logits that
+        drift no further than plain decoding's, and plain decoding's own choice between the two tokens was as close as
+        its drift. At temperature 0 in fp32 nothing is forgiven.
+        """
+        if sampling.temperature == 0 and self._target.dtype == torch.float32:
+            return False
+        if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
+            return False  # one only goes on longer: no rounding can cause that
+        place = next(n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b)
+        logits_V = self._logits_of(method, ids, sampling, got, place)
+        if logits_V is None:
+            return False
+        end = max(place + 1, min(ROWS, len(expected)))
+        rows = self._rows(tuple(ids), tuple(expected[:end]), max(end - ROWS, 0))
+        before = sampling.before([*ids, *expected[:place]], [], None, logits_V.device)
+        chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
+        drift = (logits_V.float() - rows.uncached_TV[place - rows.first]).abs().max().item()
+        if chosen != got[place] or not drift <= DRIFT * rows.drift:
+            return False
+        return self._was_close(rows, before, logits_V, sampling, (place, expected[place], got[place]))
+
+    def _was_close(
+        self, rows: "_Rows", before: Tensor | None, logits_V: Tensor, sampling: Sampling, parting: tuple[int, int, int]
+    ) -> bool:
+        """Whether plain decoding's choice between the two tokens, in log-odds, was closer than its own drift of these
+        log-odds. Where rounding changes which tokens top-k or top-p leave, the two choices were not between the same
+        tokens, and this does not apply.
+        """
+        place, *tokens = parting
+        cached_TV, uncached_TV = (sampling.scaled(x) for x in (rows.cached_TV, rows.uncached_TV))
+        mine_1V = sampling.processed(rows.cached_TV[place - rows.first][None], before)
+        if not torch.equal(mine_1V.isfinite(), sampling.processed(logits_V[None], before).isfinite()):
+            return True
+        if sampling.temperature == 0:
+            odds_T, others_T = (x[:, tokens[0]] - x[:, tokens[1]] for x in (cached_TV, uncached_TV))
+            margin = (mine_1V[0, tokens[0]] - mine_1V[0, tokens[1]]).abs().item()
+        else:
+            odds_T, others_T = (log_odds(x, *tokens)[0] for x in (cached_TV, uncached_TV))
+            mine, halving = log_odds(mine_1V, *tokens)
+            number = Sampler(sampling.seed).numbers(place)[halving]
+            margin = (mine[0].cpu() - torch.logit(number)).abs().item()
+        return margin <= DRIFT * max((odds_T - others_T).abs().max().item(), rows.floor / (sampling.temperature or 1))
+
+    def _logits_of(
+        self, method: str, ids: list[int], sampling: Sampling, answer: list[int], place: int
+    ) -> Tensor | None:
+        """The logits that the answer's token at `place` was chosen from, by decoding it again; None when it comes out
+        otherwise.
+        """
+        found: list[Tensor] = []
+
+        def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+            begin = len(tokens) - len(ids)
+            if begin > place or tokens[len(ids) :] != answer[:begin]:
+                return
+            children, node = tree.children(), 0
+            for token in answer[begin:place]:
+                node = next((child for child in children[node] if tree.tokens[child] == token), None)
+                if node is None:
+                    return
+            found.append(logits_NV[node].clone())
+
+        speculative(self._target, self._methods[method], ids, sampling, observe)
+        return found[-1] if found else None
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def look_at_rounds(self, gate: Gate, method: str, ids: list[int], sampling: Sampling) -> None:
+        """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same
+        tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and
+        for drawn candidates the distribution of the first token over every draw and decision.
+        """
+        draft, until = self._methods[method], gate.rounds + self._rounds
+        rows = self._rows(tuple(ids), tuple(self._continued(tuple(ids), sampling)), 0)
+        gate.plain_drift = max(gate.plain_drift, rows.drift)
+
+        def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+            if gate.rounds < until:
+                self._examine(gate, sampling, tokens, tree, logits_NV)
+
+        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
+        speculative(self._target, draft, ids, few, observe)
+
+    def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+        """One round of the gate. A figure that is not a number fails it."""
+        gate.rounds += 1
+        path = tree.longest_path()
+        plainly = self._uncached([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
+        gate.largest_drift = max(gate.largest_drift, _finite((logits_NV[path].float() - plainly).abs().max().item()))
+        if gate.drawn and tree.proposals is not None:
+            before = sampling.before(tokens, [], tree, logits_NV.device)
+            error = drawn_error(tree, sampling.probabilities(logits_NV, before)[0])
+            gate.largest_error = max(gate.largest_error, _finite(error))
+
+    # -- plain decoding's own forwards -----------------------------------------------------------------------------
+
+    def _continue(self, ids: tuple[int, ...], sampling: Sampling) -> list[int]:
+        """Plain decoding's first `ROWS` tokens, whatever would stop it."""
+        count = min(ROWS, self._target.positions - len(ids))
+        return plain(self._target, list(ids), replace(sampling, max_new_tokens=count, stop_ids=frozenset())).tokens
+
+    def _measure_rows(self, ids: tuple[int, ...], answer: tuple[int, ...], first: int) -> "_Rows":
+        """The rows that the answer's tokens from `first` on were chosen from."""
+        tokens = [*ids, *answer[:-1]]
+        cached_TV = self._cached(list(ids), list(answer[:-1]), first)
+        return _Rows(cached_TV, self._uncached(tokens, len(cached_TV)), first, torch.finfo(self._target.dtype).eps)
+
+    @torch.inference_mode()
+    def _uncached(self, tokens: list[int], last: int) -> Tensor:
+        """The target's logits (fp32) after each of the `last` tokens, from one causal forward without a cache before
+        it.
+        """
+        hidden_TD = self._target.capture(torch.tensor([tokens]))[0]
+        return self._target.head(hidden_TD[-last:]).float()
+
+    @torch.inference_mode()
+    def _cached(self, ids: list[int], answer: list[int], first: int) -> Tensor:
+        """The logits (fp32) after the prompt and after each token of the answer, from the `first` one on, by plain
+        decoding's forwards.
+        """
+        target, rows = self._target, []
+        cache = target.new_cache(len(ids) + len(answer) + 1)
+        for number, tokens in enumerate([ids, *([token] for token in answer)]):
+            hidden_TD = target.forward(torch.tensor(tokens, device=target.device), cache)
+            if number >= first:
+                rows.append(target.head(hidden_TD[-1]).float())
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The same rows of plain decoding twice: by its own forwards, and by an uncached one."""
+
+    cached_TV: Tensor
+    uncached_TV: Tensor
+    first: int  # the first one's place in the answer
+    eps: float  # of the dtype that they were computed in
+
+    @property
+    def floor(self) -> float:
+        """One rounding of the largest logit: what two forwards that happen to agree may still differ by."""
+        return self.eps * self.cached_TV.abs().max().item()
+
+    @property
+    def drift(self) -> float:
+        return max((self.cached_TV - self.uncached_TV).abs().max().item(), self.floor)
+
+
+def _finite(figure: float) -> float:
+    return figure if figure == figure else math.inf

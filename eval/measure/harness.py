@@ -1,0 +1,224 @@
+"""Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
+
+A method is "plain", or a draft with a tree. A unit is one prompt at one temperature: each of its turns is decoded
+several times by all methods in turn, with the same random numbers; a later turn continues one fixed history, plain
+decoding's greedy answers, for every method. Units are independent of each other, so they can be finished one by one,
+anywhere.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from eval.measure.gate import Gate, Gatekeeper
+from eval.measure.prompts import Prompt
+from pipeline.artifacts.provenance import hardware
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding import replay
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.drafts import Draft
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.chat import prompt_ids
+from pipeline.target.model import Target, fixed_capacity
+from pipeline.target.thoughts import as_message
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One prompt at one temperature."""
+
+    benchmark: str
+    prompt: Prompt
+    temperature: float
+
+    @property
+    def name(self) -> tuple[str, str, float]:
+        return self.benchmark, self.prompt.question_id, self.temperature
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generation and where it belongs."""
+
+    benchmark: str
+    question_id: str
+    turn: int
+    temperature: float
+    method: str
+    repeat: int
+    generation: Generation
+
+
+@dataclass
+class Outcome:
+    """What a unit gave."""
+
+    records: list[Record]
+    gates: dict[str, Gate]  # by method
+    left_out: bool = False  # the prompt leaves the target no room to answer
+    hardware: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Outcome":
+        records = []
+        for record in raw["records"]:
+            generation = record["generation"] | {"acceptance": Acceptance(**record["generation"]["acceptance"])}
+            records.append(Record(**record | {"generation": Generation(**generation)}))
+        gates = {name: Gate(**gate) for name, gate in raw["gates"].items()}
+        return cls(records, gates, raw["left_out"], raw["hardware"])
+
+
+class Harness:
+    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Draft], exact_split: bool = False):
+        """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
+        self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
+        self._exact_split, self._warm = exact_split, set()
+        self._histories: dict[Prompt, list[list[int]] | None] = {}
+        self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
+
+    def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
+        """All of a unit's answers, and what the gate says of them; `told` is called after each answer, those of a
+        warm-up, too.
+        """
+        encoded = self.with_histories(unit.prompt)
+        if encoded is None:
+            return Outcome([], {}, left_out=True, hardware=hardware(self._recipe.target.device))
+        gates = {name: Gate.of(draft, unit.temperature) for name, draft in self.methods.items()}
+        outcome = Outcome([], gates, hardware=hardware(self._recipe.target.device))
+        for turn, ids in enumerate(encoded):
+            self._warm_up(ids, told)
+            self._decode_turn(unit, turn, ids, outcome, told)
+        return outcome
+
+    @property
+    def repeats(self) -> dict[bool, int]:
+        """By whether the temperature is above 0."""
+        return {False: self._config.repeats, True: self._config.sampled_repeats}
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def sampling(self, temperature: float, key: str) -> Sampling:
+        config = self._config
+        seed = zlib.crc32(f"{self._recipe.seed} {key}".encode())
+        stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
+        return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
+
+    def sampling_of(self, unit: Unit, turn: int, repeat: int) -> Sampling:
+        """The same for every method."""
+        return self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
+
+    def plain_answers(self, unit: Unit) -> Iterator[tuple[list[int], list[int]]]:
+        """The target's own answers that `decode` compares with, of two tokens and more: (prompt, answer) of each turn
+        and repeat.
+        """
+        for turn, ids in enumerate(self.with_histories(unit.prompt) or []):
+            answer: list[int] = []
+            for repeat in range(self.repeats[unit.temperature > 0]):
+                if unit.temperature > 0 or not repeat:  # greedy ones do not differ
+                    answer = plain(self.target, ids, self.sampling_of(unit, turn, repeat)).tokens
+                if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
+                    yield ids, answer
+
+    def walks(
+        self, grown: list[tuple[Draft, int, int, int]], prompt: list[int], answer: list[int]
+    ) -> list[replay.Walk]:
+        """Each draft's largest tree (depth, top-k, parallel levels) below every token of an answer of the target's own,
+        which is forwarded once for all of them.
+        """
+        tokens = prompt + answer
+        hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
+        return [replay.collect(draft, hidden_TD, tokens, len(prompt), *largest) for draft, *largest in grown]
+
+    def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
+        if method == PLAIN:
+            return plain(self.target, ids, sampling)
+        return speculative(self.target, self.methods[method], ids, sampling, exact_split=self._exact_split)
+
+    def _warm_up(self, ids: list[int], told: Callable[[], None]) -> None:
+        """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for
+        compiling.
+        """
+        spare = self._config.max_new_tokens
+        sizes = [spare, *(spare + max(d.config.tree.nodes, d.config.tree.depth + 1) for d in self.methods.values())]
+        shape = tuple(fixed_capacity(len(ids) + size) for size in sizes) if self.target.compiled else ()
+        if shape in self._warm:
+            return
+        self._warm.add(shape)
+        for _ in range(self._config.warmups):
+            for method in (PLAIN, *self.methods):
+                self._one(method, ids, self.sampling(0.0, "warm-up"))
+                told()
+
+    def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
+        """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too
+        long.
+        """
+        if prompt not in self._histories:
+            self._histories[prompt] = self._encoded(prompt)
+        return self._histories[prompt]
+
+    def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
+        trees = [draft.config.tree for draft in self.methods.values()]
+        spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
+        room = self.target.positions - self._config.max_new_tokens - spare
+        messages, encoded = [], []
+        for place, turn in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": turn})
+            encoded.append(prompt_ids(self.target.tokenizer, messages))
+            if len(encoded[-1]) > room:
+                return None
+            if place + 1 < len(prompt.turns):
+                answer = plain(self.target, encoded[-1], self.sampling(0.0, "history")).tokens
+                messages.append(as_message(self.target.tokenizer, answer))
+        return encoded
+
+    def _decode_turn(self, unit: Unit, turn: int, ids: list[int], outcome: Outcome, told: Callable[[], None]) -> None:
+        methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
+        repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
+        for repeat in range(self.repeats[unit.temperature > 0]):
+            sampling, answers = self.sampling_of(unit, turn, repeat), {}
+            for number in range(len(methods)):  # each repeat starts with another method
+                method = methods[(number + repeat) % len(methods)]
+                generation = self._one(method, ids, sampling)
+                answers[method] = generation.tokens
+                outcome.records.append(Record(*place, method, repeat, generation))
+                told()
+            repeats.append((sampling, answers))
+        for method, gate in outcome.gates.items():
+            pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
+            self._gatekeeper.compare(gate, method, ids, pairs, told)
+            if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
+                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0])
+            told()
+
+
+def pooled(
+    outcomes: Iterable[tuple[str, Outcome]],
+) -> tuple[list[Record], dict[tuple[str, str, float], Gate], dict[str, int]]:
+    """All records; the gates by (benchmark, method, temperature); by benchmark the units that were left out."""
+    records: list[Record] = []
+    gates: dict[tuple[str, str, float], Gate] = {}
+    left_out: dict[str, int] = {}
+    for benchmark, outcome in outcomes:
+        records += outcome.records
+        left_out[benchmark] = left_out.get(benchmark, 0) + outcome.left_out
+        for method, gate in outcome.gates.items():
+            found = gates.setdefault((benchmark, method, gate.temperature), Gate(gate.temperature, gate.drawn))
+            found.merge(gate)
+    answered = {record.benchmark for record in records}
+    for benchmark, count in left_out.items():
+        if benchmark not in answered:
+            raise PipelineError(
+                f"benchmark {benchmark}: none of its {count} prompts fits the target's positions with an answer: lower "
+                "eval.max_new_tokens"
+            )
+    return records, gates, left_out

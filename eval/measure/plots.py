@@ -1,0 +1,128 @@
+"""The release's three pictures: acceptance by depth, tau and speed by benchmark, loss curves."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from pipeline.artifacts.curves import COLOURS, draw_training
+
+
+def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
+    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [_plot_depth(entries, parallel, folder), _plot_bars(entries, folder)]
+    drawn.append(draw_training(metrics, folder / "loss_curves.png"))
+    plt.close("all")
+    return drawn
+
+
+def _save(figure, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> Path:
+    """`parallel`: method -> the depth below which levels come without a draft forward of their own."""
+    shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
+    benchmarks = sorted({entry["benchmark"] for entry in shown})
+    drafts = sorted({entry["draft"] for entry in shown})
+    figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.6), sharey=True, squeeze=False)
+    for axis, benchmark in zip(axes[0], benchmarks, strict=True):
+        for entry in (e for e in shown if e["benchmark"] == benchmark):
+            rates = entry["acceptance_by_depth"]
+            axis.plot(
+                range(1, len(rates) + 1),
+                rates,
+                "o-",
+                label=entry["draft"],
+                color=COLOURS[drafts.index(entry["draft"]) % 6],
+            )
+            free = range(parallel.get(entry["draft"], len(rates)) + 1, len(rates) + 1)
+            colour = COLOURS[drafts.index(entry["draft"]) % 6]
+            axis.plot(free, [rates[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
+        axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1))
+        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("accepted, given the depth before")
+    if parallel:
+        figure.suptitle("circled: levels that come without a draft forward of their own", fontsize=9)
+    axes[0][0].legend()
+    return _save(figure, folder / "acceptance_by_depth.png")
+
+
+def _plot_bars(entries: list[dict], folder: Path) -> Path:
+    drafts = sorted({entry["draft"] for entry in entries})
+    groups = list(dict.fromkeys((entry["benchmark"], entry["temperature"]) for entry in entries))
+    figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 3.8))
+    width = 0.8 / len(drafts)
+    for axis, (value, bounds, label) in zip(
+        axes,
+        [
+            ("tau", "tau_interval", "tau (tokens per target pass)"),
+            ("speedup", "speedup_interval", "speed-up over plain"),
+        ],
+        strict=True,
+    ):
+        for number, draft in enumerate(drafts):
+            chosen = {(e["benchmark"], e["temperature"]): e for e in entries if e["draft"] == draft}
+            heights = [chosen[g][value] or 0 for g in groups]
+            ends = [chosen[g].get(bounds) or [h, h] for g, h in zip(groups, heights, strict=True)]
+            errors = [
+                [h - low for h, (low, _) in zip(heights, ends, strict=True)],
+                [high - h for h, (_, high) in zip(heights, ends, strict=True)],
+            ]
+            places = np.arange(len(groups)) + number * width
+            axis.bar(places, heights, width * 0.92, label=draft, color=COLOURS[number % 6])
+            axis.errorbar(places, heights, np.maximum(errors, 0), fmt="none", ecolor="black", capsize=3, lw=1)
+        axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
+        axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
+        axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
+    axes[0].legend()
+    return _save(figure, folder / "tau_and_speed.png")
+
+
+def draw_table(rows: list[dict], path: Path) -> Path:
+    """Mean speed-up and tau of `eval.studies.table`'s rows, a bar each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [f"{row['run']}, {row['method']}, T = {row['temperature']:g}" for row in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.35 * len(rows)), sharey=True)
+    for axis, key, label in zip(axes, ("mean_speedup", "mean_tau"), ("mean speed-up", "mean tau"), strict=True):
+        axis.barh(range(len(rows)), [row[key] or 0 for row in rows], color=COLOURS[0])
+        axis.axvline(1, color="grey", lw=1, ls="--")
+        axis.set(xlabel=label, yticks=range(len(rows)))
+        axis.set_yticklabels(names, fontsize=8)
+    axes[0].invert_yaxis()
+    _save(figure, path)
+    plt.close(figure)
+    return path
+
+
+def draw_differences(results: list[dict], against: str, path: Path) -> Path:
+    """Each method's tau less that of `against`, with its interval; the seeds as dots; a panel a benchmark and
+    temperature.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
+    names = [name for name in dict.fromkeys(r["method"] for r in results) if name != against]
+    size = (3.2 * len(cells) + 2, 1.2 + 0.3 * len(names))
+    figure, axes = plt.subplots(1, len(cells), figsize=size, sharey=True, squeeze=False)
+    for axis, cell in zip(axes[0], cells, strict=True):
+        found = {r["method"]: r for r in results if (r["benchmark"], r["temperature"]) == cell}
+        for place, name in enumerate(names):
+            one = found[name]
+            low, high = one["interval"] or [one["difference"]] * 2
+            axis.plot([low, high], [place, place], color=COLOURS[0], lw=2)
+            axis.plot(one["difference"], place, "o", color=COLOURS[0])
+            axis.plot(one["difference_by_seed"], [place] * len(one["seeds"]), "x", color="grey", ms=4)
+        axis.axvline(0, color="grey", lw=1, ls="--")
+        axis.set(title=f"{cell[0]}, T = {cell[1]:g}", xlabel=f"tau less {against}'s", yticks=range(len(names)))
+        axis.set_yticklabels(names, fontsize=8)
+    axes[0][0].invert_yaxis()
+    _save(figure, path)
+    plt.close(figure)
+    return path

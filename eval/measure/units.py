@@ -1,0 +1,188 @@
+"""Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
+
+Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings and
+weights; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count; what is
+missing is done, or the command ends with an error.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.measure.harness import Harness, Outcome, Unit
+from eval.measure.prompts import load_prompts
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import revision
+from pipeline.artifacts.reports import read_tuned_trees
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.progress import Progress
+from pipeline.drafts import Draft
+from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.sections import TreeConfig
+from pipeline.target.chat import template_fingerprint
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target, fingerprint, load_tokenizer
+from pipeline.target.packed import pack_linears
+
+RECORDS = "records.jsonl"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A draft of the recipe, the weights that are in its folder now, and the tree it is measured with."""
+
+    draft: str
+    weights_sha256: str
+    tree: TreeConfig
+
+
+def methods_of(recipe: Recipe) -> dict[str, Method]:
+    """Every draft with its own tree, with those of ``eval.methods``, and with the one that eval/tune.py chose, if it
+    has.
+
+    Raises PipelineError where a draft is missing, was trained under other settings, or tuned with other weights.
+    """
+    weights = {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in sorted(recipe.draft)}
+    found = {name: Method(name, weights[name], recipe.draft[name].tree) for name in weights}
+    for name, method in recipe.eval.methods.items():
+        found[name] = Method(method.draft, weights[method.draft], method.tree)
+    for draft, tuned in read_tuned(recipe).items():
+        if draft in weights:
+            if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
+                raise PipelineError(
+                    f"{recipe.tuned_file} was tuned for other weights of {draft}, or for {tuned['dtype']}: run "
+                    "eval/tune.py again, "
+                    "or remove it"
+                )
+            found[f"{draft}-tuned"] = Method(draft, weights[draft], TreeConfig.model_validate(tuned["tree"]))
+    return found
+
+
+def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By draft, what eval/tune.py found out; empty when it never ran."""
+    return read_tuned_trees(recipe.tuned_file)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome
+    names itself: settings, weights, trees, the prompts' and the template's text, the target, and how many share the
+    machine.
+    """
+
+    recipe: Recipe
+    methods: dict[str, Method]
+    units: list[Unit]
+    key: str
+
+
+def job_of(recipe: Recipe) -> Job:
+    methods, units = methods_of(recipe), units_of(recipe)
+    found = {
+        "recipe": recipe.hash,
+        "methods": {name: method_facts(method) for name, method in methods.items()},
+        "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
+        "template": template_fingerprint(load_tokenizer(recipe.target)),
+        "target": fingerprint(recipe.target),
+        "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
+    }
+    return Job(recipe, methods, units, digest(found))
+
+
+def method_facts(method: Method) -> dict[str, Any]:
+    return asdict(method) | {"tree": method.tree.model_dump(mode="json")}
+
+
+def units_of(recipe: Recipe) -> list[Unit]:
+    config = recipe.eval
+    prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
+    return [Unit(name, prompt, t) for name, found in prompts.items() for t in config.temperatures for prompt in found]
+
+
+def make_harness(recipe: Recipe, methods: dict[str, Method], exact_split: bool = False) -> Harness:
+    """Loads the target and every draft, in evaluation's dtype and with its kernels."""
+    target = Target(recipe.target, recipe.eval.dtype)
+    drafts = load_drafts(recipe, target, sorted({method.draft for method in methods.values()}))
+    if recipe.eval.pack_linears:
+        pack(target, drafts)
+    if recipe.eval.compile:
+        target.compile()
+    grown = {name: drafts[m.draft].with_tree(m.tree) for name, m in methods.items()}
+    return Harness(recipe, target, grown, exact_split)
+
+
+def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:
+    """Drafts of the recipe, bound to the target, in evaluation's dtype."""
+    mark = fingerprint(recipe.target)
+    ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
+    drafts = {}
+    for name in names:
+        draft = checkpoint.load(recipe.draft_dir(name), mark, recipe.draft[name].tree).to(target.device, target.dtype)
+        draft.bind(ends)
+        drafts[name] = draft
+    return drafts
+
+
+def pack(target: Target, drafts: dict[str, Draft]) -> None:
+    """The same packed kernels for everything that decodes. Raises PipelineError where there are none."""
+    if target.device.type != "cpu":
+        raise PipelineError(
+            f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
+        )
+    for draft in drafts.values():
+        pack_linears(draft)
+        if draft.ends.head is not target.head:
+            pack_linears(draft.ends.head)
+    pack_linears(target.decoder)
+    pack_linears(target.head)
+    target.model.set_output_embeddings(target.head.linear)  # so that transformers' generate() runs on it, too
+
+
+class Finished:
+    """records.jsonl: one line a finished unit; those of other settings stay where they are."""
+
+    def __init__(self, folder: Path, key: str):
+        self._path, self._key = folder / RECORDS, key
+        self.outcomes: dict[tuple[str, str, float], Outcome] = {}
+        whole, damaged = read_sealed_lines(self._path)
+        for found in whole:
+            if found["key"] == key:
+                self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
+        if damaged:
+            numbers = ", ".join(map(str, damaged))
+            log.warning("%s: damaged and removed, what they measured is measured again: lines %s", self._path, numbers)
+        kept = "".join(map(sealed_line, whole))
+        if not self._path.exists() or self._path.read_bytes() != kept.encode():
+            write_text(self._path, kept)
+
+    def add(self, unit: Unit, outcome: Outcome) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(sealed_line({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()}))
+        self.outcomes[unit.name] = outcome
+
+
+def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
+    """Every unit's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
+
+    `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
+    """
+    with exclusive(job.recipe.eval_dir, "evaluation"):
+        finished = Finished(job.recipe.eval_dir, f"{job.key} {revision()}")
+        missing = [unit for unit in job.units if unit.name not in finished.outcomes]
+        if missing:
+            done = (fleet or _here)(job.recipe, job.methods, missing)
+            with Progress("decode", len(job.units), "prompts", len(job.units) - len(missing)) as progress:
+                for unit, outcome in done:
+                    finished.add(unit, outcome)
+                    progress.advance(1, benchmark=unit.benchmark, T=unit.temperature)
+    return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
+
+
+def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
+    harness = make_harness(recipe, methods)
+    for unit in units:
+        yield unit, harness.decode(unit)

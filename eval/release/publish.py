@@ -1,0 +1,189 @@
+"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from eval.measure import report
+from eval.release.folder import CARD, install
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.basics import embedded
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import exclusive, sha256, write_text
+from pipeline.basics.public import public_name
+from pipeline.basics.section import Section
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TreeConfig
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+TEMPLATE_FILE = "chat_template.jinja"
+_DESCRIPTIONS = {
+    "eagle": "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,",
+    "jakiro": "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,",
+}
+
+
+def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
+    """Writes the release folder anew, but for what the user did there; returns it, and what the user should know.
+    Raises PipelineError unless the report measured this checkpoint and was lossless.
+    """
+    name = recipe.publish.draft
+    source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
+    saved = checkpoint.read_config(source)
+    weights = sha256(source / checkpoint.WEIGHTS)
+    if measured["drafts"].get(name, {}).get("weights_sha256") != weights:
+        raise PipelineError(
+            f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before "
+            "releasing"
+        )
+    if not report.lossless(measured["results"]):
+        raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
+    release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
+    with exclusive(recipe.eval_dir, "evaluation"):
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        checkpoint.export(source, building, tree_of(recipe, measured), recipe.eval_dir / RECIPE)
+        shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+        if recipe.target.chat_template:
+            shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
+        drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
+        write_text(building / CARD, card(recipe, saved, measured, drawn))
+        notes = install(building, release)
+        shutil.rmtree(building)
+    return release, notes
+
+
+def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Path]:
+    """Those that the report names (with their SHA-256), where they are now. Raises PipelineError for another file of
+    that name.
+    """
+    for name, mark in plots.items():
+        if not (source / name).is_file() or sha256(source / name) != mark:
+            raise PipelineError(
+                f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove "
+                f"{source / REPORT} and run "
+                "python eval/main.py RECIPE again: prompts that are decoded are kept"
+            )
+        shutil.copy(source / name, folder / name)
+    return [folder / name for name in plots]
+
+
+def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
+    """The released draft with its tuned tree or with the recipe's: the one that was measured to be faster."""
+    name = recipe.publish.draft
+    tuned = f"{name}-tuned"
+    if tuned not in measured["drafts"]:
+        return name
+    speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in (name, tuned)}
+    return max(speeds, key=lambda method: sum(speeds[method]))
+
+
+def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
+    """What the released draft grows by default."""
+    return TreeConfig(**measured["drafts"][released_method(recipe, measured)]["tree"])
+
+
+def settings_said(recipe: Recipe) -> str:
+    """What else the answers and their speed depended on; empty where nothing was set."""
+    config = recipe.eval
+    words = {"top-k": config.top_k, "top-p": config.top_p if config.top_p < 1 else None}
+    words["repetition penalty"] = config.repetition_penalty if config.repetition_penalty != 1 else None
+    words["workers, each with a target of its own:"] = config.workers if config.workers > 1 else None
+    said = [f"{name} {value:g}" for name, value in words.items() if value is not None]
+    return ", ".join([*said, *(["compiled, fixed shapes"] if config.compile else [])])
+
+
+def said(tree: TreeConfig) -> str:
+    """A tree in words."""
+    shape = "dynamic" if tree.paths is None else "static"
+    words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
+    if tree.parallel > 1:
+        words.append(f"the last {tree.parallel} levels from one draft forward")
+    if tree.candidates != "plain":
+        words.append(
+            {"decoupled": "the experts' candidates merged", "mixture": "candidates of the experts' mixture"}[
+                tree.candidates
+            ]
+        )
+    if tree.siblings != "best":
+        words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
+    return ", ".join(words)
+
+
+def hub_name(model: str) -> str | None:
+    """The Hub id to link to, if the target has one."""
+    if model.startswith(embedded.PREFIX):
+        return embedded.HUB_NAME
+    return model if model.count("/") == 1 and public_name(model) == model else None
+
+
+def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plots: list[Path]) -> str:
+    """README.md: a YAML head for the Hub and a body that states only what `measured` holds."""
+    hub = hub_name(recipe.target.model)
+    head = ModelCardData(
+        language=list(recipe.publish.language),
+        license=recipe.publish.license,
+        library_name="jakiro",
+        base_model=hub,
+        tags=["speculative-decoding", "draft-model", saved.config.kind],
+    )
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
+    provenance = measured["provenance"]
+    body = environment.from_string(TEMPLATE.read_text()).render(
+        name=f"{recipe.name}-{recipe.publish.draft}",
+        kind=saved.config.kind,
+        target_name=hub or public_name(recipe.target.model),
+        target_link=f"https://huggingface.co/{hub}" if hub else "#limits",
+        target_address=public_name(recipe.target.model),
+        revision=recipe.target.revision,
+        fingerprint=saved.target["fingerprint"],
+        description=_DESCRIPTIONS[saved.config.kind],
+        parameters=saved.training["parameters"],
+        vocabulary=saved.config.vocabulary,
+        coverage=saved.training.get("vocabulary_coverage", 1.0),
+        tree=said(tree_of(recipe, measured)),
+        tuned=measured["tuned"][recipe.publish.draft] if released_method(recipe, measured).endswith("-tuned") else None,
+        data=public_name(recipe.data.source),
+        dialogues=saved.training["dialogues"],
+        training=saved.training,
+        recipe_hash=recipe.hash,
+        code_revision=provenance["code_revision"],
+        hardware=provenance["hardware"],
+        dtype=recipe.eval.dtype,
+        packed=recipe.eval.pack_linears,
+        max_new_tokens=recipe.eval.max_new_tokens,
+        repeats=recipe.eval.repeats,
+        greedy=0.0 in recipe.eval.temperatures,
+        settings=settings_said(recipe),
+        sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
+        sampled_repeats=recipe.eval.sampled_repeats,
+        template_settings=measured["template"],
+        template_keywords=recipe.target.template_keywords,
+        template_date=_unless_default(recipe.target, "template_date"),
+        chat_template=TEMPLATE_FILE if recipe.target.chat_template else None,
+        trust_remote_code=recipe.target.trust_remote_code,
+        left_out=measured["prompts_left_out"],
+        note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
+        table=measured["table"],
+        explanation=report.explain(),
+        others=[
+            facts
+            | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": said(TreeConfig(**facts["tree"]))}
+            for name, facts in measured["drafts"].items()
+            if name != released_method(recipe, measured)
+        ],
+        plots=plots,
+        max_length=recipe.data.max_length,
+    )
+    return f"---\n{head.to_yaml()}\n---\n\n{body}"
+
+
+def _unless_default(section: Section, key: str) -> Any:
+    value = getattr(section, key)
+    return None if value == type(section).model_fields[key].default else value

@@ -1,0 +1,79 @@
+"""The part of `gpu_check` that decodes: the harness's own gate on a small random target, with drafts that know its
+answers.
+"""
+
+from typing import Any
+
+import torch
+
+from eval.measure import report
+from eval.measure.harness import Harness, Unit, pooled
+from eval.measure.prompts import Prompt
+from infra.gpu.shapes import Given, new_drafts, recipe_of, save_small_target
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.drafts import Draft
+from pipeline.features.batch import collate
+from pipeline.features.schema import Row
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TreeConfig
+from pipeline.target.chat import prompt_ids
+from pipeline.target.model import Target
+
+TEACHING = 150  # steps that teach a draft the small target's answers, so that candidates are accepted
+
+
+def lossless(given: Given) -> dict[str, Any]:
+    """The harness's own gate on a small target: both dtypes, eager and compiled, at both temperatures."""
+    folder = given.folder / "small"
+    save_small_target(folder, given.shape.small)
+    sets = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={given.shape.answer}", "eval.warmups=1"]
+    sets += ["eval.repeats=1", "eval.sampled_repeats=1"]
+    recipe = recipe_of(folder, given.folder / "run", given.shape, given.device, given.half, *sets)
+    taught: dict[str, dict[str, torch.Tensor]] = {}
+    results = []
+    for dtype in ("float32", given.half):
+        for compiled in (False, True):
+            target = Target(recipe.target, dtype)
+            taught = taught or {name: teach(draft, target, given) for name, draft in new_drafts(recipe, target).items()}
+            methods = new_drafts(recipe, target, taught)
+            if compiled:
+                target.compile(**given.compiler)
+            else:
+                tree = TreeConfig(paths="eagle-1", siblings="drawn")
+                methods["eagle-drawn"] = methods["eagle"].with_tree(tree)
+            for one in decoded(recipe, target, methods, given.shape.prompts):
+                kept = {key: one[key] for key in ("draft", "temperature", "tau", "gate")}
+                results.append({"dtype": dtype, "compiled": compiled, **kept})
+    return {"passed": report.lossless(results), "results": results}
+
+
+def decoded(recipe: Recipe, target: Target, methods: dict[str, Draft], count: int) -> list[dict[str, Any]]:
+    """The report's entries for so many random prompts."""
+    harness = Harness(recipe, target, methods)
+    units = [Unit("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
+    records, gates, _ = pooled([(unit.benchmark, harness.decode(unit)) for unit in units])
+    return report.results(records, gates)
+
+
+def prompts(count: int) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    texts = [" ".join(map(str, torch.randint(256, (8 + 4 * n,), generator=generator).tolist())) for n in range(count)]
+    return [Prompt(str(number), "random", (text,)) for number, text in enumerate(texts)]
+
+
+def teach(draft: Draft, target: Target, given: Given) -> dict[str, torch.Tensor]:
+    """The draft's weights once it knows the target's greedy answers to the prompts."""
+    rows, sampling = [], Sampling(given.shape.answer, frozenset(target.stop_ids()))
+    for prompt in prompts(given.shape.prompts):
+        ids = prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        tokens = torch.tensor(ids + plain(target, ids, sampling).tokens)
+        mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
+        rows.append(Row(prompt.question_id, tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone().cpu()))
+    totals = dict.fromkeys(draft.horizons, sum(len(row.input_ids) for row in rows))
+    batch = collate(rows, draft.horizons, "predicted", totals).to(target.device, target.dtype)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
+    for _ in range(TEACHING):
+        optimizer.zero_grad()
+        draft.loss(batch)[0].backward()
+        optimizer.step()
+    return {name: value.cpu() for name, value in draft.state_dict().items()}

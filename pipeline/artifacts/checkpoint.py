@@ -1,0 +1,169 @@
+"""The draft-checkpoint contract: model.safetensors, config.json, provenance.json, recipe.json. No pickle.
+
+Embedding and head are the target's, referred to by fingerprint. Guarantees: weights are whole (written under a
+temporary name) and config.json, written last, names their SHA-256; a checkpoint for another target is refused.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.artifacts.provenance import PROVENANCE, changed, write_provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
+from pipeline.basics.public import public_name
+from pipeline.drafts import Draft, build
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import DraftConfig, TreeConfig
+
+VERSION = 2
+WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
+UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What config.json says of a checkpoint."""
+
+    config: DraftConfig
+    shapes: dict[str, Any]
+    target: dict[str, Any]  # model, revision, fingerprint
+    train_hash: str
+    weights_sha256: str
+    metrics_sha256: str | None
+    training: dict[str, Any]  # what was done to get here: steps, tokens, ...
+
+
+def save(
+    folder: Path, draft: Draft, weights: dict[str, torch.Tensor], recipe: Recipe, name: str, training: dict
+) -> None:
+    """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
+    write_weights(folder / WEIGHTS, weights)
+    target = recipe.target
+    config = {
+        "format_version": VERSION,
+        "draft": draft.config.model_dump(mode="json"),
+        "shapes": draft.shapes,
+        "target": {
+            "model": public_name(target.model),
+            "revision": target.revision,
+            "fingerprint": draft.ends.fingerprint,
+        },
+        "train_hash": recipe.train_hash(name),
+        "weights_sha256": sha256(folder / WEIGHTS),
+        "metrics_sha256": sha256(folder / METRICS) if (folder / METRICS).exists() else None,
+        "training": training,
+    }
+    write_provenance(folder, recipe, draft=name)
+    write_sealed(folder / CONFIG, config)
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Whole, or PipelineError."""
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    with atomic_path(path) as temporary:
+        try:
+            save_file(contiguous, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # also wraps the system's errors
+            raise PipelineError(f"{path} cannot be written: {error}. Make room and run again") from None
+
+
+def export(source: Path, folder: Path, tree: TreeConfig, recipe_file: Path) -> None:
+    """Copies a saved draft into `folder`, with the tree that it is to grow by default and the recipe that it was
+    measured under.
+    """
+    shutil.copy(source / WEIGHTS, folder / WEIGHTS)
+    for file in (source / PROVENANCE, recipe_file):
+        write_sealed(
+            folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
+        )
+    raw = read_sealed(source / CONFIG, UNREADABLE)
+    raw["draft"]["tree"] = tree.model_dump(mode="json")
+    write_sealed(folder / CONFIG, raw)
+
+
+def read_config(folder: Path) -> Saved:
+    """Raises PipelineError when there is no checkpoint of this project in `folder`."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise PipelineError(
+            f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
+        )
+    raw = read_sealed(path, UNREADABLE)
+    version = raw.get("format_version")
+    if version != VERSION:
+        raise PipelineError(
+            f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this "
+            "project, or of another version of it"
+        )
+    try:
+        config = TypeAdapter(DraftConfig).validate_python(raw["draft"])
+        raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
+        rest = (raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training"))
+        return Saved(config, raw["shapes"], raw["target"], *rest)
+    except (KeyError, TypeError, ValidationError) as error:
+        raise PipelineError(f"{path} is damaged or of another version: {error}") from None
+
+
+def require_trained_under(recipe: Recipe, name: str) -> Saved:
+    """The recipe's draft `name`. Raises PipelineError when it is missing or was trained under other settings."""
+    folder = recipe.draft_dir(name)
+    saved = read_config(folder)
+    if saved.train_hash != recipe.train_hash(name):
+        keys = changed(folder, recipe, name)
+        raise PipelineError(
+            f"{folder} holds a draft trained with other settings ({keys + '; ' if keys else ''}hash "
+            f"{saved.train_hash}, this recipe has "
+            f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
+        )
+    return saved
+
+
+def metrics_of(folder: Path) -> Path:
+    """What the training of a saved draft wrote down. Raises PipelineError where it is not that any more."""
+    path = folder / METRICS
+    if path.exists() and sha256(path) != read_config(folder).metrics_sha256:
+        raise PipelineError(
+            f"{path} was changed or damaged after the training: its SHA-256 is not the one in {CONFIG}. Restore it, "
+            "or remove it: the "
+            "curves are then drawn without this draft"
+        )
+    return path
+
+
+def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) -> Draft:
+    """The draft with its weights, on CPU in their stored dtype; `bind` it before use.
+
+    Parameters: `tree` replaces the decoding tree that was saved (it is no part of the weights).
+    Raises PipelineError for a missing, damaged or foreign checkpoint.
+    """
+    saved = read_config(folder)
+    if saved.target["fingerprint"] != target_fingerprint:
+        raise PipelineError(
+            f"{folder}: trained for target {saved.target['model']!r} (fingerprint {saved.target['fingerprint']}), but "
+            "the target "
+            f"at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use that one, or "
+            "train again"
+        )
+    path = folder / WEIGHTS
+    if not path.exists() or sha256(path) != saved.weights_sha256:
+        state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
+        raise PipelineError(f"{path} is {state}. Restore it or train again")
+    config = saved.config if tree is None else saved.config.with_tree(tree)
+    try:
+        draft = build(config, saved.shapes)
+        weights = load_file(path)
+        draft.load_state_dict(weights)
+    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
+    draft.name = folder.name
+    dtype = weights["fc.weight"].dtype
+    return draft.to(dtype).eval().requires_grad_(False)

@@ -1,0 +1,91 @@
+"""A run's features: what its shards declare, and where they are brought from."""
+
+from pathlib import Path
+
+from filelock import FileLock
+
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
+from pipeline.features.schema import FeatureSpec, require_same
+from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, prompts_damage
+from pipeline.features.store import Store, lacking
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.attention import most_positions
+from pipeline.target.chat import template_fingerprint, tokenizer_fingerprint
+from pipeline.target.model import fingerprint, load_config, load_tokenizer
+from pipeline.target.template import template_settings
+
+
+def feature_spec(recipe: Recipe) -> FeatureSpec:
+    """What the shards of this recipe declare: the dump writes it, training expects it."""
+    tokenizer, config = load_tokenizer(recipe.target), load_config(recipe.target)
+    layers = recipe.features.auxiliary_layers
+    if layers and layers[-1] > config.num_hidden_layers:
+        raise PipelineError(
+            f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, "
+            "counted from 1"
+        )
+    most = most_positions(config)
+    if recipe.data.max_length > most < config.max_position_embeddings:
+        raise PipelineError(
+            f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch "
+            f"{recipe.target.model!r} turns all its "
+            f"positions otherwise (longrope), shorter dialogues' as well; set it to {most} or less"
+        )
+    return FeatureSpec(
+        hidden_size=config.hidden_size,
+        stored_dtype=recipe.features.stored_dtype,
+        target=fingerprint(recipe.target),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        template=template_fingerprint(tokenizer),
+        template_settings=template_settings(tokenizer, recipe.target),
+        recipe=recipe.dump_hash,
+        auxiliary_layers=" ".join(map(str, layers)),
+    )
+
+
+def store_of(recipe: Recipe) -> Store | None:
+    return Store(recipe.features.store) if recipe.features.store else None
+
+
+def fetch(
+    recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True, folder: Path | None = None
+) -> None:
+    """Where the recipe's features are in a store, brings them to `folder`, by default the run's own; what is there
+    already is kept.
+
+    Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before
+    anything is fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError,
+    also for a dump that is not finished.
+    """
+    store, folder = store_of(recipe), folder or recipe.features_dir
+    if store is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".fetch.lock"):
+        manifest = store.manifest()
+        if expected is not None:
+            require_same(manifest.spec, expected, store.name)
+        if not manifest.complete:
+            raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
+        wanted = lacking(folder, manifest)
+        with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
+            for record in wanted:
+                store.get(record.name, folder, record.sha256 if checksums else None)
+                progress.advance(1)
+        store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
+        store.get(RECIPE, folder)
+        manifest.save(folder)
+
+
+def heldout_prompts(recipe: Recipe) -> Path:
+    """The held-out prompts, for evaluation; of a dump in a store only these are fetched. Where there are none the path
+    does not exist; where they are not those of the dump, raises PipelineError.
+    """
+    store, path = store_of(recipe), recipe.features_dir / HELDOUT_PROMPTS
+    if store is not None:
+        store.get(HELDOUT_PROMPTS, recipe.features_dir, store.manifest().prompts_sha256)
+    elif path.exists() and (reason := prompts_damage(recipe.features_dir, Manifest.load(recipe.features_dir))):
+        raise PipelineError(f"{path}: {reason}. Run the dump again: it writes this file anew and keeps the shards")
+    return path

@@ -1,0 +1,128 @@
+"""Where an artifact comes from: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.basics.files import atomic_path, read_sealed, sealed, write_sealed
+from pipeline.basics.public import public_name, scrubbed
+from pipeline.recipe.recipe import WHERE, Recipe
+
+LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # beside every artifact
+OWN_RECIPE = "own-recipe.json"  # beside features: with local paths
+
+
+def revision() -> str:
+    """The checkout's commit, with "+changes" when tracked files differ from it; "unknown" outside git."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def hardware(device: str) -> str:
+    """One line: for device "cpu" the processor and the cores this process may use, else the accelerator it sees."""
+    if device != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        name = torch.cuda.get_device_name()
+        return f"{count} x {name}" if device == "spread" else name + (f" (one of {count})" if count > 1 else "")
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0] if models else name
+    return f"{len(os.sched_getaffinity(0))} cores, {name}"
+
+
+def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
+    versions = {}
+    for library in LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            versions[library] = None
+    return {
+        "recipe": recipe.name,
+        "recipe_hash": recipe.hash,
+        "code_revision": revision(),
+        "hardware": hardware(recipe.target.device),
+        "python": platform.python_version(),
+        "versions": versions,
+        **facts,
+    }
+
+
+def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
+    """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
+    write_sealed(folder / PROVENANCE, provenance(recipe, **facts))
+    write_sealed(folder / RECIPE, public_recipe(recipe))
+
+
+def write_own_recipe(folder: Path, recipe: Recipe) -> None:
+    """The resolved recipe for commands on this machine: with local paths, without credentials. It is never published,
+    nor sent to a store, and no other user reads it. Where the store's address loses a part of itself there is none: it
+    would name another store.
+    """
+    store = recipe.features.store
+    if store and scrubbed(store, store) != store:
+        (folder / OWN_RECIPE).unlink(missing_ok=True)
+        return
+    with atomic_path(folder / OWN_RECIPE) as temporary:
+        temporary.touch(mode=0o600)
+        own = sealed(_changed(recipe.model_dump(mode="json"), lambda text: scrubbed(text, text)))
+        temporary.write_text(json.dumps(own, indent=2) + "\n")
+
+
+def public_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe without local paths and credentials."""
+    resolved = _changed({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
+    if recipe.features.store:  # that there is one, not where
+        resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
+    resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
+    resolved["train"] |= dict.fromkeys(WHERE)
+    return resolved
+
+
+def changed(folder: Path, recipe: Recipe, draft: str) -> str:
+    """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now.
+    May be empty.
+    """
+    if not (folder / RECIPE).exists():
+        return ""
+    there, here = (
+        _keys(read_sealed(folder / RECIPE, "Restore it, or train again"), draft),
+        _keys(public_recipe(recipe), draft),
+    )
+    found = [key for key, value in here.items() if there.get(key, value) != value]
+    return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
+
+
+def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
+    sections = {name: resolved.get(name, {}) for name in ("target", "data", "features", "train")}
+    sections[f"draft.{draft}"] = resolved.get("draft", {}).get(draft, {})
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """With every text in it changed."""
+    if isinstance(value, dict):
+        return {key: _changed(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

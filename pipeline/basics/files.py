@@ -1,0 +1,186 @@
+"""Files that are whole or absent: write under a temporary name, fsync, rename."""
+
+import errno
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from pipeline.basics.errors import PipelineError
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`; renames it over `path` when the block succeeds, removes it otherwise.
+
+    Raises PipelineError when the disk (or a quota or file-size limit) is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        yield temporary
+        _to_disk(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise PipelineError(
+                f"no space to write {path.name} in {path.parent} ({os.strerror(error.errno)}): "
+                "free some, or point the recipe's output elsewhere, and run again; finished files are kept"
+            ) from None
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # renamed by now, or not wanted
+
+
+@contextmanager
+def exclusive(folder: Path, work: str, beside: bool = False) -> Iterator[None]:
+    """Makes the folder, holds it for one process and clears what another left half-written in it. Raises PipelineError
+    when another one has it. `beside`: the lock lies beside the folder, which may be removed while it is held (NFS keeps
+    open files).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock") if beside else folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise PipelineError(
+            f"{folder}: another {work} is writing here. Wait for it, or give this run its own output"
+        ) from None
+    with lock:
+        for leftover in folder.rglob(".*.tmp"):  # of `atomic_path`
+            leftover.unlink()
+        yield
+
+
+def sync(folder: Path) -> None:
+    """What this machine has written into the folder is on the disk when it returns."""
+    for path in [*folder.rglob("*"), folder]:
+        _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises PipelineError when the file is missing or is no JSON object."""
+    return parse_object(_bytes_of(path), path)
+
+
+def parse_object(content: bytes, where: object) -> dict[str, Any]:
+    """Raises PipelineError that names `where` for anything but a JSON object in UTF-8."""
+    try:
+        value = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"{where} is not JSON: it is not UTF-8 ({error})") from None
+    except RecursionError:
+        raise PipelineError(f"{where} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise PipelineError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PipelineError(f"{where} is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise PipelineError(f"{path} does not exist") from None
+    except OSError as error:  # a folder, no permission
+        raise PipelineError(f"{path} cannot be read: {os.strerror(error.errno)}") from None
+
+
+# -- JSON that seals itself: a changed or damaged one is refused by whoever reads it ----------------------------------
+
+SEAL = "seal"  # the key: SHA-256 of the canonical JSON of the rest
+
+
+def seal_of(value: dict[str, Any]) -> str:
+    """Of what `value` is after a round trip through JSON, without its own seal; the order of keys does not count."""
+    rest = json.loads(json.dumps({key: item for key, item in value.items() if key != SEAL}))
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """The object with its seal as its last key."""
+    return {key: item for key, item in value.items() if key != SEAL} | {SEAL: seal_of(value)}
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    write_json(path, sealed(value))
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """What `write_sealed` wrote, without the seal. Raises PipelineError, which ends with `remedy`, where it is anything
+    else.
+    """
+    return unsealed(_bytes_of(path), path, remedy)
+
+
+def unsealed(content: bytes, where: object, remedy: str) -> dict[str, Any]:
+    """`read_sealed` of what is in memory; `where` is named in the error."""
+    try:
+        value = parse_object(content, where)
+    except PipelineError as error:
+        raise PipelineError(f"{error}. {remedy}") from None
+    return checked(value, where, remedy)
+
+
+def checked(value: dict[str, Any], where: object, remedy: str) -> dict[str, Any]:
+    """The object without its seal. Raises PipelineError where that is missing or not the content's."""
+    found = value.pop(SEAL, None)
+    if found is None:
+        raise PipelineError(f"{where} has no {SEAL!r}: it was written by hand or by another version. {remedy}")
+    try:
+        wanted = seal_of(value)
+    except RecursionError:  # just not too deep to be read
+        wanted = None
+    if found != wanted:
+        raise PipelineError(f"{where} was changed or damaged after it was written: its {SEAL!r} is another. {remedy}")
+    return value
+
+
+def sealed_line(value: dict[str, Any]) -> str:
+    """One line of a file of sealed objects, with its end."""
+    return json.dumps(sealed(value)) + "\n"
+
+
+def read_sealed_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """``(whole lines, numbers of damaged ones)``: a last line that was torn when its writer was killed is neither. A
+    file that is not there has no lines.
+    """
+    *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    whole, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            whole.append(unsealed(line, path, ""))
+        except PipelineError:
+            damaged.append(number)
+    return whole, damaged
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

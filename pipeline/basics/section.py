@@ -1,0 +1,27 @@
+"""A section of a recipe, and the types of its keys."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]  # becomes the name of a folder
+# of a whole cluster; a machine alone takes fewer (pipeline/running/cores.py)
+Processes = Annotated[int, Field(gt=0, le=4096)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
+
+
+def _absolute(folder: str) -> str:
+    if not Path(folder).is_absolute():
+        raise ValueError("a relative folder: give one that is the same from wherever a node starts, as /local/shards")
+    return folder
+
+
+Folder = Annotated[str, AfterValidator(_absolute)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

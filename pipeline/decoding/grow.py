@@ -1,0 +1,325 @@
+"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain, merged or
+mixed, and their last levels from one forward (Jakiro).
+
+A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
+says why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.accept import Chance
+from pipeline.decoding.tree import Tree, build_tree
+from pipeline.drafts.base import Answer, Draft, DraftState, Frontier
+from pipeline.recipe.sections import TreeConfig, static_paths
+
+
+class Processing(Protocol):
+    """How logits become the probabilities that siblings are drawn from (`generate.Sampling`)."""
+
+    temperature: float
+
+    def probabilities(self, logits: Tensor) -> Tensor: ...
+
+
+def draft_forwards(spec: TreeConfig) -> int:
+    """Draft forwards of one round, the one that takes in the accepted tokens included."""
+    return spec.depth - spec.parallel + 1
+
+
+def grow(
+    draft: Draft,
+    state: DraftState,
+    root: int,
+    answer: Answer,
+    processing: Processing | None = None,
+    chance: Chance | None = None,
+) -> Tree:
+    """Grows the draft's tree below `root`, the last emitted token, from the draft's answer to it.
+
+    `processing` and `chance` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises
+    PipelineError where the draft's logits are not finite.
+    """
+    spec = draft.config.tree
+    if spec.paths is None:
+        return _grow_dynamic(draft, state, root, answer, spec)
+    drawn = spec.siblings != "best" and processing is not None and processing.temperature > 0
+    return _grow_static(draft, state, root, answer, spec, _Draws(spec, processing, chance) if drawn else None)
+
+
+def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. None is
+    above 0, where rounding would let a mixture's be: a child must not outrank its parent.
+    """
+    if spec.candidates == "plain":
+        scores = answer.next_WU.float().log_softmax(-1)
+        return scores, scores
+    each_WKU = answer.experts_WKU.float().log_softmax(-1) + answer.log_weights_WK.float()[:, :, None]
+    mixed = each_WKU.logsumexp(1).clamp_max(0)
+    return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
+
+
+def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of each row, best first (W, k), as target ids, and their scores. No token twice."""
+    chosen = ranked_WU.topk(min(count, ranked_WU.shape[1]), dim=-1).indices
+    tokens = chosen if draft.draft_token_ids is None else draft.draft_token_ids[chosen]
+    return tokens, scored_WU.gather(1, chosen)
+
+
+def ahead_scores(answer: Answer, level: int) -> Tensor:
+    """Log-probabilities of the token `level` levels below the last forward's own candidates."""
+    return answer.ahead_WU[level - 1].float().log_softmax(-1)
+
+
+def forward_level(
+    draft: Draft,
+    state: DraftState,
+    answer: Answer,
+    tokens_W: Tensor,
+    rows_W: Tensor,
+    seen: Tensor,
+    depth: int,
+    last: bool,
+    prefix_W: Tensor | None = None,
+) -> tuple[Answer, Tensor]:
+    """Forwards W nodes below rows of the forward before, which gave `answer` and whose nodes saw `seen`: the answer to
+    them, and what they see.
+    """
+    itself = torch.eye(len(tokens_W), dtype=torch.bool, device=seen.device)
+    seen = torch.cat([seen[rows_W], itself], dim=1)
+    return draft.step(state, Frontier(tokens_W, answer.hidden_WD[rows_W], seen, depth, prefix_W), last), seen
+
+
+# -- dynamic ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Level:
+    """Candidates of one depth: n = W * k of them."""
+
+    tokens: Tensor  # target ids [n]
+    parents: Tensor  # number in the pool of all candidates [n]; -1 for the root
+    scores: Tensor  # cumulative log-probability [n]
+    rows: Tensor  # row of the forward that proposed them [n]
+    first: int  # number of the first one in the pool
+
+
+def _grow_dynamic(draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig) -> Tree:
+    """Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children;
+    of all candidates the best ``nodes - 1`` stay. A child never outranks its parent, so what stays is connected.
+    """
+    levels, broken = candidate_pool(draft, state, answer, spec)
+    scores = torch.cat([level.scores for level in levels])
+    kept = (
+        scores.sort(descending=True, stable=True).indices[: spec.nodes - 1].sort().values
+    )  # parents come first in the pool
+    tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
+    found = torch.stack([kept, tokens, parents, broken.expand(len(kept))])
+    numbers, tokens, parents, failed = found.tolist()  # the only wait for the device
+    if failed[0]:
+        raise not_finite(draft)
+    places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
+    return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
+
+
+def not_finite(draft: Draft) -> PipelineError:
+    return PipelineError(
+        f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: use "
+        "bfloat16 or float32 "
+        "(eval.dtype; in training train.dtype), or train it again"
+    )
+
+
+def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeConfig) -> tuple[list[_Level], Tensor]:
+    """All scored candidates of a dynamic tree, level by level; and whether a logit was not finite."""
+    device, broken = answer.next_WU.device, answer.broken()
+    root = (
+        torch.tensor([-1], device=device),
+        torch.zeros(1, device=device),
+        torch.zeros(1, dtype=torch.long, device=device),
+    )
+    level = _propose(draft, *ranking(answer, spec), spec.top_k, *root, first=0)
+    levels = [level]
+    seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    last = draft_forwards(spec) - 1  # depth of the last level that is forwarded
+    for depth in range(1, spec.depth):
+        order = level.scores.sort(descending=True, stable=True).indices[: spec.top_k]
+        numbers, scores, rows = level.first + order, level.scores[order], level.rows[order]
+        first = level.first + len(level.tokens)
+        if depth <= last:
+            answer, seen = forward_level(draft, state, answer, level.tokens[order], rows, seen, depth, depth == last)
+            broken = broken | answer.broken()
+            ranked, scored = ranking(answer, spec)
+            rows = torch.arange(len(order), device=device)
+        else:
+            # These nodes are not forwarded: their children are what the forward above them expects that many tokens
+            # ahead, gathered by the row of that forward and NOT by the nodes' own ranks.
+            ranked = scored = ahead_scores(answer, depth - last)[rows]
+        level = _propose(draft, ranked, scored, spec.top_k, numbers, scores, rows, first)
+        levels.append(level)
+    return levels, broken
+
+
+def _propose(
+    draft: Draft,
+    ranked_WU: Tensor,
+    scored_WU: Tensor,
+    top_k: int,
+    parents: Tensor,
+    scores: Tensor,
+    rows: Tensor,
+    first: int,
+) -> _Level:
+    """The `top_k` best tokens of each row become children of `parents`; `rows` are the forwards' rows."""
+    tokens, gained = candidates(draft, ranked_WU, scored_WU, top_k)
+    children = tokens.shape[1]
+    return _Level(
+        tokens=tokens.reshape(-1),
+        parents=parents.repeat_interleave(children),
+        scores=(scores[:, None] + gained).reshape(-1),
+        rows=rows.repeat_interleave(children),
+        first=first,
+    )
+
+
+# -- static ----------------------------------------------------------------------------------------------------------
+
+
+class _Draws:
+    """Siblings drawn one after the other without replacement: from one distribution, or from each expert's in turn."""
+
+    def __init__(self, spec: TreeConfig, processing: Processing, chance: Chance):
+        self._by_expert, self._processing, self._chance = spec.siblings == "drawn-by-expert", processing, chance
+        self._mixed = spec.candidates == "mixture"
+
+    def of(self, draft: Draft, answer: Answer, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+        """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
+        ``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each
+        parent draws for itself.
+        """
+        if beyond > 0:
+            q_WKU = self._processing.probabilities(answer.ahead_WU[beyond - 1][rows])[:, None]
+        elif self._by_expert or self._mixed:
+            logits_WKU = answer.experts_WKU[rows]
+            q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU).float()
+            if self._mixed:
+                q_WKU = (answer.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
+        else:
+            q_WKU = self._processing.probabilities(answer.next_WU[rows])[:, None]
+        return self._draw(draft, q_WKU, count, draft.shapes["vocab_size"])
+
+    def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        q_WKV = _over_target_ids(draft, q_WKU.double(), vocabulary)
+        free = torch.ones_like(q_WKV[:, 0])
+        tokens, proposals = [], []
+        for rank in range(count):
+            q_WV = q_WKV[:, rank % q_WKV.shape[1]] * free
+            mass = q_WV.sum(-1, keepdim=True)
+            q_WV = q_WV / mass.clamp_min(torch.finfo(q_WV.dtype).tiny)
+            drawn = self._chance.draw_rows(q_WV)
+            free = free.scatter(1, drawn[:, None], 0.0)
+            tokens.append(torch.where(mass[:, 0] > 0, drawn, -1))
+            proposals.append(q_WV)
+        return torch.stack(tokens, 1), torch.stack(proposals, 1)
+
+
+def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
+    if draft.draft_token_ids is None:
+        return q
+    whole = q.new_zeros(*q.shape[:-1], vocabulary)
+    whole[..., draft.draft_token_ids] = q
+    return whole
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The nodes of one depth of a static tree."""
+
+    paths: tuple[tuple[int, ...], ...]
+    inner: tuple[int, ...]  # places in it of those that have children
+    siblings: int  # most that one parent has
+
+
+@cache
+def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
+    """By depth, from 1. Worked out once for a tree, not once a round."""
+    parents, out = {path[:-1] for path in paths}, []
+    for depth in range(1, 1 + max(map(len, paths))):
+        level = tuple(path for path in paths if len(path) == depth)
+        inner = tuple(place for place, path in enumerate(level) if path in parents)
+        out.append(_Layer(level, inner, 1 + max(path[-1] for path in level)))
+    return tuple(out)
+
+
+def _grow_static(
+    draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig, draws: _Draws | None
+) -> Tree:
+    """Level by level along `static_paths`; only nodes that have children are forwarded."""
+    device, paths = answer.next_WU.device, tuple(tuple(path) for path in static_paths(spec.paths))
+    last = draft_forwards(spec) - 1
+    rows = {(): 0}  # path -> row of the forward whose answer its children come from
+    tokens_of, proposals_of, broken = [], [], answer.broken()
+    seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
+        parents = list(dict.fromkeys(path[:-1] for path in layer.paths))
+        parent_rows = _index([rows[parent] for parent in parents], device)
+        if draws:
+            found, proposals = draws.of(draft, answer, parent_rows, depth - last, layer.siblings)
+        else:
+            found, proposals = _best(draft, answer, spec, depth - last, layer.siblings)[parent_rows], None
+        place_of = {parent: place for place, parent in enumerate(parents)}
+        source, rank = (_index(x, device) for x in zip(*((place_of[p[:-1]], p[-1]) for p in layer.paths), strict=True))
+        tokens = found[source, rank]
+        tokens_of.append(tokens)
+        if draws:
+            proposals_of.append(proposals[source, rank])
+        above = [rows[layer.paths[place][:-1]] for place in layer.inner]
+        if depth < last:
+            chosen = tokens[_index(layer.inner, device)].clamp_min(0)
+            answer, seen = forward_level(
+                draft, state, answer, chosen, _index(above, device), seen, depth + 1, depth + 1 == last
+            )
+            broken = broken | answer.broken()
+            above = range(len(above))
+        rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
+    *found, failed = torch.cat([*tokens_of, broken[None].long()]).tolist()  # the only wait for the device
+    if failed:
+        raise not_finite(draft)
+    return _collect(root, paths, found, torch.cat(proposals_of) if draws else None, device)
+
+
+def _best(draft: Draft, answer: Answer, spec: TreeConfig, beyond: int, count: int) -> Tensor:
+    """The `count` best tokens of each row of the last forward (W, count), `beyond` levels below its own candidates; -1
+    where the vocabulary has no more.
+    """
+    ranked, scored = ranking(answer, spec) if beyond <= 0 else (ahead_scores(answer, beyond),) * 2
+    found = candidates(draft, ranked, scored, count)[0]
+    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
+
+
+def _collect(
+    root: int, paths: Sequence[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
+) -> Tree:
+    """Leaves out the nodes that nothing was left for (-1, or a rank that the vocabulary does not have), and what is
+    below them.
+    """
+    places: dict[tuple[int, ...], int] = {(): 0}
+    kept = []
+    for number, (path, token) in enumerate(zip(paths, tokens, strict=True)):
+        if token >= 0 and path[:-1] in places:
+            places[path] = len(places)
+            kept.append(number)
+    tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
+    if proposals is not None:
+        tree.proposals = [None, *proposals.cpu()[kept]]
+    return tree
+
+
+def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long).to(device, non_blocking=True)

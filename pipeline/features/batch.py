@@ -1,0 +1,116 @@
+"""From dialogues to a training batch. The one shift by one of the whole project is in `collate` and `trained`.
+
+Input i is the pair (f_i, t_{i+1}); a branch of horizon h answers at i with f_{i+h} and t_{i+1+h}.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.features.schema import Row
+
+
+@dataclass
+class Batch:
+    """B rows padded on the right, each of one dialogue or of several, packed one behind the other. T counts inputs: one
+    less than a dialogue's tokens.
+    """
+
+    hidden_BTD: Tensor  # f_i, with noise
+    tokens_BT: Tensor  # t_{i+1}
+    labels_BTD: Tensor  # f_{i+1}: the label of horizon 1 at i; of horizon h at i + 1 - h
+    trained: dict[int, Tensor]  # horizon -> bool (B, T): input i has a trained label at this horizon
+    totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
+    begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
+    documents: list[list[str]] = field(default_factory=list)  # each row's document ids
+
+    def _each(self, change) -> "Batch":
+        tensors = {name: change(getattr(self, name)) for name in ("hidden_BTD", "tokens_BT", "labels_BTD")}
+        begins = None if self.begins_BT is None else change(self.begins_BT)
+        trained = {h: change(mask) for h, mask in self.trained.items()}
+        return replace(self, **tensors, trained=trained, begins_BT=begins)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        return self._each(lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """In memory that a GPU reads by itself, so that `to` does not wait."""
+        return self._each(Tensor.pin_memory)
+
+    def emptied(self) -> "Batch":
+        """The same shape without content: its losses and gradients are 0."""
+        trained = {h: torch.zeros_like(mask) for h, mask in self.trained.items()}
+        nothing = torch.zeros_like(self.hidden_BTD)
+        return replace(self, hidden_BTD=nothing, labels_BTD=nothing, trained=trained)
+
+
+def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
+    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1].
+
+    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_{i+h-1} is, as the released code has it: t_i for
+    horizon 1 (EAGLE), t_{i+1} for Jakiro's branch ahead (the label must exist).
+    """
+    inputs = len(loss_mask) - 1
+    out = np.zeros(inputs, dtype=bool)
+    if rule == "predicted":
+        exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
+        out[:exist] = loss_mask[1 + horizon :]
+    else:
+        exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
+        out[:exist] = loss_mask[horizon - 1 : horizon - 1 + exist]
+    return out
+
+
+def collate(
+    rows: Sequence[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: Sequence[Tensor] | None = None
+) -> Batch:
+    """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
+    batch = collate_packed([[row] for row in rows], horizons, rule, totals, None if noises is None else iter(noises))
+    return replace(batch, begins_BT=None)
+
+
+def collate_packed(
+    packed: list[list[Row]],
+    horizons: list[int],
+    rule: str,
+    totals: dict[int, int],
+    noises: Iterator[Tensor] | None = None,
+    width: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """Pads, to at least `width` inputs, and shifts. `noises` yields what is added, in float32, to each dialogue's input
+    features, never to its labels; then all is rounded to `dtype`.
+    """
+    inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
+    shape = len(packed), inputs
+    hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
+    labels = torch.zeros_like(hidden)
+    tokens, begins = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
+    for b, rows in enumerate(packed):
+        begin = 0
+        for row in rows:
+            here = slice(begin, begin + len(row.input_ids) - 1)
+            hidden[b, here] = row.hidden_TD[:-1] if noises is None else row.hidden_TD[:-1] + next(noises)
+            labels[b, here] = row.hidden_TD[1:]
+            tokens[b, here] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
+            for h in horizons:
+                masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
+            begins[b, here] = begin
+            begin = here.stop
+        begins[b, begin:] = begin
+    return Batch(hidden, tokens, labels, masks, totals, begins, [[row.doc_id for row in rows] for rows in packed])
+
+
+def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:
+    """U(-half_width, half_width) for the T-1 inputs of one dialogue; "legacy" scales it by 512 / T (EAGLE's code).
+
+    It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch.
+    """
+    length, width = row.hidden_TD.shape
+    scale = half_width * (512 / length if scaling == "legacy" else 1.0)
+    values = np.random.default_rng(seed).random((length - 1, width), dtype=np.float32)
+    return torch.from_numpy(values).mul_(2).sub_(1).mul_(np.float32(scale))

@@ -1,0 +1,140 @@
+"""How every entry point ends, each time in one message on stderr: bad input (a PipelineError) or a file system that
+refuses with status 2, Ctrl-C with 130, SIGTERM with 143; anything else keeps its traceback. What is printed shows no
+credentials.
+"""
+
+import argparse
+import ctypes
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import scrubbed
+from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.running.children import CHILD
+from pipeline.running.signals import leave_on_signals, raise_on_signals
+
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_IN_THE_WAY = {errno.ENOTDIR, errno.EEXIST}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def run(main: Callable[[], None]) -> None:
+    hide_credentials()
+    received = raise_on_signals(_interrupted)
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        if not received and not isinstance(error, KeyboardInterrupt):
+            sys.exit(_told(error))
+        _interrupted(received[0] if received else signal.SIGINT)  # whatever it led to
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """The same for one of several ranks, which leaves without Python's teardown: taking a process group apart waits for
+    the other ranks, and those may be waiting for this one; and threads of process groups that outlive it have aborted
+    ranks whose work was done. The launcher ends the others when one fails. Of a signal the first rank tells.
+    """
+
+    hide_credentials()
+    rank = os.environ.get("RANK", "0")
+    leave_on_signals(lambda number: _interrupted(number, silent=rank != "0", begin="\n"))  # behind a progress bar
+    status = 0
+    try:
+        main()
+    except Exception as error:
+        status = _told(error)
+    _leave(status)
+
+
+def run_job(description: str | None, job: Callable[[Recipe], Iterable[str]]) -> None:
+    """A command that takes a recipe and nothing else, and prints the lines that `job` returns."""
+
+    def main() -> None:
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_recipe_arguments(parser)
+        arguments = parser.parse_args()
+        for line in job(load_recipe(arguments.recipe, arguments.overrides)):
+            print(line)
+
+    run(main)
+
+
+def _told(error: Exception) -> int:
+    """Tells the error; the status to end with."""
+    refusal = str(error) if isinstance(error, PipelineError) else refused(error) if isinstance(error, OSError) else None
+    if refusal is None:
+        sys.stderr.write(scrubbed("".join(traceback.format_exception(error))))
+        return 1
+    sys.stderr.write(f"error: {scrubbed(refusal)}\n")
+    return 2
+
+
+def _interrupted(number: int, silent: bool = False, begin: str = "") -> None:
+    """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
+    if not silent and CHILD not in os.environ:
+        what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+        sys.stderr.write(f"{begin}{what}: what is finished is kept; run the same command again to continue\n")
+    _leave(128 + number)
+
+
+def _leave(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def refused(error: OSError) -> str | None:
+    """What the file system refuses, and what to do; None for an error that is not of that kind."""
+    if error.errno in _FULL:  # met in writing, which names no file
+        return (
+            f"no space to write {error.filename or 'a file'} ({os.strerror(error.errno)}): free some, or point the "
+            "recipe's output "
+            "elsewhere, and run again; what is finished is kept"
+        )
+    if not isinstance(error.filename, str | bytes):
+        return None
+    path, why = Path(os.fsdecode(error.filename)), os.strerror(error.errno)
+    if error.errno in _REFUSED:
+        return (
+            f"{path} cannot be read or written ({why}): change its permissions, or give another place (the "
+            "recipe's output)"
+        )
+    if error.errno in _IN_THE_WAY:
+        file = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), path)
+        return (
+            f"{file} is in the way: a folder is wanted there. Move it away, or give another place (the recipe's output)"
+        )
+    if error.errno == errno.EISDIR:
+        return f"{path} is a folder: a file is wanted there"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{path}: the name is too long for this file system. Give a shorter one (the recipe's output or name)"
+    if error.errno == errno.ENOENT:
+        return f"{path} does not exist, and is not made there"
+    return None
+
+
+def hide_credentials() -> None:
+    """Overwrites the credentials of this process's arguments where other users' process lists read them."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # not Linux
+        return
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    shown = ctypes.string_at(begin, end - begin)
+    hidden = b"\0".join(_padded(argument) for argument in shown.split(b"\0"))
+    if hidden != shown:
+        ctypes.memmove(begin, hidden, len(hidden))
+
+
+def _padded(argument: bytes) -> bytes:
+    """As long as before: the memory is not ours to grow."""
+    text = os.fsdecode(argument)
+    before, mark, rest = text.partition("://")
+    plain = scrubbed(text, before.rpartition("=")[2] + mark + rest)  # of --set section.key=ADDRESS
+    return argument if plain == text else os.fsencode(plain)[: len(argument)].ljust(len(argument))

@@ -1,0 +1,170 @@
+"""What a target's layers see: which kinds of attention carry a token tree, and the tree's mask for each kind.
+
+A full layer sees all of a token's path. A sliding layer sees the last `window` tokens of it, the token itself included;
+they are counted along the path and not along the cache, where siblings and their descendants lie in between.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from pipeline.basics.errors import PipelineError
+
+if TYPE_CHECKING:
+    from pipeline.target.model import Target
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MASKED = ("sdpa", "eager")  # the implementations that add any mask that they are given
+_STATE = "its state holds all tokens so far in one, and cannot be taken back to before a rejected one"
+_WHY_NOT = {
+    "linear_attention": _STATE,
+    "conv": _STATE,
+    "hybrid": _STATE,
+    "hybrid_sliding": _STATE,
+    "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask does not say",
+}
+
+
+def windows(text: Any) -> dict[str, int | None]:
+    """Layer kind -> how many tokens of its path a token sees there, itself included (None: all), for every kind that a
+    text configuration names.
+    """
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not kinds:
+        kinds = {SLIDING if window and getattr(text, "use_sliding_window", True) else FULL}
+    return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
+
+
+def require_tree_attention(full: Any, name: str) -> None:
+    """Raises PipelineError where a model's configuration says that its layers cannot verify a tree; needs no
+    weights.
+    """
+    text = full.get_text_config()
+    kinds = windows(text)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None)
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            _refuse(name, f"{kind} layers", _WHY_NOT.get(kind, "its attention takes no mask over single tokens"))
+    if full.is_encoder_decoder:
+        _refuse(name, "an encoder", "its text is not one sequence that grows at its end")
+    if getattr(text, "use_bidirectional_attention", None) is True or getattr(text, "is_causal", True) is False:
+        _refuse(name, "bidirectional attention", "earlier tokens would have to see the tree")
+    if model is None and "AutoModelForCausalLM" not in (getattr(full, "auto_map", None) or {}):
+        raise PipelineError(
+            f"target {name!r} is a {full.model_type!r}, of which transformers knows no causal language model "
+            "(AutoModelForCausalLM)"
+        )
+    if not getattr(text, "layer_types", None) and getattr(model, "_is_stateful", False):
+        _refuse(name, f"recurrent layers ({full.model_type})", _STATE)
+    if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
+        _refuse(name, "ALiBi", "it counts distances along the cache, where siblings lie one behind the other")
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        _refuse(
+            name, "local layers", "their window is counted along the cache, where siblings lie one behind the other"
+        )
+    if SLIDING in kinds and not kinds[SLIDING]:
+        _refuse(name, f"{SLIDING} layers without sliding_window", "how much they see is not known")
+
+
+def _refuse(name: str, what: str, why: str) -> None:
+    raise PipelineError(
+        f"target {name!r} has {what}: no token tree can be verified with it, since {why}. Supported are decoders "
+        "whose layers are all "
+        f"{FULL} or {SLIDING}"
+    )
+
+
+def most_positions(text: Any) -> int:
+    """How many tokens a sequence may have. "longrope" turns all positions otherwise once the longest exceeds the
+    original ones: a tree on both sides of that border would not get plain decoding's states, so that the border is the
+    end.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    border = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return min(border or text.max_position_embeddings, text.max_position_embeddings)
+
+
+def use_masks(model: PreTrainedModel) -> None:
+    """Attention that adds the masks it is given, where the configuration asks for another one (flash attention ignores
+    them).
+    """
+    if model.config._attn_implementation not in MASKED:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, the most negative number where not: what every attention implementation accepts."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def masks(
+    kinds: dict[str, int | None],
+    seen_NC: Tensor,
+    positions_N: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, int] | None = None,
+) -> Tensor | dict[str, Tensor]:
+    """The additive masks (1, 1, N, C) by layer kind, as a decoder takes them; of a decoder of one kind, the mask.
+
+    Parameters: `kinds` of `windows`; ``seen_NC`` (bool) says which of the C - N cached tokens, which lie at positions
+    0, 1, ..., and of the N new ones at ``positions_N`` are on each new token's path; `shape` what a mask is filled up
+    to.
+    """
+    cached = torch.arange(seen_NC.shape[1] - len(positions_N), device=seen_NC.device)
+    behind_NC = positions_N[:, None] - torch.cat([cached, positions_N])
+    found = {}
+    for kind, window in kinds.items():
+        seen = seen_NC if window is None else seen_NC & (behind_NC < window)
+        found[kind] = additive(seen if shape is None else _filled_up(seen, *shape), dtype)[None, None]
+    return found if len(found) > 1 else found.popitem()[1]
+
+
+def _filled_up(seen_NC: Tensor, width: int, capacity: int) -> Tensor:
+    """Over the whole capacity, for `width` tokens; those that only fill up see the first token, and nobody sees
+    them.
+    """
+    count, known = seen_NC.shape
+    whole = F.pad(seen_NC, (0, capacity - known, 0, width - count))
+    whole[count:, 0] = True
+    return whole
+
+
+@torch.inference_mode()
+def require_tree(target: "Target", name: str) -> None:
+    """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give. Takes
+    16 tokens.
+
+    Where an ignored mask would show, the second of two siblings and its child see the first. In half precision the
+    bound is half of that distance, as one token that other experts take may move a state by much.
+    """
+    a, b, root, left, right, below = (target.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
+    want_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
+    want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
+    seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    seen[2:, 3] = False  # neither the second sibling nor its child sees the first
+    on = {"device": target.device}
+    try:
+        cache = target.new_cache(6)
+        target.forward(torch.tensor([a, b], **on), cache)
+        tree = torch.tensor([root, left, right, below], **on)
+        got_ND = target.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(target.device)).float()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise PipelineError(
+            f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
+            "in "
+            "pipeline/target/attention.py"
+        ) from None
+    error, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
+    if target.dtype != torch.float32:
+        bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
+    if not error <= bound:
+        raise PipelineError(
+            f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a "
+            "small tree are "
+            f"{error.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
+            "pipeline/target/attention.py"
+        )

@@ -1,0 +1,104 @@
+"""The key-value cache of tree decoding: written in place, cut back to the accepted path after each round.
+
+Nothing that was accepted is computed or copied twice: a round copies the accepted path's entries, not the prefix.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+
+FIRST_CAPACITY = 256  # tokens, where nobody says how many to expect; a buffer doubles when it is full
+
+
+class GrowingLayer(CacheLayerMixin):
+    """Keys and values in buffers that double when they are full; what attention reads are views of the filled part."""
+
+    is_sliding = False
+
+    def __init__(self, expected: int = FIRST_CAPACITY):
+        super().__init__()
+        self.length, self._expected = 0, expected
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._buffers = [x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states)]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            self._grow(end)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.length : end] = new
+        self._show(end)
+        return self.keys, self.values
+
+    def _grow(self, needed: int) -> None:
+        capacity = max(self._expected, needed, 2 * self._buffers[0].shape[-2])
+        for place, old in enumerate(self._buffers):
+            larger = old.new_empty((*old.shape[:-2], capacity, old.shape[-1]))
+            larger[:, :, : self.length] = old[:, :, : self.length]
+            self._buffers[place] = larger
+
+    def _show(self, length: int) -> None:
+        self.length = length
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+    def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
+        """Keeps the first `prefix` entries, then `count` more: those at `moved`, or those that follow when it is
+        None.
+        """
+        if moved is not None:
+            for buffer in self._buffers:
+                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
+        self._show(prefix + count)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class FixedLayer(StaticLayer):
+    """transformers' static layer (one shape for ever, as CUDA graphs want it), which can keep a path, too."""
+
+    def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
+        if moved is not None:
+            for buffer in (self.keys, self.values):
+                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
+        if self.is_initialized:
+            self.cumulative_length.fill_(prefix + count)
+
+
+class TreeCache(Cache):
+    """Its `length` is a Python number: nobody asks the device. With a `capacity` every shape stays the same; otherwise
+    memory is taken at once for as many tokens as are `expected`.
+    """
+
+    def __init__(self, layers: int | None = None, capacity: int | None = None, expected: int = FIRST_CAPACITY):
+        if capacity is None:
+            super().__init__(layer_class_to_replicate=partial(GrowingLayer, expected))
+        else:
+            super().__init__(layers=[FixedLayer(capacity) for _ in range(layers)])
+        self.length, self.capacity = 0, capacity
+
+    def keep(self, prefix: int, path: list[int] = ()) -> None:
+        """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `path`, in that
+        order.
+        """
+        follow = list(path) == list(range(prefix, prefix + len(path)))
+        moved: dict[torch.device, Tensor] = {}  # one copy to each device, however many layers it has
+        for layer in self.layers:
+            device = layer.keys.device if layer.is_initialized else None
+            if not follow and device not in moved:
+                moved[device] = torch.tensor(path, device=device)
+            layer.keep(prefix, moved.get(device), len(path))
+        self.length = prefix + len(path)

@@ -1,0 +1,109 @@
+"""Conversations <-> token ids, through the target's own chat template.
+
+Guarantees: the loss mask marks the assistant's tokens only (the turn's closing marker included), each after exactly
+what the target would have seen when it gave them, proven for every dialogue by rendering its prefixes; a dialogue whose
+mask cannot be proven is refused with a reason.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from pipeline.basics.errors import PipelineError
+
+Messages = list[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+class Unusable(Exception):
+    """A dialogue that must not be trained on; ``args[0]`` is the reason it is counted under."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T], 1 where the token is the assistant's
+
+
+def require_template(tokenizer: Any, name: str) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise PipelineError(
+            f"the tokenizer of {name} has no chat template: a chat model is expected. "
+            "Put a chat_template.jinja into a local copy of the model and point target.model at it"
+        )
+    if not tokenizer.is_fast:
+        raise PipelineError(f"the tokenizer of {name} has no fast (tokenizers) version: character offsets are needed")
+
+
+def template_fingerprint(tokenizer: Any) -> str:
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    state = tokenizer.backend_tokenizer.to_str() + repr(sorted(tokenizer.special_tokens_map.items()))
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
+    """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
+    except jinja2.TemplateError as error:
+        raise Unusable("template_refuses") from error
+
+
+def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    """Token ids of a conversation that the assistant is to continue."""
+    return tokenizer(render(tokenizer, messages, True), add_special_tokens=False)["input_ids"]
+
+
+def encode(tokenizer: Any, messages: Messages, max_length: int | None) -> list[Encoded]:
+    """Ids and loss masks of a dialogue, each cut at `max_length` tokens (None: whole); what is cut before any answer is
+    left out.
+
+    An answer spans from the end of the rendering that asks for it to the end of the rendering that it ends, less
+    trailing white space (which follows the closing marker and is never generated). The first has to be a prefix of the
+    second, or else it is not what the target saw when it answered. Answers share a sequence as long as all their
+    renderings are prefixes of the last one's. A template that shows earlier answers otherwise than the last one
+    (without their thoughts, with another closing marker) so gives a sequence for every answer, its mask on that answer
+    alone.
+
+    Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
+    """
+    sequences = [_marked(tokenizer, text, spans, max_length) for text, spans in _renderings(tokenizer, messages)]
+    answered = [encoded for encoded in sequences if encoded.loss_mask.any()]
+    if not answered:
+        raise Unusable("no_assistant_token")
+    if any(encoded.loss_mask.all() for encoded in answered):
+        raise Unusable("only_assistant_tokens")
+    return answered
+
+
+def _renderings(tokenizer: Any, messages: Messages) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Each sequence's text and where its answers begin and end there, in characters."""
+    found: list[tuple[str, list[tuple[int, int]]]] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, through = render(tokenizer, messages[:turn], True), render(tokenizer, messages[: turn + 1], False)
+        span = (len(before), len(through.rstrip()))
+        if not (through.startswith(before) and span[0] < span[1]):
+            raise Unusable("template_not_prefix_stable")
+        if found and before.startswith(found[-1][0][: found[-1][1][-1][1]]):
+            found[-1] = (through, [*found[-1][1], span])
+        else:
+            found.append((through, [span]))
+    return found
+
+
+def _marked(tokenizer: Any, text: str, spans: list[tuple[int, int]], max_length: int | None) -> Encoded:
+    """A token is the assistant's when it starts inside of a span."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.asarray(encoded["input_ids"][:max_length], dtype=np.int32)
+    starts = np.asarray([start for start, _ in encoded["offset_mapping"][:max_length]])
+    mask = np.zeros(len(ids), dtype=np.uint8)
+    for first, last in spans:
+        mask |= ((starts >= first) & (starts < last)).astype(np.uint8)
+    return Encoded(ids, mask)

@@ -1,0 +1,98 @@
+"""A target's identity: its configuration and every byte of its weights.
+
+A file's SHA-256 is computed once on a machine and kept in the cache folder ($JAKIRO_CACHE), by the file's path, size,
+times and inode. Of a file that huggingface_hub fetched it is at hand: the Hub's cache names large files by it. What
+damages a file there later goes unnoticed here.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from pipeline.basics import embedded
+from pipeline.basics.files import write_json
+from pipeline.basics.progress import Progress
+
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # no part of what a target is
+KEPT_FROM = 1 << 26  # bytes of a file from which on its sum is kept
+SHOWN_FROM = 1 << 30  # bytes of a file from which on its progress is shown
+PART = 1 << 24  # bytes that are read at once
+SETTLED = 2.0  # seconds after which a file that changes again has another time of change
+_BLOB = re.compile(r"[0-9a-f]{64}")  # not the 40 digits of a small file's git hash
+
+
+def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
+    """Sixteen hex digits of configuration and weights; what files are called, and where they are, is no part of it."""
+    lasting = {key: value for key, value in config.items() if key not in VOLATILE}
+    state = hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode())
+    for path in sorted(weights):
+        state.update(weights_sha256(path).encode())
+    return state.hexdigest()[:16]
+
+
+def weights_sha256(path: Path) -> str:
+    """Of a whole file. Several processes may ask for the same at once: one computes it."""
+    if (blob := _blob_of_the_hub(path)) is not None:
+        return blob
+    path = path.resolve()
+    if path.stat().st_size < KEPT_FROM:
+        return _computed(path)
+    known = embedded.cache_dir() / "sha256" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    try:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(known.with_suffix(".lock")):
+            return _known_or_computed(path, known)
+    except OSError:  # a cache folder that may not be written to
+        return _computed(path)
+
+
+def _blob_of_the_hub(path: Path) -> str | None:
+    """models--OWNER--NAME/snapshots/COMMIT/FILE links to models--OWNER--NAME/blobs/SHA-256. That may be a link in turn,
+    to a store of blobs by another hash, which says nothing here.
+    """
+    if not path.is_symlink():
+        return None
+    blob = path.parent / path.readlink()
+    folder = blob.parent.resolve()
+    known = folder.name == "blobs" and folder.parent.name.startswith("models--")
+    return blob.name if known and _BLOB.fullmatch(blob.name) else None
+
+
+def _known_or_computed(path: Path, known: Path) -> str:
+    begin, marks = time.time(), _marks(path)
+    if (kept := _read(known)) is not None and kept["marks"] == marks:
+        return kept["sha256"]
+    found = _computed(path)
+    # Times of files are coarse: one that changed a moment ago may change again without a sign.
+    if _marks(path) == marks and begin - path.stat().st_ctime > SETTLED:
+        write_json(known, {"marks": marks, "sha256": found})
+    return found
+
+
+def _marks(path: Path) -> list[Any]:
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def _read(known: Path) -> dict[str, Any] | None:
+    """None where it is not there, or damaged."""
+    try:
+        kept = json.loads(known.read_text())
+        return kept if _BLOB.fullmatch(kept["sha256"]) and "marks" in kept else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _computed(path: Path) -> str:
+    state, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file, Progress(f"hash {path.name}", size, "bytes", quiet=size < SHOWN_FROM) as progress:
+        while part := file.read(PART):
+            state.update(part)
+            progress.advance(len(part))
+    return state.hexdigest()

@@ -1,0 +1,251 @@
+"""One worker of a regeneration: a target that answers the questions of dialogues in its own words. It writes no
+file.
+"""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.chat import Messages, Unusable, prompt_ids
+from pipeline.target.model import Target
+from pipeline.target.thoughts import as_message, cut_in_thoughts
+from preprocess.dump.task import ShardTask, Tell, nobody_listens
+from preprocess.dump.worker import take_threads
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.pieces import accepted_messages
+
+LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
+TOLD_EVERY = 16  # steps between two signs of life
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one task."""
+
+    index: int
+    dialogues: list[dict]  # {"id", "messages"}
+    answers: int
+    tokens: int  # generated
+    documents: str  # fingerprint of the dialogues that were asked
+    rejected: dict[str, str]  # document id -> reason
+    edits: dict[str, int]  # what dialogues that are kept lack, by reason
+
+
+@dataclass
+class Conversation:
+    """A dialogue while it is had again."""
+
+    doc_id: str
+    messages: Messages  # so far
+    questions: list[str]  # still to be asked
+    answers: int = 0
+    tokens: int = 0
+    end: str | None = None  # why it ended before its last question
+    edits: list[str] = field(default_factory=list)  # what it lacks of the source's
+
+    @property
+    def open(self) -> bool:
+        return self.end is None and bool(self.questions)
+
+
+def repeats_itself(ids: list[int]) -> bool:
+    """Whether an answer ends in a loop: of its last 4 x p tokens (at least 32), three in four are the token p places
+    before, for a period p of up to 64. So a loop that counts, or moves further in with every line, is one, too.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        last = max(REPEATED * period, 32)
+        if len(ids) >= last:
+            same = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
+            if same >= SAME * (last - period):
+                return True
+    return False
+
+
+class _Gumbel(LogitsProcessor):
+    """Adds each row's own Gumbel noise, so that the largest score is a sample that does not depend on its
+    neighbours.
+    """
+
+    def __init__(self, generators: list[torch.Generator]):
+        self._generators = generators
+
+    def __call__(self, input_ids, scores):
+        noise_BV = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+        for row, generator in zip(noise_BV, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return torch.log_softmax(scores.float(), -1) - noise_BV.log_()
+
+
+class _Alive(StoppingCriteria):
+    """Stops nothing; says now and then that the worker lives."""
+
+    def __init__(self, tell: Tell, doc_ids: tuple[str, ...]):
+        self._tell, self._doc_ids, self._steps = tell, doc_ids, 0
+
+    def __call__(self, input_ids, scores, **_):
+        self._steps += 1
+        if self._steps % TOLD_EVERY == 0:
+            self._tell(self._doc_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class AnswerWorker:
+    def __init__(self, recipe: Recipe, tell: Tell = nobody_listens):
+        self._recipe, self._settings, self._tell = recipe, recipe.regenerate, tell
+
+    def ready(self) -> None:
+        take_threads(self._recipe.features.cpus_per_worker)
+        _ = self._target
+
+    @cached_property
+    def _target(self) -> Target:
+        target = Target(self._recipe.target, self._recipe.target.dtype)
+        self._stop_ids = sorted(target.stop_ids())
+        target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
+        positions = target.positions - self._settings.max_new_tokens
+        self._longest_prompt = min(self._recipe.data.max_length - 1, positions)
+        if self._longest_prompt < 1:
+            raise PipelineError(
+                f"regenerate.max_new_tokens={self._settings.max_new_tokens} leaves no room for a question in the "
+                "target's "
+                f"{target.positions} positions: lower it"
+            )
+        return target
+
+    def work(self, task: ShardTask) -> Part:
+        """The same whoever does it, and however often, on the same hardware."""
+        left = [dialogue for dialogue in task.documents if dialogue.doc_id not in task.set_aside]
+        for dialogue in left:
+            if dialogue.doc_id in task.suspects:
+                self._converse([dialogue])
+        done = self._converse(left)
+        kept = [conversation for conversation in done if conversation.answers]
+        unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}
+        edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
+        return Part(
+            index=task.index,
+            dialogues=[{"id": conversation.doc_id, "messages": conversation.messages} for conversation in kept],
+            answers=sum(conversation.answers for conversation in done),
+            tokens=sum(conversation.tokens for conversation in done),
+            documents=task.fingerprint,
+            rejected={**task.set_aside, **unanswered},
+            edits=dict(sorted(edits.items())),
+        )
+
+    def _opened(self, dialogue: Dialogue) -> Conversation:
+        messages, edits = accepted_messages(self._target.tokenizer, dialogue)
+        system = messages[:1] if messages[0]["role"] == "system" else []
+        questions = [message["content"] for message in messages if message["role"] == "user"]
+        return Conversation(dialogue.doc_id, list(system), questions, edits=edits)
+
+    def _converse(self, dialogues: list[Dialogue]) -> list[Conversation]:
+        """Asks every dialogue's questions, one round after the other, in batches of prompts of similar length."""
+        conversations = [self._opened(dialogue) for dialogue in dialogues]
+        while any(conversation.open for conversation in conversations):
+            asked = [
+                (prompt, conversation)
+                for conversation in conversations
+                if conversation.open and (prompt := self._prompt(conversation))
+            ]
+            asked.sort(key=lambda pair: (-len(pair[0]), pair[1].doc_id))
+            for first in range(0, len(asked), self._settings.batch):
+                batch = asked[first : first + self._settings.batch]
+                for (_, conversation), answer in zip(batch, self._answers(batch), strict=True):
+                    self._take(conversation, answer)
+        return conversations
+
+    def _prompt(self, conversation: Conversation) -> list[int] | None:
+        """The next question's prompt; None, and the conversation ended, where it cannot be asked."""
+        messages = [*conversation.messages, {"role": "user", "content": conversation.questions[0]}]
+        try:
+            prompt = prompt_ids(self._target.tokenizer, messages)
+        except Unusable as reason:
+            conversation.end = str(reason)
+            return None
+        if len(prompt) > self._longest_prompt:
+            conversation.end = "too_long"
+            return None
+        return prompt
+
+    @torch.inference_mode()
+    def _answers(self, batch: list[tuple[list[int], Conversation]]) -> list[list[int]]:
+        """Each row's new tokens, a stop id included."""
+        target, settings = self._target, self._settings
+        doc_ids = tuple(conversation.doc_id for _, conversation in batch)
+        self._tell(doc_ids)
+        width = max(len(prompt) for prompt, _ in batch)
+        tokens_BT = torch.full((len(batch), width), self._stop_ids[0])
+        seen_BT = torch.zeros_like(tokens_BT)
+        for b, (prompt, _) in enumerate(batch):
+            tokens_BT[b, width - len(prompt) :] = torch.tensor(prompt)
+            seen_BT[b, width - len(prompt) :] = 1
+        config = GenerationConfig(
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            eos_token_id=self._stop_ids,
+            pad_token_id=self._stop_ids[0],
+        )
+        out_BT = target.model.generate(
+            input_ids=tokens_BT.to(target.device),
+            attention_mask=seen_BT.to(target.device),
+            generation_config=config,
+            logits_processor=self._sampling([conversation for _, conversation in batch]),
+            stopping_criteria=StoppingCriteriaList([_Alive(self._tell, doc_ids)]),
+        )
+        return [self._until_stop(row) for row in out_BT[:, width:].tolist()]
+
+    def _until_stop(self, ids: list[int]) -> list[int]:
+        end = next((place for place, token in enumerate(ids) if token in self._stop_ids), len(ids) - 1)
+        return ids[: end + 1]
+
+    def _sampling(self, conversations: list[Conversation]) -> LogitsProcessorList:
+        settings = self._settings
+        if settings.temperature == 0:
+            return LogitsProcessorList()
+        steps: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
+        steps += [TopKLogitsWarper(settings.top_k)] if settings.top_k else []
+        steps += [TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else []
+        return LogitsProcessorList([*steps, _Gumbel([self._generator(c) for c in conversations])])
+
+    def _generator(self, conversation: Conversation) -> torch.Generator:
+        """Of the recipe's seed, the dialogue and the question's number."""
+        mark = f"{self._recipe.seed}\0{conversation.doc_id}\0{conversation.answers}"
+        seed = int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big")
+        return torch.Generator(self._target.device).manual_seed(seed)
+
+    def _take(self, conversation: Conversation, answer: list[int]) -> None:
+        """Adds an answer, or ends the conversation: before an empty one, a loop or mere thoughts, after one that was
+        cut.
+        """
+        conversation.tokens += len(answer)
+        stopped = answer[-1] in self._stop_ids
+        message = as_message(self._target.tokenizer, answer)
+        if not stopped:
+            message["content"] = message["content"].rstrip("\ufffd")  # a character cut in two
+        if not stopped and cut_in_thoughts(self._target.tokenizer, message):
+            conversation.end = "cut_in_thoughts"
+        elif not message["content"].strip():
+            conversation.end = "empty_answer"
+        elif repeats_itself(answer[:-1] if stopped else answer):
+            conversation.end = "repetitive_answer"
+        else:
+            question = {"role": "user", "content": conversation.questions.pop(0)}
+            conversation.messages += [question, message]
+            conversation.answers += 1
+            if not stopped:
+                conversation.end = "cut_answer"

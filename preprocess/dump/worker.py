@@ -1,0 +1,166 @@
+"""One worker of the dump: a target and the shards it writes. A plain class; `pool.py` makes a Ray actor of it."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from pipeline.artifacts.features import store_of
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.features.schema import FeatureSpec, Row, row_dtype
+from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
+from pipeline.recipe.recipe import Recipe
+from pipeline.running.cores import asked_threads
+from pipeline.target.model import Target
+from preprocess.dump.task import ShardTask, Tell, in_flight, nobody_listens
+
+S, T = TypeVar("S"), TypeVar("T")
+NOT_ANSWERED = "not_answered"
+
+
+@dataclass(frozen=True)
+class Document:
+    """An encoded dialogue on its way to a worker."""
+
+    doc_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    def content(self) -> bytes:
+        ids, mask = self.input_ids.astype("<i4"), self.loss_mask.astype("u1")
+        return f"{len(ids)}\0".encode() + ids.tobytes() + mask.tobytes()
+
+
+def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
+    """Longest first; a batch holds at most `batch_tokens` padded tokens (or one dialogue that is longer)."""
+    batch: list[Document] = []
+    for document in sorted(documents, key=lambda d: (-len(d.input_ids), d.doc_id)):
+        if batch and len(batch[0].input_ids) * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(document)
+    if batch:
+        yield batch
+
+
+def padded(batch: list[Document]) -> torch.Tensor:
+    """``tokens_BT``, on the right with zeros; the first document is the longest."""
+    tokens_BT = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
+    for b, document in enumerate(batch):
+        tokens_BT[b, : len(document.input_ids)] = torch.from_numpy(document.input_ids.astype(np.int64))
+    return tokens_BT
+
+
+def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
+    """``(item, make(item))`` in order; the next `count` are made in the threads while the caller is busy with one."""
+    making: deque[tuple[S, Future[T]]] = deque()
+    for item in items:
+        making.append((item, threads.submit(make, item)))
+        if len(making) > count:
+            first, future = making.popleft()
+            yield first, future.result()
+    for item, future in making:
+        yield item, future.result()
+
+
+def take_threads(most: int) -> None:
+    """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that
+    is fewer.
+    """
+    torch.set_num_threads(min(most, asked_threads() or most))
+
+
+class FeatureWorker:
+    """Runs the frozen target; its tensors go to its own shards only."""
+
+    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, tell: Tell = nobody_listens):
+        self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+        self._tell, self._store = tell, store_of(recipe)
+        self._computing = ThreadPoolExecutor(
+            in_flight(self._settings), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
+        )
+        self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
+        self._busy_lock = Lock()
+
+    def ready(self) -> None:
+        """Loads the target."""
+        take_threads(self._settings.cpus_per_worker)
+        _ = self._target
+
+    @cached_property
+    def _target(self) -> Target:
+        return Target(self._recipe.target, self._recipe.target.dtype)
+
+    def work(self, task: ShardTask) -> ShardRecord:
+        """Writes the task's shard: the same bytes whoever writes it, and however often."""
+        for document in task.documents:
+            if document.doc_id in task.suspects:
+                self._compute([document])
+        rejected = dict(task.set_aside)
+        if task.split == ANSWERS:
+            task, fingerprint = self._answered(task, rejected), task.fingerprint
+        else:
+            fingerprint = task.fingerprint
+        rows = self.rows(task, rejected)
+        record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
+        if self._store is not None:
+            self._tell(())  # what goes wrong from here on is no dialogue's fault
+            self._store.put(self._folder / record.name)
+            (self._folder / record.name).unlink()
+        return replace(record, documents=fingerprint)
+
+    def _answered(self, task: ShardTask, rejected: dict[str, str]) -> ShardTask:
+        """The prompts with the target's greedy answers behind them, by the same loop that evaluation decodes plainly
+        with; the mask is on the answers. What cannot be answered is entered into `rejected`.
+        """
+        sampling = Sampling(self._settings.answer_tokens, frozenset(self._target.stop_ids()))
+        whole = []
+        for document in task.documents:
+            if document.doc_id in task.set_aside:
+                continue
+            self._tell((document.doc_id,))
+            try:
+                answer = plain(self._target, document.input_ids.tolist(), sampling).tokens
+            except PipelineError:  # logits that are not finite
+                rejected[document.doc_id] = NOT_ANSWERED
+                continue
+            tokens = np.concatenate([document.input_ids, np.array(answer, np.int32)])
+            mask = np.arange(len(tokens)) >= len(document.input_ids)
+            whole.append(Document(document.doc_id, tokens, mask.astype(np.uint8)))
+        return replace(task, documents=whole)
+
+    def _forward(self, batch: list[Document]) -> torch.Tensor:
+        """``states_BTSD`` of a batch (`Target.capture_all`), in the target's dtype, on its device."""
+        return self._target.capture_all(padded(batch), self._settings.auxiliary_layers)
+
+    def _compute(self, batch: list[Document]) -> torch.Tensor:
+        """``states_BTSD`` in the stored dtype, on the CPU. Says first what this worker is busy with."""
+        doc_ids = tuple(document.doc_id for document in batch)
+        with self._busy_lock:
+            self._busy.append(doc_ids)
+            self._tell(tuple(doc_id for busy in self._busy for doc_id in busy))
+        states_BTSD = self._forward(batch).to(row_dtype(self._spec.stored_dtype)).cpu()
+        with self._busy_lock:
+            self._busy.remove(doc_ids)
+        return states_BTSD
+
+    def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[Row]:
+        """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
+        documents = [document for document in task.documents if document.doc_id not in task.set_aside]
+        batches = length_sorted_batches(documents, self._settings.batch_tokens)
+        for batch, states_BTSD in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
+            for b, document in enumerate(batch):
+                states_TSD = states_BTSD[b, : len(document.input_ids)]
+                if not states_TSD.isfinite().all():
+                    rejected[document.doc_id] = "features_not_finite"
+                    continue
+                auxiliary_TKD = states_TSD[:, 1:] if self._spec.auxiliary else None
+                yield Row(document.doc_id, document.input_ids, document.loss_mask, states_TSD[:, 0], auxiliary_TKD)

@@ -1,0 +1,279 @@
+"""Records out of a JSON file as its bytes arrive: the elements of one list, or one object a line.
+
+Guarantees: memory is bounded, whatever the file holds; a record that is nested deeper than DEEPEST or longer than
+LONGEST is passed over, and its first characters stand for it (which no dialogue is); only at the file's end is a tear
+taken for one.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+DEEPEST = 64  # levels of a record
+LONGEST = 1 << 24  # characters, or bytes of a line, of a record
+BLOCK, LINE_BLOCK, AHEAD = 1 << 17, 1 << 20, 1 << 20  # bytes that are read at once, and looked at to tell the form
+SHOWN = 200  # characters that stand for a record
+BOM = codecs.BOM_UTF8
+
+_parse = json.JSONDecoder().raw_decode
+_SPACE = re.compile(r"[ \t\n\r]*")
+_MARK = re.compile(r'\\.|["\[\]{},]', re.DOTALL)
+_BEGUN_NUMBER = re.compile(r"[-+.eE0-9]*")
+_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+
+
+class Unparsable(Exception):
+    """`torn`: because the file ends there."""
+
+    def __init__(self, why: str, torn: bool = False):
+        super().__init__(why)
+        self.torn = torn
+
+
+class NoList(Exception):
+    """JSON, but no list of records."""
+
+
+class Watched:
+    """A file that may be looked into ahead. A byte order mark of UTF-8 is left out.
+
+    ``torn``: it is compressed, and stops before the end of its stream.
+    """
+
+    def __init__(self, raw: BinaryIO):
+        # read1 gives what one block holds: nothing of it is lost when the next one is torn.
+        self._read = getattr(raw, "read1", raw.read)
+        self._ahead, self.torn = b"", False
+        self._ahead = self.peek(4).removeprefix(BOM)
+
+    def peek(self, size: int) -> bytes:
+        """Up to so many bytes, which are read again later."""
+        while len(self._ahead) < size and (more := self._fetch(size - len(self._ahead))):
+            self._ahead += more
+        return self._ahead[:size]
+
+    def is_wide(self) -> bool:
+        """Text of two or four bytes a character, which JSON is not."""
+        head = self._ahead[:4]
+        return head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in head
+
+    def read(self, size: int) -> bytes:
+        if self._ahead:
+            content, self._ahead = self._ahead[:size], self._ahead[size:]
+            return content
+        return self._fetch(size)
+
+    def _fetch(self, size: int) -> bytes:
+        try:
+            return self._read(size)
+        except EOFError:
+            self.torn = True
+            return b""
+
+    def lines(self) -> Iterator[bytes]:
+        """With their ends; one that is longer than LONGEST is replaced by a word."""
+        begun: list[bytes] = []
+        size = 0
+        while content := self.read(LINE_BLOCK):
+            *ends, last = content.split(b"\n")
+            for end in ends:
+                size += len(end)
+                yield b"".join([*begun, end, b"\n"]) if size <= LONGEST else _TOO_LONG
+                begun, size = [], 0
+            size += len(last)
+            begun = [*begun, last] if size <= LONGEST else []
+        if size:
+            yield b"".join(begun) if size <= LONGEST else _TOO_LONG
+
+
+_TOO_LONG = b"(a line that is too long)\n"
+
+
+def holds_lines(file: Watched) -> bool:
+    """Whether a file is JSON lines, by its first lines: one that begins with an object is, and one that begins
+    otherwise but holds a line with an object of its own is, too, unless it begins as a list. A list that is whole on
+    its line and has an object on the next one is garbage before lines.
+    """
+    begin = file.peek(BLOCK // 2).lstrip()
+    if begin[:1] == b"{":
+        return True
+    if begin[:1] == b"[" and _is_list_before_object(begin):
+        return True
+    if begin[:1] == b"[" and _begins_list(begin.decode(errors="replace")):
+        return False
+    return any(_is_object(line) for line in file.peek(AHEAD).split(b"\n")[1:])
+
+
+def _is_list_before_object(begin: bytes) -> bool:
+    line, _, rest = begin.partition(b"\n")
+    if rest.lstrip()[:1] != b"{":
+        return False
+    try:
+        json.loads(line)
+    except RecursionError:
+        return line.rstrip().endswith(b"]") and line.count(b"[") == line.count(b"]")
+    except ValueError:
+        return False
+    return True
+
+
+def _begins_list(text: str) -> bool:
+    at = _SPACE.match(text, 1).end()
+    first_line = len(text.partition("\n")[0])
+    try:
+        _, end = _parse(text, at)
+    except RecursionError:
+        return True
+    except json.JSONDecodeError as error:
+        return _ends_in(text, error) or error.pos >= first_line
+    except ValueError:  # a number of thousands of digits
+        return True
+    return text[_SPACE.match(text, end).end() :][:1] in ("", ",", "]")
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return line.lstrip()[:1] == b"{" and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def parsed_line(line: bytes) -> Any:
+    """The record of a line; text in place of one that is nested too deep. Raises ValueError for one that is no JSON."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        return shown_line(line)
+    deep = line.count(b"[") + line.count(b"{") > DEEPEST and _too_deep(record)
+    return shown_line(line) if deep else record
+
+
+def shown_line(line: bytes) -> str:
+    return line[:SHOWN].decode(errors="replace")
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        below = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [inner for one in below for inner in one]
+        if not level:
+            return False
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def list_items(file: Watched) -> Iterator[Any]:
+    """The elements of one list. Raises Unparsable, NoList, and what reading the file raises."""
+    text = _Text(file)
+    if (first := text.next_mark()) != "[":
+        if not first:
+            raise Unparsable("it is empty", torn=True)
+        text.at -= 1
+        text.record()
+        raise NoList
+    if mark := text.next_mark():
+        text.at -= 1
+    if mark == "]":
+        raise NoList
+    while True:
+        yield text.record()
+        mark = text.next_mark()
+        if mark == "]":
+            break
+        if mark != ",":
+            raise Unparsable(f"{mark!r} between two records", torn=not mark)
+    if mark := text.next_mark():
+        raise Unparsable(f"{mark!r} behind the end of the list")
+
+
+class _Text:
+    """A file's text from `at` on. It grows at its end and is cut at its beginning."""
+
+    def __init__(self, file: Watched):
+        self.text, self.at = "", 0
+        self._file, self._broken = file, None
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def _more(self) -> bool:
+        """Reads on, as much as is there already: a long record is not parsed more often than its length doubles."""
+        if self._broken is not None:
+            raise Unparsable(str(self._broken))
+        content = self._file.read(max(BLOCK, len(self.text) - self.at))
+        try:
+            new = self._decoder.decode(content)
+        except UnicodeDecodeError as error:  # what comes before it is read first
+            new, self._broken = error.object[: error.start].decode(), error
+        self.text, self.at = self.text[self.at :] + new, 0
+        return bool(content)
+
+    def next_mark(self) -> str:
+        """Steps over the next character that is no white space; "" at the end of the file."""
+        while (at := _SPACE.match(self.text, self.at).end()) == len(self.text):
+            self.at = at
+            if not self._more():
+                return ""
+        self.at = at + 1
+        return self.text[at]
+
+    def record(self) -> Any:
+        """The next value, or its first characters. Raises Unparsable."""
+        if self.next_mark():
+            self.at -= 1
+        while True:
+            try:
+                value, end = _parse(self.text, self.at)
+            except RecursionError:
+                return self._passed_over()
+            except json.JSONDecodeError as error:
+                if not _ends_in(self.text, error):
+                    raise Unparsable(str(error)) from None
+                if len(self.text) - self.at > LONGEST:
+                    return self._passed_over()
+                if not self._more():
+                    raise Unparsable(str(error), torn=True) from None
+                continue
+            except ValueError:  # a number of thousands of digits
+                return self._passed_over()
+            if end == len(self.text) and isinstance(value, int | float) and self._more():  # it may go on
+                continue
+            return self._looked_at(value, end)
+
+    def _looked_at(self, value: Any, end: int) -> Any:
+        begin, self.at = self.at, end
+        brackets = self.text.count("[", begin, end) + self.text.count("{", begin, end)
+        too_long = end - begin > LONGEST
+        return self.text[begin:end][:SHOWN] if too_long or (brackets > DEEPEST and _too_deep(value)) else value
+
+    def _passed_over(self) -> str:
+        """Steps behind a value without keeping it. Raises Unparsable where the file ends first."""
+        shown, depth, quoted = self.text[self.at : self.at + SHOWN], 0, False
+        while True:
+            for found in _MARK.finditer(self.text, self.at):
+                mark = found[0]
+                self.at = found.end()
+                if quoted or mark == '"':
+                    quoted = mark != '"' if quoted else True
+                elif depth == 0 and mark in ",]":  # behind a number
+                    self.at = found.start()
+                    return shown
+                else:
+                    depth += (mark in "[{") - (mark in "]}")
+                if depth == 0 and not quoted and mark in '"]}':
+                    return shown
+            lone = self.text.endswith("\\") and self.at < len(self.text)  # the first half of an escape
+            self.at = len(self.text) - lone
+            if not self._more():
+                raise Unparsable("it ends in a record", torn=True)
+
+
+def _ends_in(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether the text, as far as it goes, could be the beginning of JSON."""
+    rest = text[error.pos :]
+    return (
+        error.msg.startswith("Unterminated string")
+        or (error.msg.startswith("Invalid \\") and len(rest) < 7)
+        or _BEGUN_NUMBER.fullmatch(rest.rstrip()) is not None
+        or any(word.startswith(rest) for word in _WORDS)
+    )

@@ -1,0 +1,411 @@
+"""DeepSpeed, and nothing else of it anywhere: building the engine, one optimiser step, resume state."""
+
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import get_scheduler
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sync, write_sealed
+from pipeline.drafts import Draft, parameter_count
+from pipeline.features.batch import Batch
+from pipeline.recipe.sections import TrainConfig
+from pipeline.running.cores import asked_threads, cores
+from pipeline.target.model import DTYPES
+from train.engine.ranks import place_on_host, together
+from train.engine.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by
+
+IN_A_ROW = 10  # steps in which something may be left out
+PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def start_distributed() -> None:
+    """Joins the launcher's process group (a single process makes its own); sets CPU threads to what the user's
+    OMP_NUM_THREADS says, else to this rank's share of the cores.
+    """
+    if not dist.is_initialized():
+        # DeepSpeed would compile its shared-memory all-reduce first, which serves inference only: a training killed
+        # while it compiles leaves a lock that every later one waits for without end, and each rank leaves 69 MB in
+        # /dev/shm for good.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "RANK" not in os.environ:  # no launcher
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in alone.items()})
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
+        deepspeed.init_distributed(timeout=PATIENCE)
+    if get_accelerator().device_name() == "cpu":
+        torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
+
+
+def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
+    half = config.dtype != "float32"
+    if half and accumulation > 1 and config.zero_stage == 0:
+        raise PipelineError(
+            f"train.zero_stage=0 would add the gradients of {accumulation} micro-batches up in {config.dtype}; set "
+            "train.zero_stage=1, which adds them in float32 (or train.dtype='float32', or more ranks)"
+        )
+    derived = {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.clip_norm,
+        "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": config.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "fp16": {"enabled": config.dtype == "float16"},
+    }
+    if half and config.zero_stage:
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+    settings = _merge(derived, config.deepspeed, "train.deepspeed")
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        settings["zero_optimization"].setdefault(bucket, config.bucket_elements(parameters))
+    return settings
+
+
+def _merge(base: dict, over: dict, where: str) -> dict:
+    """`over` beside `base`. Raises PipelineError when it changes what is derived from the recipe's own keys."""
+    out = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            out[key] = _merge(base[key], value, f"{where}.{key}")
+        elif key in base and value != base[key]:
+            raise PipelineError(
+                f"{where}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of "
+                "[train]: set "
+                "those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
+            )
+        else:
+            out[key] = value
+    return out
+
+
+def require_dtype(dtype: str) -> None:
+    """Raises PipelineError where this machine's device does not compute in `dtype`."""
+    device = get_accelerator()
+    known = {"float32": True, "bfloat16": device.is_bf16_supported(), "float16": device.is_fp16_supported()}
+    if not known[dtype]:
+        others = " or ".join(repr(name) for name, possible in known.items() if possible)
+        raise PipelineError(
+            f"train.dtype={dtype!r}, which {device.device_name()} does not compute in here: use {others}"
+        )
+
+
+class Engine:
+    """A draft under DeepSpeed."""
+
+    def __init__(self, draft: Draft, config: TrainConfig, accumulation: int, steps: int, folder: Path, train_hash: str):
+        """Continues from the resume state in `folder`, if there is one; then `step` and `progress` say where that is.
+
+        Raises PipelineError for the state of another recipe.
+        """
+        self._folder, self._train_hash, self._config = folder, train_hash, config
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        state = self._found_state()
+        self._files = state["files"] if state else {}
+        universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
+        require_dtype(config.dtype)
+        optimizer = torch.optim.AdamW(
+            draft.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        if config.dtype == "float32" and not config.zero_stage:  # everywhere else DeepSpeed looks
+            optimizer.register_step_pre_hook(self._drop_broken_gradient)
+        if config.warmup_steps >= steps and config.schedule != "constant":
+            raise PipelineError(
+                f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train "
+                "longer"
+            )
+        schedule = get_scheduler(
+            _SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
+        )
+        settings = deepspeed_config(config, accumulation, parameter_count(draft))
+        if universal:
+            settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
+        self._engine, *_ = deepspeed.initialize(
+            model=draft,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            config=settings,
+            dist_init_required=False,
+        )
+        self._draft, self._accumulation = draft, accumulation
+        self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
+        self.left_out: list[str] = []  # of the last step: what was not finite
+        self.turns_left_out = 0  # of the last step
+        self._dropped = False  # the last step's gradient
+        self._in_a_row = 0  # steps that left something out
+        self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
+        if state:
+            self._load(self._universal(state["tag"]) if universal else state["tag"])
+
+    def advance(self, batches: list[Batch]) -> dict[str, dict[str, float]]:
+        """One optimiser step over this rank's micro-batches; returns the raw loss sums of all ranks, by branch, and
+        leaves in `left_out` what took no part.
+
+        Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
+        which is multiplied back here, so that the gradient is that of one large batch. Where a loss or gradient is not
+        finite, raises PipelineError (once a step: nothing is saved before) or leaves that turn's micro-batches out on
+        all ranks, as the recipe says.
+        """
+        pooled: dict[str, dict[str, torch.Tensor]] = {}
+        self._engine.train()
+        self.left_out, self.turns_left_out = [], 0
+        self.step, self._dropped = self.step + 1, False
+        for batch in batches:
+            batch = batch.to(self.device, self.dtype)
+            loss, sums = self._engine(batch)
+            if self._config.not_finite == "skip" and not self._finite_everywhere(loss):
+                self._leave_out([batch], sums)
+                batch = batch.emptied()
+                loss, sums = self._engine(batch)
+            self._engine.backward(loss * (self.ranks * self._accumulation))
+            self._engine.step()
+            add_sums(pooled, sums)
+        totals = self.total(pooled)
+        if not all(math.isfinite(value) for parts in totals.values() for value in parts.values()):
+            raise self._not_finite("; ".join(self._blamed(batches, pooled)))
+        self._look_at_gradient()
+        self._in_a_row = self._in_a_row + 1 if self.turns_left_out else 0
+        if self._in_a_row > IN_A_ROW:
+            raise self._not_finite(f"{self._in_a_row} steps in a row, the last one: {'; '.join(self.left_out)}")
+        return totals
+
+    def _finite_everywhere(self, loss: torch.Tensor) -> bool:
+        bad = (~loss.detach().isfinite()).to(torch.int32)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return not bad.item()
+
+    def _leave_out(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> None:
+        self.left_out += self._blamed(batches, sums)
+        self.turns_left_out += 1
+
+    def _blamed(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+        """What is not finite in these micro-batches of every rank, by dialogue. Raises PipelineError where it is the
+        draft's weights.
+        """
+        if not all(self.gathered(self.weights_finite())):
+            raise self._not_finite("the draft's weights, after an earlier step")
+        mine = [
+            f"the stored features of dialogue {' or '.join(ids)}"
+            for batch in batches
+            for ids, *states in zip(batch.documents, batch.hidden_BTD, batch.labels_BTD, strict=True)
+            if not all(state.isfinite().all() for state in states)
+        ]
+        named = ", ".join(doc_id for batch in batches for ids in batch.documents for doc_id in ids)
+        wrong = [(b, name) for b, parts in sums.items() for name, value in parts.items() if not value.isfinite()]
+        mine = mine or [f"the {name} loss of branch {branch!r} on dialogues {named}" for branch, name in wrong]
+        return [line for lines in self.gathered(mine) for line in lines] or ["the loss"]
+
+    def _drop_broken_gradient(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step of AdamW's own, with a gradient that is the same on all ranks; without one it changes
+        nothing.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite():
+            self._dropped = True
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _look_at_gradient(self) -> None:
+        """Where a gradient is not finite no step is taken. In float16 that is how the loss scale is found; else it is a
+        fault.
+        """
+        if self._engine.was_step_applied() and not self._dropped:
+            return
+        if self._config.dtype == "float16":
+            self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
+        elif self._config.not_finite == "stop":
+            raise self._not_finite("a gradient")
+        else:
+            self.left_out.append("the whole step: a gradient")
+            self.turns_left_out += 1
+
+    def _not_finite(self, what: str) -> PipelineError:
+        return PipelineError(
+            f"step {self.step}: not finite: {what}. Features: dump that shard again (python -m preprocess.verify). "
+            "Else lower "
+            "train.learning_rate, or train in bfloat16 or float32 if this was float16; train.not_finite='skip' leaves "
+            "such batches out. "
+            "Run again to resume from the last saved state"
+        )
+
+    def weights_finite(self) -> bool:
+        """Of this rank's share."""
+        shares = (getattr(p, "ds_tensor", p) for p in self._draft.parameters())
+        return all(bool(share.detach().isfinite().all()) for share in shares)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> dict[str, dict[str, torch.Tensor]]:
+        self._engine.eval()
+        return self._engine(batch.to(self.device, self.dtype))[1]
+
+    def total(self, pooled: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
+        """Sums over all ranks, in an order that does not depend on their dictionaries'."""
+        names = [(b, name) for b, parts in sorted(pooled.items()) for name in sorted(parts)]
+        flat = torch.stack([pooled[b][name].double() for b, name in names])
+        dist.all_reduce(flat)
+        out: dict[str, dict[str, float]] = {}
+        for (b, name), value in zip(names, flat.tolist(), strict=True):
+            out.setdefault(b, {})[name] = value
+        return out
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """Every rank's, in the order of ranks."""
+        found: list = [None] * self.ranks
+        dist.all_gather_object(found, mine)
+        return found
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def learning_rate(self) -> float:
+        return self._engine.get_lr()[0]
+
+    @torch.no_grad()
+    def fill(self, twin: Draft) -> None:
+        """Gives the draft's `twin` its whole weights, on every rank; all take part. They are the very tensors that
+        train where a rank holds these whole; under ZeRO-3 they are gathered, one after the other, into storage of the
+        twin's own.
+        """
+        if self._config.zero_stage < 3:
+            twin.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
+            return
+        if twin.fc.weight.is_meta:
+            twin.to(self.dtype).to_empty(device=self.device)
+        self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
+        kept = twin.state_dict()
+        for name, parameter in self._draft.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                kept[name].copy_(parameter)
+        for name, buffer in self._draft.named_buffers():
+            kept[name].copy_(buffer)
+
+    # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
+
+    def save_resume(self, progress: dict[str, Any]) -> None:
+        """Saves what is needed to go on from here; then points `resume.json` at it; then removes the one before.
+
+        Raises PipelineError where the weights are not finite: the state before is kept.
+        """
+        folder, tag = self._folder, tag_of(self.step)
+        if not self._finite_everywhere(torch.tensor(0.0 if self.weights_finite() else math.nan, device=self.device)):
+            raise PipelineError(
+                f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train "
+                "in bfloat16 or "
+                "float32 if this was float16, in another output folder; the resume state before it is kept"
+            )
+        if self.rank == 0:  # of a save that was broken off, perhaps by another number of ranks
+            shutil.rmtree(folder / tag, ignore_errors=True)
+        self.barrier()
+        try:
+            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            sync(folder / tag)
+            mine = marks(folder, written_by(folder / tag, self.rank, self.ranks))
+        except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+            raise PipelineError(
+                f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is "
+                "kept: make "
+                "room and run again"
+            ) from None
+        files = {name: mark for share in self.gathered(mine) for name, mark in share.items()}
+        if self.rank == 0:
+            best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
+            if best and (folder / best).exists():
+                known = best in self._files
+                files |= {best: self._files[best]} if known else marks(folder, [folder / best])
+            self._files = files
+            state = {
+                "tag": tag,
+                "step": self.step,
+                "ranks": self.ranks,
+                "train_hash": self._train_hash,
+                "progress": progress,
+                "files": files,
+            }
+            write_sealed(folder / RESUME, state)
+            for old in [*folder.glob("step-*"), *folder.glob("universal-*")]:
+                if old.name != tag:
+                    shutil.rmtree(old)
+            for old in folder.glob(BEST.replace("{step:07d}", "*")):
+                if old.name != best:
+                    old.unlink()
+        self.barrier()
+
+    def _found_state(self) -> dict[str, Any] | None:
+        """What `resume.json` says. Raises PipelineError for the state of other settings, or one that is not whole any
+        more.
+        """
+        folder = self._folder
+        with together():
+            state = read_state(folder)
+        seen = self.gathered(state and state["tag"])
+        if len(set(seen)) > 1:
+            raise PipelineError(
+                f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output`, or "
+                "`train.resume`, has to be one "
+                "folder that all nodes see"
+            )
+        if state is None:
+            return None
+        if state["train_hash"] != self._train_hash:
+            raise PipelineError(
+                f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run "
+                "has "
+                f"{self._train_hash}). Use the recipe it was started with, or another output folder"
+            )
+        with together():
+            require_whole(folder, state["files"])
+        return state
+
+    def _load(self, tag: str) -> None:
+        loaded, _ = self._engine.load_checkpoint(str(self._folder), tag=tag)
+        if loaded is None:
+            raise PipelineError(f"{self._folder / tag} cannot be loaded; remove {self._folder} to train from the start")
+
+    def _universal(self, tag: str) -> str:
+        """ZeRO splits the state by rank; for another number of ranks DeepSpeed's own tool takes it apart by
+        parameter.
+        """
+        made = self._folder / f"universal-{tag}"
+        if self.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+            folders = ["--input_folder", str(self._folder / tag), "--output_folder", str(made)]
+            done = subprocess.run([*command, *workers, *folders], capture_output=True, text=True, check=False)
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise PipelineError(
+                    f"{self._folder / tag} was saved by another number of ranks and cannot be converted for "
+                    f"{self.ranks}: {last}. Resume "
+                    "with as many ranks as before, or start over in another output folder"
+                )
+        self.barrier()
+        return made.name
+
+
+def add_sums(pooled: dict, sums: dict) -> None:
+    """Adds one forward's sums (by branch, then by name) to `pooled`."""
+    for branch, parts in sums.items():
+        mine = pooled.setdefault(branch, {})
+        for name, value in parts.items():
+            mine[name] = mine[name] + value if name in mine else value

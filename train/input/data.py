@@ -1,0 +1,172 @@
+"""Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks.
+
+Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
+is `train.global_batch` rows and one optimiser step; a micro-batch is one forward of one rank.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.basics.errors import PipelineError
+from pipeline.features.batch import Batch, collate, collate_packed, trained, uniform_noise
+from pipeline.features.schema import Row
+from pipeline.features.shards import FeatureStore
+from pipeline.recipe.sections import TrainConfig
+from pipeline.target.model import DTYPES
+
+AHEAD = 2  # steps that are read while one computes
+WINDOW = 1024  # dialogues among which rows are packed
+
+
+class Batches:
+    """One rank's micro-batches of every step."""
+
+    def __init__(self, store: FeatureStore, config: TrainConfig, horizons: list[int], seed: int, rank: int, ranks: int):
+        self.accumulation = config.accumulation(ranks)
+        self._store, self._config, self._horizons, self._seed = store, config, horizons, seed
+        self._rank, self._ranks = rank, ranks
+        self._rows = packed(store, config.pack_tokens, seed) if config.pack_tokens else [[n] for n in range(len(store))]
+        if len(self._rows) < config.global_batch:
+            what = (
+                f"training dialogues, packed into {len(self._rows)} rows,"
+                if config.pack_tokens
+                else "training dialogues"
+            )
+            raise PipelineError(
+                f"{len(store)} {what} do not fill one global batch of {config.global_batch}: "
+                "dump more, or lower train.global_batch"
+            )
+        self.steps_per_epoch = len(self._rows) // config.global_batch
+        self.steps = self.steps_per_epoch * config.epochs
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))  # an epoch and its order
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+
+    def rows_of(self, step: int) -> list[list[int]]:
+        """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
+        no batch.
+        """
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            self._order = epoch, self._shuffled(epoch)
+        chosen = self._order[1][place * self._config.global_batch :][: self._config.global_batch].tolist()
+        tokens = {row: sum(len(self._store.text(n)[0]) for n in self._rows[row]) for row in chosen}
+        return [self._rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
+
+    @property
+    def dialogues(self) -> int:
+        """How many the first epoch takes in; where rows are packed, later ones may leave out others."""
+        return sum(
+            len(self._rows[row]) for row in self._shuffled(0)[: self.steps_per_epoch * self._config.global_batch]
+        )
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        rows = self.rows_of(step)
+        totals = self._totals([number for row in rows for number in row])
+        size, epoch = self._config.micro_batch, step // self.steps_per_epoch
+        out = []
+        for turn in range(self.accumulation):
+            first = (turn * self._ranks + self._rank) * size
+            batch = self._collate(rows[first : first + size], totals, epoch)
+            out.append(batch.pinned() if torch.cuda.is_available() else batch)
+        return out
+
+    def _totals(self, numbers: list[int]) -> dict[int, int]:
+        masks = [self._store.text(number)[1] for number in numbers]
+        return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
+
+    def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int) -> Batch:
+        read = [[self._store.row(number) for number in row] for row in rows]
+        noises = None
+        if self._config.noise:
+            pairs = [pair for row in zip(rows, read, strict=True) for pair in zip(*row, strict=True)]
+            noises = (self._noise(number, row, epoch) for number, row in pairs)
+        width = self._config.pack_tokens or 0
+        dtype = DTYPES[self._config.dtype]
+        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype)
+        return batch if width else replace(batch, begins_BT=None)
+
+    def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
+        return uniform_noise(row, self._config.noise, self._config.noise_scaling, (self._seed, epoch, number))
+
+    def from_step(self, first: int) -> Iterator[tuple[int, list[Batch]]]:
+        """(step, micro-batches) from `first` to the end; the next steps are read while this one computes."""
+        # One thread of torch's for it: a second team of them would take the cores from the first.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
+            ahead = deque(reader.submit(self.micro_batches, step) for step in range(first, self.steps)[:AHEAD])
+            for step in range(first, self.steps):
+                ready = ahead.popleft().result()
+                if step + AHEAD < self.steps:
+                    ahead.append(reader.submit(self.micro_batches, step + AHEAD))
+                yield step, ready
+
+
+def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
+    """Every dialogue in one row of at most so many inputs: windows of the shuffled dialogues, in each first-fit by
+    falling length.
+
+    The same for all epochs, which shuffle the rows. Raises PipelineError for a dialogue that fits no row.
+    """
+    lengths = np.array([len(store.text(number)[0]) - 1 for number in range(len(store))])
+    if lengths.max() > tokens:
+        raise PipelineError(
+            f"train.pack_tokens={tokens}, but dialogue {store.row(int(lengths.argmax())).doc_id} has {lengths.max()} "
+            "inputs: raise it to "
+            "data.max_length"
+        )
+    order, rows = np.random.default_rng((seed, 0x7061636B)).permutation(len(store)), []
+    for first in range(0, len(order), WINDOW):
+        window = order[first : first + WINDOW]
+        filled: list[list[int]] = []
+        room = np.full(len(window), tokens)
+        for number in window[np.argsort(-lengths[window], kind="stable")].tolist():
+            row = int(np.argmax(room >= lengths[number]))  # the first that has room
+            if row == len(filled):
+                filled.append([])
+            filled[row].append(number)
+            room[row] -= lengths[number]
+        rows += filled
+    return rows
+
+
+def validation_batches(
+    store: FeatureStore, config: TrainConfig, horizons: list[int], rank: int, ranks: int
+) -> Iterator[Batch]:
+    """This rank's share of the held-out dialogues; the same number of batches on every rank (ZeRO-3 needs that).
+
+    Where a share is short, a batch without a trained position fills in.
+    """
+    size = config.micro_batch
+    for first in range(0, len(store), size * ranks):
+        begin = first + rank * size
+        rows = [store.row(number) for number in range(begin, min(begin + size, len(store)))]
+        totals = dict.fromkeys(horizons, 1)
+        batch = collate(rows or [store.row(0)], horizons, config.mask, totals)
+        yield batch if rows else batch.emptied()
+
+
+def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> torch.Tensor:
+    """The `size` most frequent assistant tokens of the training dialogues, ascending by id; ties go to the smaller
+    id.
+    """
+    counts = np.zeros(target_vocabulary, dtype=np.int64)
+    for number in range(len(store)):
+        ids, mask = store.text(number)
+        counts += np.bincount(ids[mask.astype(bool)], minlength=target_vocabulary)
+    order = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(order))
+
+
+def coverage(store: FeatureStore, ids: torch.Tensor) -> float:
+    """Share of the assistant tokens of `store` that a reduced vocabulary holds."""
+    known = set(ids.tolist())
+    tokens = [ids[mask.astype(bool)] for ids, mask in (store.text(n) for n in range(len(store)))]
+    flat = np.concatenate(tokens)
+    return float(np.isin(flat, list(known)).mean())

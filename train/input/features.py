@@ -1,0 +1,148 @@
+"""The features where this node's ranks read them: brought there once, checked once a run.
+
+Guarantees: a shard arrives whole or not at all; each host checks the checksum of everything that its ranks may read,
+whatever other hosts have; one that is damaged anywhere ends all ranks by name, before the first step.
+"""
+
+import shutil
+import socket
+import uuid
+from pathlib import Path
+
+from filelock import FileLock
+
+from pipeline.artifacts.features import fetch
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, sha256
+from pipeline.basics.progress import Progress
+from pipeline.features.schema import FeatureSpec, require_same
+from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, ShardRecord, damage
+from pipeline.features.store import lacking
+from pipeline.recipe.recipe import Recipe
+from train.engine.ranks import by_rank_0, place_on_host, together
+
+Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
+LOCK = ".fetch.lock"  # as `fetch` has it
+
+
+def bring(recipe: Recipe, expected: FeatureSpec) -> None:
+    """From the recipe's store, or from the run's shared folder where `train.shards` names another, to where this node
+    reads them.
+
+    Any number of a node's ranks may call it at once: one brings them, the others wait. What is there already is kept.
+    Raises PipelineError, also where the place holds another dump.
+    """
+    if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
+        require_same(Manifest.load(recipe.shards_dir).spec, expected, recipe.shards_dir)
+    if recipe.features.store:
+        fetch(recipe, expected, folder=recipe.shards_dir)
+    elif recipe.shards_dir.resolve() != recipe.features_dir.resolve():
+        _copy(recipe.features_dir, recipe.shards_dir, expected)
+
+
+def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / LOCK):
+        manifest = Manifest.load(source)
+        require_same(manifest.spec, expected, source)
+        if not manifest.complete:
+            raise PipelineError(f"{source}: the dump is not finished. Run it again: it continues where it stopped")
+        wanted = lacking(folder, manifest)
+        with Progress("copy", len(wanted), "shards", quiet=not wanted) as progress:
+            for record in wanted:
+                _copy_one(source, folder, record)
+                progress.advance(1)
+        manifest.save(folder)
+
+
+def _copy_one(source: Path, folder: Path, record: ShardRecord) -> None:
+    reason = damage(source, record, checksum=False)
+    with atomic_path(folder / record.name) as temporary:
+        if not reason:
+            shutil.copyfile(source / record.name, temporary)
+            if sha256(temporary) != record.sha256:
+                reason = "its SHA-256 is not the manifest's: its content was changed or damaged"
+        if reason:
+            raise PipelineError(
+                f"feature shard {source / record.name}: {reason}. It can be dumped again: "
+                f"python -m preprocess.verify {source} --recipe RECIPE --repair"
+            )
+
+
+def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
+    """The dump's training and held-out dialogues, and the target's answers to calibration prompts where it has any. All
+    ranks take part.
+
+    Raises PipelineError, on all of them, where a rank's host has a damaged shard, where there is nothing to train on,
+    or where the recipe's keys need answers that are not there.
+    """
+    with together():
+        if recipe.train.verify_checksums:
+            _require_whole(recipe)
+        return stores(recipe, expected)
+
+
+def _require_whole(recipe: Recipe) -> None:
+    """The ranks of a host share its shards among them."""
+    number, count = place_on_host()
+    folder, brought = recipe.shards_dir, recipe.features.store or recipe.train.shards
+    for record in Manifest.load(folder).shards[number::count]:
+        if reason := damage(folder, record):
+            again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+            raise PipelineError(
+                f"feature shard {folder / record.name} on {socket.gethostname()}: {reason}. "
+                + ("Remove it and run again: it is brought anew" if brought else f"It can be dumped again: {again}")
+            )
+
+
+def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
+    folder = recipe.shards_dir
+    manifest = Manifest.load(folder)
+    store, heldout = (FeatureStore(folder, split, expected) for split in ("train", "validation"))
+    if manifest.total("train", "trained_tokens") == 0:
+        raise PipelineError(
+            f"{folder}: its {len(store)} training dialogues have no trained position: no token of theirs is the "
+            "assistant's. Look at the chat template, and dump again into another folder"
+        )
+    if manifest.total(ANSWERS, "rows"):
+        if manifest.answers != recipe.answers_hash:
+            raise PipelineError(
+                f"{folder}: its answers to calibration prompts are of another data.calibration_prompts or "
+                "features.answer_tokens. Run the dump again: it keeps the rest"
+            )
+        if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
+            raise PipelineError(
+                f"{folder}: the target answers every calibration prompt with one token, its stop token: the chat "
+                "template is "
+                "not the one it was trained with. Set target.chat_template, and dump again into another folder"
+            )
+        return store, heldout, FeatureStore(folder, ANSWERS, expected)
+    config = recipe.train
+    if config.keep == "best" or config.patience or config.decode != "never":
+        raise PipelineError(
+            f"{folder} holds no answers to calibration prompts, by which train.keep, train.patience and train.decode "
+            "go: the "
+            "source had no held-out dialogues left for them, or data.calibration_prompts was 0. Set that and run the "
+            "dump again, which keeps the "
+            "rest; or raise data.heldout_fraction and dump into another folder"
+        )
+    return store, heldout, None
+
+
+def require_shared(folder: Path) -> None:
+    """All ranks take part. Raises PipelineError where one of them does not see what rank 0 writes into `folder`."""
+
+    def leave_mark() -> Path:
+        mark = folder / f".seen-{uuid.uuid4().hex}.tmp"
+        mark.touch()
+        return mark
+
+    mark = by_rank_0(leave_mark)
+    with together():
+        if not mark.exists():
+            raise PipelineError(
+                f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need a folder that "
+                "all nodes see: "
+                "name one as train.resume, or as output"
+            )
+    mark.unlink(missing_ok=True)  # all have looked
