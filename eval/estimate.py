@@ -36,7 +36,7 @@ def measured_token(recipe: Recipe, tokens: int = 48) -> float:
     for step in range(tokens + 4):
         if step == 4:
             begin = time.perf_counter()
-        hidden_ND = target.forward(torch.ones(1, dtype=torch.long, device=target.device), cache)
+        hidden_ND = target.forward(torch.ones(1, dtype=torch.long, device=target.device), cache).final_ND
         int(target.head(hidden_ND[-1]).argmax())  # waits
     return (time.perf_counter() - begin) / tokens
 
@@ -53,9 +53,7 @@ def answers(recipe: Recipe) -> int:
     """Of all methods, benchmarks and temperatures."""
     config = recipe.eval
     repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
-    return (
-        sum(turns(recipe, name) for name in config.benchmarks) * repeats * (1 + len(recipe.draft) + len(config.methods))
-    )
+    return sum(turns(recipe, name) for name in config.benchmarks) * repeats * (1 + len(recipe.methods))
 
 
 def memory_bytes(recipe: Recipe) -> float:
@@ -64,7 +62,7 @@ def memory_bytes(recipe: Recipe) -> float:
     length = recipe.data.max_length + recipe.eval.max_new_tokens
     cache = 2 * layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
     with torch.device("meta"):
-        drafts = sum(parameter_count(build(config, shapes)) for config in recipe.draft.values())
+        drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
     packed = (
         2 if recipe.eval.pack_linears else 1
     )  # beside the packed weights the plain ones live until they are replaced

@@ -16,7 +16,7 @@ import torch
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.units import Job, Method, decode_all, job_of, method_facts, read_tuned
+from eval.measure.units import Job, Measured, decode_all, job_of, method_facts, read_tuned
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
@@ -24,7 +24,7 @@ from pipeline.artifacts.provenance import provenance, write_provenance
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
-from pipeline.drafts import build, parameter_count
+from pipeline.drafts import build, kind_of, parameter_count
 from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from pipeline.target.model import load_tokenizer
@@ -35,12 +35,14 @@ def measured_already(path: Path, key: str) -> bool:
     return path.exists() and read_report(path).get("key") == key
 
 
-def facts_of(recipe: Recipe, method: Method) -> dict:
+def facts_of(recipe: Recipe, method: Measured) -> dict:
     """What the report says of a method, measured figures apart."""
+    if method.weights_sha256 is None:
+        return {"kind": kind_of(recipe.draft[method.draft]), "parameters": 0, "training": {}} | method_facts(method)
     saved = checkpoint.read_config(recipe.draft_dir(method.draft))
     with torch.device("meta"):
         parameters = parameter_count(build(saved.config, saved.shapes))
-    return {"kind": saved.config.kind, "parameters": parameters, "training": saved.training} | method_facts(method)
+    return {"kind": kind_of(saved.config), "parameters": parameters, "training": saved.training} | method_facts(method)
 
 
 def measure(job: Job) -> dict:
@@ -52,8 +54,8 @@ def measure(job: Job) -> dict:
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
-    metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.draft}
-    own = {name: m.tree.depth - m.tree.parallel + 1 for name, m in methods.items() if m.tree.parallel > 1}
+    metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
+    own = {name: m.tree.forwards for name, m in methods.items() if m.tree.forwards < m.tree.depth}
     drawn = plots.draw(entries, own, metrics, folder)
     measured = {
         "name": recipe.name,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from eval.measure.units import Method, make_harness
+from eval.measure.units import Measured, make_harness
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
 from pipeline.basics import embedded
@@ -57,11 +57,11 @@ def guessed(starts: list[int], found: Generation) -> list[bool]:
 def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
     """Decodes it twice. Raises PipelineError where the draft is not trained, or its answer is not plain decoding's."""
     saved = checkpoint.require_trained_under(recipe, name)
-    harness = make_harness(recipe, {name: Method(name, saved.weights_sha256, recipe.draft[name].tree)})
-    target, draft = harness.target, harness.methods[name]
+    harness = make_harness(recipe, {name: Measured(name, saved.weights_sha256, recipe.tree(name))})
+    target, method = harness.target, harness.methods[name]
     prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": question}])
     sampling, starts = Sampling(tokens, frozenset(target.stop_ids())), []
-    found = speculative(target, draft, prompt, sampling, lambda so_far, *_: starts.append(len(so_far) - len(prompt)))
+    found = speculative(target, method, prompt, sampling, lambda so_far, *_: starts.append(len(so_far) - len(prompt)))
     expected = plain(target, prompt, sampling).tokens
     if found.tokens != expected:
         raise PipelineError(

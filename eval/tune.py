@@ -20,6 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -33,9 +34,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
-from pipeline.drafts import Draft
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Draft, Method
 from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.recipe.sections import BenchmarkConfig, TreeConfig
+from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import entry
 
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
@@ -70,43 +72,56 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
     return [Unit("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
 
 
-def predict(walks: list[replay.Walk], costs: Costs, horizons: int, depth: int, sizes: list[int]) -> list[Prediction]:
+def predict(
+    counters: list[replay.Counter],
+    costs: Costs,
+    parallels: Callable[[int], list[int]],
+    depth: int,
+    sizes: list[int],
+    candidates: str = "plain",
+) -> list[Prediction]:
     """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is
     measured.
     """
     out = []
     for top_k in TOP_K:
         for levels in range(1, depth + 1):
-            for parallel in range(1, min(horizons, levels) + 1):
+            for parallel in sorted(parallels(levels)):
                 most = 1 + top_k + top_k * top_k * (levels - 1)
-                ranks = [walk.ranks(top_k, levels, parallel) for walk in walks]
                 for nodes in [n for n in sizes if levels + 1 <= n <= most]:
-                    counts = Acceptance()
-                    for found in ranks:
-                        counts.merge(replay.walk(found, nodes))
+                    shape = {"depth": levels, "top_k": top_k, "nodes": nodes, "parallel": parallel}
+                    tree, counts = TreeConfig(**shape, candidates=candidates), Acceptance()
+                    for counted in counters:
+                        counts.merge(counted(tree))
                     seconds = costs.round(levels, top_k, nodes, parallel) / counts.tau
                     out.append(Prediction(levels, top_k, nodes, parallel, counts.tau, costs.plain / seconds))
     return sorted(out, key=lambda one: -one.speedup)
 
 
-def tree_of(draft: Draft, best: Prediction) -> TreeConfig:
-    candidates = draft.config.tree.candidates
+def largest(method: Method, depth: int) -> tuple[Draft, TreeConfig]:
+    """The draft and the largest tree that is considered of it."""
+    most = max(method.draft.config.parallels(depth))
+    kind = method.tree.candidates
+    return method.draft, TreeConfig(depth=depth, top_k=max(TOP_K), nodes=depth + 1, candidates=kind, parallel=most)
+
+
+def tree_of(given: TreeConfig, best: Prediction) -> TreeConfig:
     shape = {key: value for key, value in asdict(best).items() if key in ("depth", "top_k", "nodes", "parallel")}
-    return TreeConfig(**shape, candidates=candidates)
+    return TreeConfig(**shape, candidates=given.candidates)
 
 
 def measure(
-    recipe: Recipe, harness: Harness, drafts: dict[str, Draft], units: list[Unit]
+    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[Unit]
 ) -> dict[str, dict[str, float | None]]:
     """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
     PipelineError where the losslessness gate fails.
     """
-    trial = Harness(recipe, harness.target, drafts)
+    trial = Harness(recipe, harness.target, methods)
     records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
     if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
         raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
     out = {}
-    for name in (PLAIN, *drafts):
+    for name in (PLAIN, *methods):
         mine = [record.generation for record in records if record.method == name]
         counts = Acceptance()
         for one in mine:
@@ -134,22 +149,22 @@ def tune(
     harness: Harness,
     name: str,
     units: list[Unit],
-    walks: list[replay.Walk],
+    counters: list[replay.Counter],
     costs: Costs,
     depth: int,
 ) -> dict:
     """Chooses, measures and describes one draft's tree."""
-    draft = harness.methods[name]
+    given = harness.methods[name]
     print(costs.said())
-    ranked = predict(walks, costs, draft.config.horizons, depth, costs.sizes)
+    ranked = predict(counters, costs, given.draft.config.parallels, depth, costs.sizes, given.tree.candidates)
     print("fastest trees by prediction:")
     for one in ranked[:5]:
         print(
             f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
             f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
         )
-    best, tree = ranked[0], tree_of(draft, ranked[0])
-    found = measure(recipe, harness, {"tuned": draft.with_tree(tree), "given": draft}, units)
+    best, tree = ranked[0], tree_of(given.tree, ranked[0])
+    found = measure(recipe, harness, {"tuned": Method(given.draft, tree), "given": given}, units)
     plainly, tuned, given = (found[method] for method in (PLAIN, "tuned", "given"))
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]
@@ -161,7 +176,7 @@ def tune(
         f"{given['tau']:.2f}"
     )
     return {
-        "tree": tree.model_dump(mode="json"),
+        "tree": tree.to_json(),
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
         "measured": tuned,
         "recipes_tree": given,
@@ -201,10 +216,10 @@ def main() -> None:
     context = int(np.median([len(ids) for ids, _ in answers]))
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, answers[0][0])
-    depth, drafts = arguments.depth, [harness.methods[name] for name in names]
-    grown = [(draft, depth, max(TOP_K), min(draft.config.horizons, depth)) for draft in drafts]
-    walks = zip(*(harness.walks(grown, *pair) for pair in answers), strict=True)
-    for name, of_draft in zip(names, walks, strict=True):
+    depth = arguments.depth
+    grown = [largest(harness.methods[name], depth) for name in names]
+    counters = zip(*(harness.counters(grown, *pair) for pair in answers), strict=True)
+    for name, of_draft in zip(names, counters, strict=True):
         found[name] = tune(recipe, harness, name, units, list(of_draft), costs[name], depth)
         write_sealed(path, known | found)
     print(

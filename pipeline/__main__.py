@@ -68,7 +68,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
     parts, done = [], True
-    for name in sorted(recipe.draft):
+    for name in recipe.trained:
         folder = recipe.draft_dir(name)
         if not (folder / checkpoint.CONFIG).exists():
             resume = recipe.resume_dir(name) / "resume.json"
@@ -103,6 +103,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():
         folder = recipe.draft_dir(facts["draft"])
+        if facts["weights_sha256"] is None:  # it is not trained
+            continue
         if (
             facts["draft"] not in recipe.draft
             or not (folder / checkpoint.CONFIG).exists()

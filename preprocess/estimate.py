@@ -104,15 +104,15 @@ def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    width = load_config(recipe.target).hidden_size
-    states = 1 + len(recipe.features.auxiliary_layers)
-    return tokens * token_bytes(recipe.features.stored_dtype, width, states) + rows * FRAME_BYTES
+    config = load_config(recipe.target)
+    states = 1 + len(recipe.auxiliary_layers(config.num_hidden_layers))
+    return tokens * token_bytes(recipe.stored_dtype, config.hidden_size, states) + rows * FRAME_BYTES
 
 
 def memory_bytes(recipe: Recipe) -> float:
     """Of one worker, without what Python and its libraries take."""
     config, size = load_config(recipe.target), DTYPES[recipe.target.dtype].itemsize
-    states = 1 + len(recipe.features.auxiliary_layers)
+    states = 1 + len(recipe.auxiliary_layers(config.num_hidden_layers))
     batch = recipe.features.batch_tokens * ((8 + states) * config.hidden_size + 3 * config.intermediate_size)
     return (parameter_count_of(recipe.target) + in_flight(recipe.features) * batch) * size
 
@@ -161,7 +161,7 @@ def main() -> None:
     )
     memory = memory_bytes(recipe)
     print(f"dump   {counts['tokens']:,.0f} tokens in {counts['rows']:,.0f} documents")
-    print(f"       disk {size / 1e9:,.3f} GB ({recipe.features.stored_dtype}); free: {free / 1e9:,.0f} GB")
+    print(f"       disk {size / 1e9:,.3f} GB ({recipe.stored_dtype}); free: {free / 1e9:,.0f} GB")
     print(
         f"       {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s, {memory / 1e9:,.1f} "
         "GB a worker"

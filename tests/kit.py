@@ -104,9 +104,8 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "jakiro": {
                 "kind": "jakiro",
                 "vocabulary": 128,
-                "tree": {"depth": 3, "top_k": 3, "nodes": 7, "parallel": 2},
             },
-            "eagle": {"kind": "eagle", "tree": {"depth": 3, "top_k": 3, "nodes": 7}},
+            "eagle": {"kind": "eagle"},
         },
         "train": {
             "epochs": 2,
@@ -120,6 +119,7 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "validate_every": 4,
         },
         "eval": {
+            "tree": {"depth": 3, "top_k": 3, "nodes": 7},
             "benchmarks": {"heldout": {"source": "heldout", "prompts": 2}},
             "max_new_tokens": 8,
             "repeats": 1,

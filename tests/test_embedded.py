@@ -123,8 +123,8 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
         draft.loss(batch)[0].backward()
         optimizer.step()
     draft.eval().requires_grad_(False)
-    estimated = acceptance.figures(acceptance.estimate(draft, answers, 0, 1))
-    decoded = acceptance.Decoder(recipe, answers, draft).tau(draft.state_dict(), quiet=True)
+    estimated = acceptance.figures(acceptance.estimate(draft, recipe.tree(name), answers, 0, 1))
+    decoded = acceptance.Decoder(recipe, answers, draft, recipe.tree(name)).tau(draft.state_dict(), quiet=True)
     print(f"{name}: estimated tau {estimated['estimated_tau']:.4f}, decoded {decoded:.4f}")
     assert decoded > 1.3 and estimated["estimated_tau"] == pytest.approx(decoded, rel=0.02)
     assert estimated["estimated_tau"] > estimated["estimated_chain_tau"] > 1

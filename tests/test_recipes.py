@@ -26,6 +26,7 @@ def shapes(hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) ->
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "max_position_embeddings": 4096,
         "vocab_size": vocabulary,
+        "target_layers": 32,
     }
 
 

@@ -405,7 +405,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
 
     call(evaluate, str(recipe), *sets)
     assert "| heldout | 0 | jakiro-tuned | 3 |" in capsys.readouterr().out
-    released = json.loads((run / "release/config.json").read_text())["draft"]["tree"]
+    released = json.loads((run / "release/config.json").read_text())["tree"]
     results = json.loads((run / "release/report.json").read_text())["results"]
     speeds = {m: math.prod(r["speedup"] for r in results if r["draft"] == m) for m in ("jakiro", "jakiro-tuned")}
     faster = speeds["jakiro-tuned"] > speeds["jakiro"]

@@ -11,15 +11,18 @@ import torch
 
 from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import decoded
-from pipeline.drafts import Draft
+from pipeline.drafts import TrainedDraft
+from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import TreeConfig
 from pipeline.running.cores import asked_threads, cores
 from pipeline.target.ends import Ends
 from pipeline.target.model import Target
+from pipeline.target.states import States
 
 
 def chain_of(tree: TreeConfig) -> TreeConfig:
@@ -29,20 +32,24 @@ def chain_of(tree: TreeConfig) -> TreeConfig:
     )
 
 
-def estimate(draft: Draft, answers: FeatureStore, rank: int, ranks: int) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, for the draft's tree and for its chain. The draft holds whole
-    weights.
-    """
-    device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
-    chain = draft.with_tree(chain_of(draft.config.tree))
-    out = {"tree": Acceptance(), "chain": Acceptance()}
+def estimate(
+    draft: TrainedDraft, tree: TreeConfig, answers: FeatureStore, rank: int, ranks: int
+) -> dict[str, Acceptance]:
+    """Counts of this rank's share of the answers, for the tree and for its chain. The draft holds whole weights."""
+    methods = {"tree": Method(draft, tree), "chain": Method(draft, chain_of(tree))}
+    out = {name: Acceptance() for name in methods}
     for number in range(rank, len(answers), ranks):
         row = answers.row(number)
-        hidden_TD, tokens = row.hidden_TD.to(device, dtype), row.input_ids.tolist()
+        states, tokens = states_of(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
         begin = int(row.loss_mask.argmax())
-        for name, grown in (("tree", draft), ("chain", chain)):
-            out[name].merge(decoded(grown, hidden_TD, tokens, begin))
+        for name, method in methods.items():
+            out[name].merge(decoded(method, states, tokens, begin))
     return out
+
+
+def states_of(row: Row, spec: FeatureSpec) -> States:
+    """The stored states of a dialogue, as a forward of the target gives them."""
+    return States(row.hidden_TD, row.auxiliary_TKD, tuple(spec.auxiliary_numbers))
 
 
 def figures(found: dict[str, Acceptance]) -> dict[str, float]:
@@ -56,13 +63,13 @@ def figures(found: dict[str, Acceptance]) -> dict[str, float]:
 class Decoder:
     """The target, loaded beside the training: decodes the calibration prompts as evaluation does."""
 
-    def __init__(self, recipe: Recipe, answers: FeatureStore, draft: Draft):
+    def __init__(self, recipe: Recipe, answers: FeatureStore, draft: TrainedDraft, tree: TreeConfig):
         """`draft` is the one that trains: another is made beside it, with weights of its own in the target's dtype."""
         self._target = Target(recipe.target, recipe.target.dtype)
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
         self._draft = draft.twin().to(self._target.dtype).to_empty(device=self._target.device)
-        self._fingerprint = draft.ends.fingerprint
+        self._method, self._fingerprint = Method(self._draft, tree), draft.ends.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
         """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the
@@ -84,6 +91,6 @@ class Decoder:
             for number in range(len(self._answers)):
                 row = self._answers.row(number)
                 prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
-                counts.merge(speculative(self._target, self._draft, prompt, self._sampling).acceptance)
+                counts.merge(speculative(self._target, self._method, prompt, self._sampling).acceptance)
                 progress.advance(1, tau=f"{counts.tau:.2f}")
         return counts

@@ -28,7 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.drafts import Draft, build, parameter_count
+from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.drafts.losses import chunk_rows
 from pipeline.features.batch import Batch, collate
@@ -44,7 +44,7 @@ VALIDATION = 1 / 3  # of a token's training
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
 
 
-def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
+def memory_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
     """Of one rank. The draft may be on the meta device."""
     config, parameters, width = recipe.train, parameter_count(draft), draft.shapes["hidden_size"]
     size = DTYPES[config.dtype].itemsize
@@ -65,14 +65,14 @@ def memory_bytes(recipe: Recipe, draft: Draft, ranks: int) -> float:
     return states + bucket + ends + gathered + beside + max(step_bytes(recipe, draft), at_the_end)
 
 
-def step_bytes(recipe: Recipe, draft: Draft) -> float:
+def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     """What a forward and backward needs beside weights, their gradients and the optimizer."""
     config, width, branches = recipe.train, draft.shapes["hidden_size"], draft.trained_features
     size = DTYPES[config.dtype].itemsize
     tokens = config.micro_batch * row_tokens(recipe)
     kept = activation_bytes(recipe, draft, recompute=False)
     if config.recompute:  # and one pass again
-        kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.config.rollout
+        kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.passes
     batch = 2 * tokens * width * size  # features and labels
     rows = (
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
@@ -90,7 +90,7 @@ def row_tokens(recipe: Recipe) -> int:
     return recipe.train.pack_tokens or recipe.data.max_length - 1
 
 
-def activation_bytes(recipe: Recipe, draft: Draft, recompute: bool) -> int:
+def activation_bytes(recipe: Recipe, draft: TrainedDraft, recompute: bool) -> int:
     """What a micro-batch's forward keeps for its backward: counted, with tensors that have no content."""
     config, dtype, shapes = recipe.train, DTYPES[recipe.train.dtype], draft.shapes
     before = torch.get_default_dtype()
@@ -102,16 +102,21 @@ def activation_bytes(recipe: Recipe, draft: Draft, recompute: bool) -> int:
         torch.set_default_dtype(before)
 
 
-def _activation_bytes(config: TrainConfig, draft: Draft, dtype: torch.dtype, count: int, recompute: bool) -> int:
+def _activation_bytes(config: TrainConfig, draft: TrainedDraft, dtype: torch.dtype, count: int, recompute: bool) -> int:
     width, shape = draft.shapes["hidden_size"], (config.micro_batch, count)
     embedding = torch.empty(draft.shapes["vocab_size"], width)
-    draft.draft_token_ids = None
     draft.bind(Ends(embedding, LMHead(embedding), ""))
     draft.recompute = recompute
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}, tokens_BT if config.pack_tokens else None)
-    others = {x.untyped_storage()._cdata for x in (*draft.parameters(), embedding, hidden_BTD)}
+    states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
+    trained = {1: torch.ones(shape, dtype=torch.bool)}
+    packed_BT = tokens_BT if config.pack_tokens else None
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, packed_BT, states_BTSD)
+    others = {
+        x.untyped_storage()._cdata
+        for x in (*draft.parameters(), embedding, hidden_BTD, *([] if states_BTSD is None else [states_BTSD]))
+    }
     kept: dict[int, int] = {}
     alive = []  # so that no storage is counted under another's address
 
@@ -133,8 +138,8 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     shapes = shapes_of(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
     draft.initialise(recipe.seed)
-    if recipe.draft[name].vocabulary:
-        draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary))
+    if draft.token_ids_U is not None:
+        draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
     draft.bind(load_ends(recipe.target))
     draft = draft.to(device, dtype)
     draft.move_ends(device, dtype)
@@ -146,10 +151,12 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
             torch.randint(shapes["vocab_size"], (length,), generator=generator).int().numpy(),
             (np.arange(length) > length // 4).astype(np.uint8),
             torch.randn(length, width, generator=generator).bfloat16(),
+            torch.randn(length, len(draft.needs.auxiliary), width, generator=generator).bfloat16(),
         )
         for number in range(config.micro_batch)
     ]
-    batch = collate(rows, draft.horizons, config.mask, dict.fromkeys(draft.horizons, length)).to(device, dtype)
+    totals, auxiliary = dict.fromkeys(draft.horizons, length), range(len(draft.needs.auxiliary))
+    batch = collate(rows, draft.horizons, config.mask, totals, auxiliary=auxiliary).to(device, dtype)
     tokens, begin = 0, 0.0
     for step in count():
         if step == 2:  # warm
@@ -190,7 +197,7 @@ def main() -> None:
     validations = steps // config.validate_every + 1
     tokens = arguments.tokens * config.epochs + VALIDATION * validations * arguments.validation_tokens
     drafts, shapes = {}, shapes_of(load_config(recipe.target))
-    for name in sorted(recipe.draft):
+    for name in recipe.trained:
         with torch.device("meta"):
             draft = build(recipe.draft[name], shapes)
         speed = arguments.tokens_per_second or measured_speed(

@@ -15,8 +15,9 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
-from pipeline.drafts import Draft, build, parameter_count
+from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
@@ -31,6 +32,7 @@ from train.pace import Pace
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
+SAID = {"agree": "agreement", "accept": "acceptance"}
 log = logging.getLogger(__name__)
 
 
@@ -62,14 +64,14 @@ def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores]
     store, heldout, answers = features()
     draft = new_draft(recipe, name, ends, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
-    batches = Batches(store, recipe.train, draft.horizons, recipe.seed, rank, ranks)
+    batches = Batches(store, recipe.train, draft, recipe.seed, rank, ranks)
     engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, state, recipe.train_hash(name))
     draft.move_ends(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
-    if draft.config.vocabulary:
-        facts["vocabulary_coverage"] = round(coverage(heldout, draft.draft_token_ids.cpu()), 4)
+    if draft.token_ids_U is not None:
+        facts["vocabulary_coverage"] = round(coverage(heldout, draft.token_ids_U.cpu()), 4)
     if rank == 0:
         checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts)
         shutil.rmtree(state)
@@ -78,15 +80,15 @@ def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores]
     return f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
 
 
-def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Draft:
+def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> TrainedDraft:
     """The draft at step 0: a function of the recipe, its seed and the shards."""
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
     draft = build(config, shapes)
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
-    if config.vocabulary:
-        draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], config.vocabulary))
+    if draft.token_ids_U is not None:
+        draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], len(draft.token_ids_U)))
     draft.bind(ends)
     return draft
 
@@ -99,21 +101,21 @@ class _Run:
         recipe: Recipe,
         name: str,
         engine: Engine,
-        draft: Draft,
+        draft: TrainedDraft,
         batches: Batches,
         heldout: FeatureStore,
         answers: FeatureStore | None,
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
         self._engine, self._draft, self._batches = engine, draft, batches
-        self._heldout, self._answers = heldout, answers
+        self._heldout, self._answers, self._tree = heldout, answers, recipe.tree(name)
         self._trained_tokens = engine.progress.get("trained_tokens", 0)
         self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
         self._validation: dict[str, float] = engine.progress.get("validation", {})
         self._best: dict[str, Any] | None = engine.progress.get("best")
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
-        self._twin: Draft | None = None  # validates; made once
+        self._twin: TrainedDraft | None = None  # validates; made once
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = self._pace = None
         if engine.rank == 0:
@@ -151,11 +153,12 @@ class _Run:
         sums = self._engine.advance(micro_batches)
         self._look_at_pace(micro_batches, time.monotonic() - begin)
         values, step = self._averages(sums), self._engine.step
-        self._trained_tokens += int(sums["next"]["positions"])
+        main = next(iter(self._terms))
+        self._trained_tokens += int(sums[main]["positions"])
         if self._engine.left_out:
             self._left_out += self._engine.turns_left_out
             self._write("left_out", {"what": self._engine.left_out})
-        if sums["next"]["positions"]:  # else all of the step was left out: there is no loss to speak of
+        if sums[main]["positions"]:  # else all of the step was left out: there is no loss to speak of
             self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
         validated = step == self._batches.steps or step % self._config.validate_every == 0
         if validated:
@@ -164,7 +167,7 @@ class _Run:
             self._engine.save_resume(self._progress())
         if validated and self._config.decode == "always":
             self._decode(self._whole().state_dict(), self._validation, quiet=True)
-        shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['next_agreement']:.3f}"}
+        shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['agreement']:.3f}"}
         if "estimated_tau" in self._validation:
             shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
         return shown
@@ -188,24 +191,28 @@ class _Run:
             self._metrics.write(kind, self._engine.step, values)
 
     def _averages(self, sums: dict[str, dict[str, float]]) -> dict[str, float]:
-        """Global loss and, per branch, its averages over trained positions; "agreement" is top-1 against the target."""
-        out, loss = {}, 0.0
-        for branch, weights in self._draft.branch_losses().items():
-            part = sums[branch]
-            count = max(part["positions"], 1)
-            regression, classification = part["regression"] / count, part["classification"] / count
-            loss += weights.regression * regression + weights.classification * classification
-            out[f"{branch}_regression"] = regression
-            out[f"{branch}_classification"] = classification
-            out[f"{branch}_agreement"] = part["agree"] / count
-        return {"loss": loss, **out}
+        """Global loss, the next token's classification and agreement and, by term, all averages over trained positions;
+        "agreement" is top-1 against the target, "acceptance" the mean of sum min(p, q).
+        """
+        out: dict[str, float] = {}
+        for name, term in self._terms.items():
+            count = max(sums[name]["positions"], 1)
+            found = {SAID.get(part, part): value / count for part, value in sums[name].items() if part != "positions"}
+            out["loss"] = out.get("loss", 0.0) + sum(weight * found[part] for part, weight in term.weights.items())
+            out |= {key: found[key] for key in ("classification", "agreement") if key not in out}
+            out |= {f"{name}_{part}": value for part, value in found.items()}
+        return out
+
+    @property
+    def _terms(self) -> dict[str, Term]:
+        return self._draft.terms(self._engine.step)
 
     # -- validation ------------------------------------------------------------------------------------------------
 
     def _validate(self) -> None:
         pooled: dict = {}
         share = validation_batches(
-            self._heldout, self._config, self._draft.horizons, self._engine.rank, self._engine.ranks
+            self._heldout, self._config, self._draft, self._engine.step, self._engine.rank, self._engine.ranks
         )
         for batch in share:
             add_sums(pooled, self._engine.measure(batch))
@@ -217,7 +224,7 @@ class _Run:
             self._best["validation"] = self._validation
         self._write("validation", self._validation)
 
-    def _whole(self) -> Draft:
+    def _whole(self) -> TrainedDraft:
         """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks
         take part.
         """
@@ -229,7 +236,7 @@ class _Run:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
         with together():
-            mine = acceptance.estimate(draft, self._answers, self._engine.rank, self._engine.ranks)
+            mine = acceptance.estimate(draft, self._tree, self._answers, self._engine.rank, self._engine.ranks)
         found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():
@@ -244,7 +251,7 @@ class _Run:
             return
         tau = None
         if self._engine.rank == 0:
-            self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers, self._draft)
+            self._decoder = self._decoder or acceptance.Decoder(self._recipe, self._answers, self._draft, self._tree)
             tau = self._decoder.tau(weights, quiet)
         validation["decoded_tau"] = self._engine.gathered(tau)[0]
         shown = {key: validation[key] for key in ("decoded_tau", "estimated_tau", "trained_tokens")}

@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from pipeline.drafts import Draft, build, parameter_count
+from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.features.batch import Batch
 
 LOOKED_AT = 5  # steps in a row, of which the median counts
@@ -19,7 +19,7 @@ OVERHEAD = 0.5  # seconds of a step that no arithmetic explains: small drafts ha
 class Pace:
     """Of one rank. The arithmetic's speed is measured in a moment, when this is made."""
 
-    def __init__(self, draft: Draft, device: torch.device, dtype: torch.dtype):
+    def __init__(self, draft: TrainedDraft, device: torch.device, dtype: torch.dtype):
         self._token_operations = operations(draft)
         self._speed = matrix_speed(device, dtype)
         self._device, self._last = device, deque(maxlen=LOOKED_AT)
@@ -45,15 +45,14 @@ class Pace:
         return f"a step takes {seconds:.2f} s, its bare arithmetic {bare:.2f} s ({whose}): {remedy}"
 
 
-def operations(draft: Draft) -> float:
+def operations(draft: TrainedDraft) -> float:
     """Floating-point operations of a token's training: forward and backward through the draft in each pass, and the
     frozen head on the target's state and on each branch's (forward, and back to the state).
     """
     with torch.device("meta"):  # ZeRO-3 has taken the draft's own tensors apart
         parameters = parameter_count(build(draft.config, draft.shapes))
     head = draft.vocabulary_size * draft.shapes["hidden_size"]
-    branches = len(draft.branch_losses())
-    return 6 * parameters * draft.config.rollout + head * (2 + 4 * branches)
+    return 6 * parameters * draft.passes + head * (2 + 4 * draft.trained_features)
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,16 +1,17 @@
 """What a round costs on this machine: verifying n tokens, a draft forward of w nodes, and the rest."""
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.drafts import Draft
-from pipeline.drafts.base import DraftState, Frontier
 from pipeline.target.model import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
@@ -49,7 +50,7 @@ class Costs:
 @torch.inference_mode()
 def measure_costs(
     target: Target,
-    drafts: dict[str, Draft],
+    methods: dict[str, Method],
     context: int,
     max_nodes: int,
     samplings: list[Sampling],
@@ -64,53 +65,60 @@ def measure_costs(
     sizes = [size for size in sizes if size <= max_nodes]
     cache = target.new_cache(context + max_nodes)
     tokens = torch.arange(context + max_nodes, device=device) % 1000 + 5
-    hidden_TD = target.forward(tokens[:context], cache)
-    states = {name: DraftState() for name in drafts}
-    for name, draft in drafts.items():
-        draft.start(states[name], hidden_TD, tokens[:context])
+    drafts, text = {name: method.draft for name, method in methods.items()}, tokens.tolist()
+    layers = tuple(sorted({layer for draft in drafts.values() for layer in draft.needs.auxiliary}))
+    given = target.forward(tokens[:context], cache, layers=layers)
+    before, two, opened = {}, given.rows([0, 1]), {}
+    stepwise = [name for name, draft in drafts.items() if draft.stepwise]
+    for name in stepwise:
+        draft = drafts[name]
+        before[name] = draft.open()
+        opened[name] = draft.start(before[name], Verified(text[: context + 1], given.of(draft.needs)), Wanted())
+
+    wanted = {name: Wanted(method.tree.parallel or 1) for name, method in methods.items()}
 
     def verify(size: int) -> None:
         seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
-        target.head(
-            target.forward(tokens[:size], cache, torch.arange(size, device=device) + context, seen, size)
-        ).argmax(-1).tolist()
+        found = target.forward(tokens[:size], cache, torch.arange(size, device=device) + context, seen, size, layers)
+        target.head(found.final_ND).argmax(-1).tolist()
         cache.keep(context)
 
-    def start(name: str) -> None:
-        drafts[name].start(states[name], hidden_TD[:2], tokens[:2], True).next_WU.argmax(-1).tolist()
-        states[name].verified = context
+    def start(name: str, state: Any) -> None:
+        seen = Verified(text[: context + 3], two.of(drafts[name].needs))
+        drafts[name].start(state, seen, wanted[name]).logits_LWU[0].argmax(-1).tolist()
 
-    def step(name: str, width: int) -> None:
-        states[name].cache.keep(context)
+    def step(name: str, width: int, state: Any) -> None:
         eye = torch.eye(width, dtype=torch.bool, device=device)
-        frontier = Frontier(tokens[:width], hidden_TD[:width], eye, 1)
-        drafts[name].step(states[name], frontier, True).next_WU.argmax(-1).tolist()
+        frontier = Frontier(tokens[:width], opened[name].carry_WD.expand(width, -1), eye, 1)
+        drafts[name].step(state, frontier, wanted[name]).logits_LWU[0].argmax(-1).tolist()
 
     def plain() -> None:
-        target.head(target.forward(tokens[:1], cache)[0]).argmax(-1).tolist()
+        target.head(target.forward(tokens[:1], cache).final_ND[0]).argmax(-1).tolist()
         cache.keep(context)
 
-    tasks: dict[tuple, Callable[[], None]] = {("verify", n): partial(verify, n) for n in sizes}
-    tasks |= {("step", name, w): partial(step, name, w) for name in drafts for w in WIDTHS}
-    tasks |= {("start", name): partial(start, name) for name in drafts} | {("plain",): plain}
+    tasks: dict[tuple, Callable[..., None]] = {("verify", n): partial(verify, n) for n in sizes}
+    tasks |= {("step", name, w): partial(step, name, w) for name in stepwise for w in WIDTHS}
+    tasks |= {("start", name): partial(start, name) for name in stepwise} | {("plain",): plain}
     times: dict[tuple, list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
+            states = [copy.deepcopy(before[key[1]])] if key[0] in ("start", "step") else []
             begin = time.perf_counter()
-            task()
+            task(*states)
             times[key].append(time.perf_counter() - begin)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
     out = {}
-    for name, draft in drafts.items():
+    for name, method in methods.items():
         rest = []
         for sampling in samplings:
-            one = speculative(target, draft, prompt, sampling, exact_split=True)
-            rest.append((one.seconds - one.split["draft"] - one.split["verify"]) / max(one.acceptance.passes, 1))
+            one = speculative(target, method, prompt, sampling, exact_split=True)
+            elsewhere = one.seconds - one.split.get("draft", 0.0) - one.split["verify"]
+            rest.append(elsewhere / max(one.acceptance.passes, 1))
         out[name] = Costs(
             median[("plain",)],
             {n: median["verify", n] for n in sizes},
-            {w: median["step", name, w] for w in WIDTHS},
-            median["start", name],
+            {w: median.get(("step", name, w), 0.0) for w in WIDTHS},
+            median.get(("start", name), 0.0),
             statistics.fmean(rest),
         )
     return out

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from eval.measure.exact import drawn_error
 from pipeline.decoding.accept import Sampler, log_odds
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
-from pipeline.drafts import Draft
 from pipeline.target.model import Target
 
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
@@ -50,8 +50,8 @@ class Gate:
     )  # drawn: where each emitted token lies in plain decoding's distribution
 
     @classmethod
-    def of(cls, draft: Draft, temperature: float) -> "Gate":
-        return cls(temperature, drawn=temperature > 0 and draft.config.tree.siblings != "best")
+    def of(cls, method: Method, temperature: float) -> "Gate":
+        return cls(temperature, drawn=temperature > 0 and method.tree.siblings != "best")
 
     @property
     def fit(self) -> float:
@@ -83,7 +83,7 @@ class Gate:
 class Gatekeeper:
     """Compares answers, and looks closely at rounds and at places where answers part; nothing of it is timed."""
 
-    def __init__(self, target: Target, methods: dict[str, Draft], rounds: int):
+    def __init__(self, target: Target, methods: dict[str, Method], rounds: int):
         """`rounds`: of each prompt and method that are looked at closely."""
         self._target, self._methods, self._rounds = target, methods, rounds
         self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods
@@ -199,7 +199,7 @@ class Gatekeeper:
         tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and
         for drawn candidates the distribution of the first token over every draw and decision.
         """
-        draft, until = self._methods[method], gate.rounds + self._rounds
+        until = gate.rounds + self._rounds
         rows = self._rows(tuple(ids), tuple(self._continued(tuple(ids), sampling)), 0)
         gate.plain_drift = max(gate.plain_drift, rows.drift)
 
@@ -208,7 +208,7 @@ class Gatekeeper:
                 self._examine(gate, sampling, tokens, tree, logits_NV)
 
         few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
-        speculative(self._target, draft, ids, few, observe)
+        speculative(self._target, self._methods[method], ids, few, observe)
 
     def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
         """One round of the gate. A figure that is not a number fails it."""
@@ -250,7 +250,7 @@ class Gatekeeper:
         target, rows = self._target, []
         cache = target.new_cache(len(ids) + len(answer) + 1)
         for number, tokens in enumerate([ids, *([token] for token in answer)]):
-            hidden_TD = target.forward(torch.tensor(tokens, device=target.device), cache)
+            hidden_TD = target.forward(torch.tensor(tokens, device=target.device), cache).final_ND
             if number >= first:
                 rows.append(target.head(hidden_TD[-1]).float())
         return torch.stack(rows)

@@ -1,9 +1,9 @@
 """Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
 
-A method is "plain", or a draft with a tree. A unit is one prompt at one temperature: each of its turns is decoded
-several times by all methods in turn, with the same random numbers; a later turn continues one fixed history, plain
-decoding's greedy answers, for every method. Units are independent of each other, so they can be finished one by one,
-anywhere.
+A method is plain decoding, or a draft with a tree. A unit is one prompt at one temperature: each of its turns is
+decoded several times by all methods in turn, with the same random numbers; a later turn continues one fixed history,
+plain decoding's greedy answers, for every method. Units are independent of each other, so they can be finished one by
+one, anywhere.
 """
 
 import zlib
@@ -19,14 +19,13 @@ from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Draft, Method
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.drafts import Draft
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.recipe import PLAIN, Recipe
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import Target, fixed_capacity
 from pipeline.target.thoughts import as_message
-
-PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Outcome:
 
 
 class Harness:
-    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Draft], exact_split: bool = False):
+    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Method], exact_split: bool = False):
         """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._exact_split, self._warm = exact_split, set()
@@ -92,7 +91,7 @@ class Harness:
         encoded = self.with_histories(unit.prompt)
         if encoded is None:
             return Outcome([], {}, left_out=True, hardware=hardware(self._recipe.target.device))
-        gates = {name: Gate.of(draft, unit.temperature) for name, draft in self.methods.items()}
+        gates = {name: Gate.of(method, unit.temperature) for name, method in self.methods.items()}
         outcome = Outcome([], gates, hardware=hardware(self._recipe.target.device))
         for turn, ids in enumerate(encoded):
             self._warm_up(ids, told)
@@ -128,15 +127,15 @@ class Harness:
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
                     yield ids, answer
 
-    def walks(
-        self, grown: list[tuple[Draft, int, int, int]], prompt: list[int], answer: list[int]
-    ) -> list[replay.Walk]:
-        """Each draft's largest tree (depth, top-k, parallel levels) below every token of an answer of the target's own,
-        which is forwarded once for all of them.
+    def counters(
+        self, grown: list[tuple[Draft, TreeConfig]], prompt: list[int], answer: list[int]
+    ) -> list[replay.Counter]:
+        """What each draft's trees, up to a largest one, count along an answer of the target's own, which is forwarded
+        once for all of them.
         """
         tokens = prompt + answer
-        hidden_TD = self.target.capture(torch.tensor([tokens]))[0]
-        return [replay.collect(draft, hidden_TD, tokens, len(prompt), *largest) for draft, *largest in grown]
+        states = self.target.states(tokens, [layer for draft, _ in grown for layer in draft.needs.auxiliary])
+        return [replay.counter(draft, states, tokens, len(prompt), tree) for draft, tree in grown]
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:
@@ -148,7 +147,7 @@ class Harness:
         compiling.
         """
         spare = self._config.max_new_tokens
-        sizes = [spare, *(spare + max(d.config.tree.nodes, d.config.tree.depth + 1) for d in self.methods.values())]
+        sizes = [spare, *(spare + max(m.tree.nodes, m.tree.depth + 1) for m in self.methods.values())]
         shape = tuple(fixed_capacity(len(ids) + size) for size in sizes) if self.target.compiled else ()
         if shape in self._warm:
             return
@@ -167,7 +166,7 @@ class Harness:
         return self._histories[prompt]
 
     def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
-        trees = [draft.config.tree for draft in self.methods.values()]
+        trees = [method.tree for method in self.methods.values()]
         spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
         room = self.target.positions - self._config.max_new_tokens - spare
         messages, encoded = [], []

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from eval.measure.harness import Harness, Outcome, Unit
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
@@ -19,37 +22,37 @@ from pipeline.artifacts.reports import read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
 from pipeline.basics.progress import Progress
-from pipeline.drafts import Draft
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Draft, Method
+from pipeline.drafts import TrainedDraft, make
+from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
-from pipeline.recipe.sections import TreeConfig
 from pipeline.target.chat import template_fingerprint
 from pipeline.target.ends import Ends
 from pipeline.target.model import Target, fingerprint, load_tokenizer
-from pipeline.target.packed import pack_linears
 
 RECORDS = "records.jsonl"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Method:
-    """A draft of the recipe, the weights that are in its folder now, and the tree it is measured with."""
+class Measured:
+    """A method: a draft of the recipe, the weights that are in its folder now, and the tree it is measured with."""
 
     draft: str
-    weights_sha256: str
+    weights_sha256: str | None  # None: it is not trained
     tree: TreeConfig
 
 
-def methods_of(recipe: Recipe) -> dict[str, Method]:
-    """Every draft with its own tree, with those of ``eval.methods``, and with the one that eval/tune.py chose, if it
-    has.
+def methods_of(recipe: Recipe) -> dict[str, Measured]:
+    """Every draft as a method of its own name, those of ``eval.methods``, and with the one that eval/tune.py chose, if
+    it has.
 
     Raises PipelineError where a draft is missing, was trained under other settings, or tuned with other weights.
     """
-    weights = {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in sorted(recipe.draft)}
-    found = {name: Method(name, weights[name], recipe.draft[name].tree) for name in weights}
-    for name, method in recipe.eval.methods.items():
-        found[name] = Method(method.draft, weights[method.draft], method.tree)
+    weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
+    weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
+    found = {name: Measured(draft, weights[draft], recipe.tree(name)) for name, draft in recipe.methods.items()}
     for draft, tuned in read_tuned(recipe).items():
         if draft in weights:
             if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
@@ -58,7 +61,7 @@ def methods_of(recipe: Recipe) -> dict[str, Method]:
                     "eval/tune.py again, "
                     "or remove it"
                 )
-            found[f"{draft}-tuned"] = Method(draft, weights[draft], TreeConfig.model_validate(tuned["tree"]))
+            found[f"{draft}-tuned"] = Measured(draft, weights[draft], TreeConfig.from_json(tuned["tree"]))
     return found
 
 
@@ -75,7 +78,7 @@ class Job:
     """
 
     recipe: Recipe
-    methods: dict[str, Method]
+    methods: dict[str, Measured]
     units: list[Unit]
     key: str
 
@@ -93,8 +96,8 @@ def job_of(recipe: Recipe) -> Job:
     return Job(recipe, methods, units, digest(found))
 
 
-def method_facts(method: Method) -> dict[str, Any]:
-    return asdict(method) | {"tree": method.tree.model_dump(mode="json")}
+def method_facts(method: Measured) -> dict[str, Any]:
+    return asdict(method)
 
 
 def units_of(recipe: Recipe) -> list[Unit]:
@@ -103,7 +106,7 @@ def units_of(recipe: Recipe) -> list[Unit]:
     return [Unit(name, prompt, t) for name, found in prompts.items() for t in config.temperatures for prompt in found]
 
 
-def make_harness(recipe: Recipe, methods: dict[str, Method], exact_split: bool = False) -> Harness:
+def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool = False) -> Harness:
     """Loads the target and every draft, in evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
     drafts = load_drafts(recipe, target, sorted({method.draft for method in methods.values()}))
@@ -111,17 +114,21 @@ def make_harness(recipe: Recipe, methods: dict[str, Method], exact_split: bool =
         pack(target, drafts)
     if recipe.eval.compile:
         target.compile()
-    grown = {name: drafts[m.draft].with_tree(m.tree) for name, m in methods.items()}
-    return Harness(recipe, target, grown, exact_split)
+    made = {name: Method(drafts[m.draft], m.tree) for name, m in methods.items()}
+    return Harness(recipe, target, made, exact_split)
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:
     """Drafts of the recipe, bound to the target, in evaluation's dtype."""
     mark = fingerprint(recipe.target)
     ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
-    drafts = {}
+    drafts: dict[str, Draft] = {}
     for name in names:
-        draft = checkpoint.load(recipe.draft_dir(name), mark, recipe.draft[name].tree).to(target.device, target.dtype)
+        config = recipe.draft[name]
+        if not config.trained:
+            drafts[name] = make(config, shapes_of(target.config))
+            continue
+        draft = checkpoint.load(recipe.draft_dir(name), mark).to(target.device, target.dtype)
         draft.bind(ends)
         drafts[name] = draft
     return drafts
@@ -134,12 +141,39 @@ def pack(target: Target, drafts: dict[str, Draft]) -> None:
             f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
         )
     for draft in drafts.values():
+        if not isinstance(draft, TrainedDraft):
+            continue
         pack_linears(draft)
         if draft.ends.head is not target.head:
             pack_linears(draft.ends.head)
     pack_linears(target.decoder)
     pack_linears(target.head)
     target.model.set_output_embeddings(target.head.linear)  # so that transformers' generate() runs on it, too
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is laid out once for oneDNN (CPU): few rows run up to twice as fast."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replaces every linear layer below `module`. For frozen CPU modules; the same for target and draft, or it is no
+    contest.
+    """
+    if not torch.backends.mkldnn.is_available():
+        raise PipelineError("eval.pack_linears=true needs a CPU build of torch with oneDNN; set it to false")
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)
 
 
 class Finished:
@@ -182,7 +216,7 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
 
 
-def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
+def _here(recipe: Recipe, methods: dict[str, Measured], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
     harness = make_harness(recipe, methods)
     for unit in units:
         yield unit, harness.decode(unit)

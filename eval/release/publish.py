@@ -18,15 +18,12 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.public import public_name
 from pipeline.basics.section import Section
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts import kind_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import TreeConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
-_DESCRIPTIONS = {
-    "eagle": "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,",
-    "jakiro": "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,",
-}
 
 
 def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
@@ -86,7 +83,7 @@ def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
 
 def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
     """What the released draft grows by default."""
-    return TreeConfig(**measured["drafts"][released_method(recipe, measured)]["tree"])
+    return TreeConfig.from_json(measured["drafts"][released_method(recipe, measured)]["tree"])
 
 
 def settings_said(recipe: Recipe) -> str:
@@ -103,7 +100,7 @@ def said(tree: TreeConfig) -> str:
     """A tree in words."""
     shape = "dynamic" if tree.paths is None else "static"
     words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
-    if tree.parallel > 1:
+    if tree.forwards < tree.depth:
         words.append(f"the last {tree.parallel} levels from one draft forward")
     if tree.candidates != "plain":
         words.append(
@@ -131,21 +128,21 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         license=recipe.publish.license,
         library_name="jakiro",
         base_model=hub,
-        tags=["speculative-decoding", "draft-model", saved.config.kind],
+        tags=["speculative-decoding", "draft-model", kind_of(saved.config)],
     )
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
     provenance = measured["provenance"]
     body = environment.from_string(TEMPLATE.read_text()).render(
         name=f"{recipe.name}-{recipe.publish.draft}",
-        kind=saved.config.kind,
+        kind=kind_of(saved.config),
         target_name=hub or public_name(recipe.target.model),
         target_link=f"https://huggingface.co/{hub}" if hub else "#limits",
         target_address=public_name(recipe.target.model),
         revision=recipe.target.revision,
         fingerprint=saved.target["fingerprint"],
-        description=_DESCRIPTIONS[saved.config.kind],
+        description=saved.config.description,
         parameters=saved.training["parameters"],
-        vocabulary=saved.config.vocabulary,
+        vocabulary=getattr(saved.config, "vocabulary", None),
         coverage=saved.training.get("vocabulary_coverage", 1.0),
         tree=said(tree_of(recipe, measured)),
         tuned=measured["tuned"][recipe.publish.draft] if released_method(recipe, measured).endswith("-tuned") else None,
@@ -174,7 +171,11 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         explanation=report.explain(),
         others=[
             facts
-            | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": said(TreeConfig(**facts["tree"]))}
+            | {
+                "name": name,
+                "same": facts["draft"] == recipe.publish.draft,
+                "tree": said(TreeConfig.from_json(facts["tree"])),
+            }
             for name, facts in measured["drafts"].items()
             if name != released_method(recipe, measured)
         ],

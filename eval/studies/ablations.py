@@ -19,14 +19,13 @@ import numpy as np
 
 from eval.measure import plots
 from eval.measure.harness import Harness, Unit
-from eval.measure.units import Method, make_harness, methods_of, units_of
+from eval.measure.units import Measured, make_harness, methods_of, units_of
 from eval.studies.compare import compared
 from pipeline.artifacts.provenance import ROOT, provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
-from pipeline.decoding import replay
-from pipeline.decoding.grow import draft_forwards
+from pipeline.decoding.config import TreeConfig
 from pipeline.features.shards import link_features
 from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
 from pipeline.running import children, entry
@@ -75,7 +74,7 @@ def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
 
 
 def replayed(
-    harness: Harness, methods: dict[str, Method], answers: list[Answered]
+    harness: Harness, methods: dict[str, Measured], answers: list[Answered]
 ) -> dict[tuple[str, float, str], Counts]:
     """By benchmark, temperature and method, each prompt's tokens and rounds."""
     out: dict[tuple[str, float, str], Counts] = {}
@@ -86,13 +85,14 @@ def replayed(
     for names in groups.values():
         trees = [methods[name].tree for name in names]
         depth, top_k, parallel = (max(getattr(tree, key) for tree in trees) for key in ("depth", "top_k", "parallel"))
-        grown.append((harness.methods[names[0]], depth, 2 * top_k, parallel))
+        kind = trees[0].candidates
+        largest = TreeConfig(depth=depth, top_k=2 * top_k, nodes=depth + 1, candidates=kind, parallel=parallel)
+        grown.append((harness.methods[names[0]].draft, largest))
     with Progress("replay", len(answers), "answers") as progress:
         for one in answers:
-            for names, walk in zip(groups.values(), harness.walks(grown, one.prompt, one.answer), strict=True):
+            for names, counted in zip(groups.values(), harness.counters(grown, one.prompt, one.answer), strict=True):
                 for name in names:
-                    tree = methods[name].tree
-                    found = replay.walk(walk.ranks(tree.top_k, tree.depth, tree.parallel), tree.nodes)
+                    found = counted(methods[name].tree)
                     counts = out.setdefault((one.unit.benchmark, one.unit.temperature, name), {})
                     had = counts.get(one.unit.prompt.question_id, (0, 0))
                     counts[one.unit.prompt.question_id] = had[0] + found.tokens, had[1] + found.passes
@@ -107,7 +107,7 @@ def summed(by_seed: list[Counts]) -> Counts:
 
 
 def result(
-    cell: tuple[str, float, str], by_seed: dict[int, dict], against: str, methods: dict[str, Method]
+    cell: tuple[str, float, str], by_seed: dict[int, dict], against: str, methods: dict[str, Measured]
 ) -> dict[str, Any]:
     """One method in one benchmark and temperature: tau by seed and pooled, and its difference over seeds that have
     both.
@@ -123,7 +123,7 @@ def result(
         "benchmark": benchmark,
         "temperature": temperature,
         "method": name,
-        "draft_forwards": draft_forwards(methods[name].tree),
+        "draft_forwards": methods[name].tree.forwards,
         "nodes": methods[name].tree.nodes,
         "prompts": pooled["prompts"],
         "seeds": seeds,
@@ -173,7 +173,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.seed_list = list(range(arguments.seeds))
     first = of_seed(arguments, 0)
-    names = [*first.draft, *first.eval.methods]
+    names = list(first.methods)
     if arguments.against not in names:
         parser.error(f"--against {arguments.against}: the recipe has {', '.join(names)}")
     for seed in arguments.seed_list:

@@ -9,13 +9,14 @@ import torch
 from eval.measure import report
 from eval.measure.harness import Harness, Unit, pooled
 from eval.measure.prompts import Prompt
-from infra.gpu.shapes import Given, new_drafts, recipe_of, save_small_target
+from infra.gpu.shapes import Given, new_methods, recipe_of, save_small_target
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.drafts import Draft
+from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import TreeConfig
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import Target
 
@@ -34,20 +35,21 @@ def lossless(given: Given) -> dict[str, Any]:
     for dtype in ("float32", given.half):
         for compiled in (False, True):
             target = Target(recipe.target, dtype)
-            taught = taught or {name: teach(draft, target, given) for name, draft in new_drafts(recipe, target).items()}
-            methods = new_drafts(recipe, target, taught)
+            untaught = {} if taught else new_methods(recipe, target)
+            taught |= {name: teach(one.draft, target, given) for name, one in untaught.items()}
+            methods = new_methods(recipe, target, taught)
             if compiled:
                 target.compile(**given.compiler)
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
-                methods["eagle-drawn"] = methods["eagle"].with_tree(tree)
+                methods["eagle-drawn"] = Method(methods["eagle"].draft, tree)
             for one in decoded(recipe, target, methods, given.shape.prompts):
                 kept = {key: one[key] for key in ("draft", "temperature", "tau", "gate")}
                 results.append({"dtype": dtype, "compiled": compiled, **kept})
     return {"passed": report.lossless(results), "results": results}
 
 
-def decoded(recipe: Recipe, target: Target, methods: dict[str, Draft], count: int) -> list[dict[str, Any]]:
+def decoded(recipe: Recipe, target: Target, methods: dict[str, Method], count: int) -> list[dict[str, Any]]:
     """The report's entries for so many random prompts."""
     harness = Harness(recipe, target, methods)
     units = [Unit("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
@@ -61,7 +63,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(str(number), "random", (text,)) for number, text in enumerate(texts)]
 
 
-def teach(draft: Draft, target: Target, given: Given) -> dict[str, torch.Tensor]:
+def teach(draft: TrainedDraft, target: Target, given: Given) -> dict[str, torch.Tensor]:
     """The draft's weights once it knows the target's greedy answers to the prompts."""
     rows, sampling = [], Sampling(given.shape.answer, frozenset(target.stop_ids()))
     for prompt in prompts(given.shape.prompts):

@@ -26,14 +26,15 @@ from torch._dynamo.utils import counters
 from eval.measure import report
 from eval.measure.costs import SIZES, Costs, measure_costs
 from infra.gpu.lossless import lossless
-from infra.gpu.shapes import GIB, SHAPES, Given, dump_tasks, new_drafts, supported, write_random_features
+from infra.gpu.shapes import GIB, SHAPES, Given, dump_tasks, new_methods, supported, write_random_features
 from pipeline.artifacts.provenance import LIBRARIES, ROOT, hardware, revision
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
-from pipeline.drafts import Draft, build, parameter_count
+from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import override_arguments
 from pipeline.running import children, entry
@@ -213,7 +214,7 @@ def costs(given: Given) -> dict[str, Any]:
     """Verifying n tokens and a draft step of w nodes, eagerly."""
     recipe = given.recipe()
     target = Target(recipe.target, given.half)
-    found = _costs(target, new_drafts(recipe, target), given, SIZES)
+    found = _costs(target, new_methods(recipe, target), given, SIZES)
     first = next(iter(found.values()))
     return {
         "context": given.shape.context,
@@ -233,11 +234,11 @@ def compiled_costs(given: Given) -> dict[str, Any]:
     before = time.monotonic()
     _costs(target, {}, given, (1,))
     each = time.monotonic() - before
-    tree, most = recipe.draft["eagle"].tree.nodes, given.shape.most
+    tree, most = recipe.tree("eagle").nodes, given.shape.most
     left = 0.8 * given.seconds - (time.monotonic() - begin)
     order = list(dict.fromkeys([1, tree, most, *(n for n in (16, 4, 32, 8, 96, 2, 24, 48) if n < most)]))
     sizes = sorted(order[: 2 + max(0, int(left / each) - 1)])
-    draft = {"eagle": new_drafts(recipe, target)["eagle"]}
+    draft = {"eagle": new_methods(recipe, target)["eagle"]}
     found = _costs(target, draft, given, tuple(sizes))["eagle"]
     return {
         "context": given.shape.context,
@@ -248,10 +249,10 @@ def compiled_costs(given: Given) -> dict[str, Any]:
     }
 
 
-def _costs(target: Target, drafts: dict[str, Draft], given: Given, sizes: tuple[int, ...]) -> dict[str, Costs]:
+def _costs(target: Target, methods: dict[str, Method], given: Given, sizes: tuple[int, ...]) -> dict[str, Costs]:
     prompt = list(range(5, 5 + given.shape.context))
     sampling = Sampling(16, frozenset())
-    return measure_costs(target, drafts, given.shape.context, given.shape.most, [sampling], prompt, sizes)
+    return measure_costs(target, methods, given.shape.context, given.shape.most, [sampling], prompt, sizes)
 
 
 def _verifying(found: Costs) -> dict[str, Any]:

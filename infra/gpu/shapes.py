@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT
-from pipeline.drafts import Draft, build
+from pipeline.decoding.contract import Method
+from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import Manifest, write_shard
@@ -65,8 +66,8 @@ SHAPES = {  # from the largest on: without --shape the first that fits is taken
             "data.max_length=48",
             "features.batch_tokens=256",
             "train.global_batch=4",
-            "draft.jakiro.tree={depth=3, top_k=3, nodes=10, parallel=2}",
-            "draft.eagle.tree={depth=3, top_k=3, nodes=10}",
+            "eval.methods.jakiro.tree={depth=3, top_k=3, nodes=10, parallel=2}",
+            "eval.methods.eagle.tree={depth=3, top_k=3, nodes=10}",
         ),
         documents=12,
         context=32,
@@ -241,16 +242,17 @@ def supported(device: str) -> dict[str, bool]:
     }
 
 
-def new_drafts(
+def new_methods(
     recipe: Recipe, target: Target, weights: dict[str, dict[str, torch.Tensor]] | None = None
-) -> dict[str, Draft]:
+) -> dict[str, Method]:
     """Of the recipe, bound to the target, in its dtype: with random weights, or with these."""
-    found, ends = {}, Ends(target.embedding_VD, target.head, "random")
+    found: dict[str, Method] = {}
+    ends = Ends(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
         draft = build(config, shapes_of(target.config))
         draft.initialise(recipe.seed)
         if weights:
             draft.load_state_dict(weights[name])
-        found[name] = draft.to(target.device, target.dtype)
-        draft.bind(ends)
+        draft.to(target.device, target.dtype).bind(ends)
+        found[name] = Method(draft, recipe.tree(name))
     return found

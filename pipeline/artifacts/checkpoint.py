@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -18,11 +17,11 @@ from pipeline.artifacts.provenance import PROVENANCE, changed, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.basics.public import public_name
-from pipeline.drafts import Draft, build
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import DraftConfig, TreeConfig
 
-VERSION = 2
+VERSION = 3
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
 
@@ -33,6 +32,7 @@ class Saved:
 
     config: DraftConfig
     shapes: dict[str, Any]
+    tree: TreeConfig  # that it grows by default
     target: dict[str, Any]  # model, revision, fingerprint
     train_hash: str
     weights_sha256: str
@@ -41,7 +41,7 @@ class Saved:
 
 
 def save(
-    folder: Path, draft: Draft, weights: dict[str, torch.Tensor], recipe: Recipe, name: str, training: dict
+    folder: Path, draft: TrainedDraft, weights: dict[str, torch.Tensor], recipe: Recipe, name: str, training: dict
 ) -> None:
     """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,8 @@ def save(
     target = recipe.target
     config = {
         "format_version": VERSION,
-        "draft": draft.config.model_dump(mode="json"),
+        "draft": draft.config.to_json(),
+        "tree": recipe.tree(name).to_json(),
         "shapes": draft.shapes,
         "target": {
             "model": public_name(target.model),
@@ -86,7 +87,7 @@ def export(source: Path, folder: Path, tree: TreeConfig, recipe_file: Path) -> N
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
         )
     raw = read_sealed(source / CONFIG, UNREADABLE)
-    raw["draft"]["tree"] = tree.model_dump(mode="json")
+    raw["tree"] = tree.to_json()
     write_sealed(folder / CONFIG, raw)
 
 
@@ -105,11 +106,12 @@ def read_config(folder: Path) -> Saved:
             "project, or of another version of it"
         )
     try:
-        config = TypeAdapter(DraftConfig).validate_python(raw["draft"])
+        config = DRAFTS[kind_of(raw["draft"])][0].from_json(raw["draft"])
+        tree = config.settle(TreeConfig.from_json(raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = (raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training"))
-        return Saved(config, raw["shapes"], raw["target"], *rest)
-    except (KeyError, TypeError, ValidationError) as error:
+        return Saved(config, raw["shapes"], tree, raw["target"], *rest)
+    except (KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 
 
@@ -139,10 +141,9 @@ def metrics_of(folder: Path) -> Path:
     return path
 
 
-def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) -> Draft:
+def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
     """The draft with its weights, on CPU in their stored dtype; `bind` it before use.
 
-    Parameters: `tree` replaces the decoding tree that was saved (it is no part of the weights).
     Raises PipelineError for a missing, damaged or foreign checkpoint.
     """
     saved = read_config(folder)
@@ -157,13 +158,12 @@ def load(folder: Path, target_fingerprint: str, tree: TreeConfig | None = None) 
     if not path.exists() or sha256(path) != saved.weights_sha256:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
-    config = saved.config if tree is None else saved.config.with_tree(tree)
     try:
-        draft = build(config, saved.shapes)
+        draft = build(saved.config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
     draft.name = folder.name
-    dtype = weights["fc.weight"].dtype
-    return draft.to(dtype).eval().requires_grad_(False)
+    stored = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    return draft.to(*stored).eval().requires_grad_(False)

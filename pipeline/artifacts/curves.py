@@ -47,7 +47,7 @@ def _one_draft(axes, name: str, lines: list[dict], colour: str) -> None:
     held = [line for line in lines if line["kind"] == "validation"]
     decoded = [line for line in lines if line["kind"] == "decoded"]
     tokens = [line["trained_tokens"] for line in train]
-    for axis, key in zip(axes, ("next_classification", "next_agreement"), strict=False):
+    for axis, key in zip(axes, ("classification", "agreement"), strict=False):
         if train:
             axis.plot(
                 tokens,

@@ -20,7 +20,7 @@ from pipeline.target.template import template_settings
 def feature_spec(recipe: Recipe) -> FeatureSpec:
     """What the shards of this recipe declare: the dump writes it, training expects it."""
     tokenizer, config = load_tokenizer(recipe.target), load_config(recipe.target)
-    layers = recipe.features.auxiliary_layers
+    layers = recipe.auxiliary_layers(config.num_hidden_layers)
     if layers and layers[-1] > config.num_hidden_layers:
         raise PipelineError(
             f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, "
@@ -35,7 +35,7 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         )
     return FeatureSpec(
         hidden_size=config.hidden_size,
-        stored_dtype=recipe.features.stored_dtype,
+        stored_dtype=recipe.stored_dtype,
         target=fingerprint(recipe.target),
         tokenizer=tokenizer_fingerprint(tokenizer),
         template=template_fingerprint(tokenizer),

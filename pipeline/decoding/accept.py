@@ -11,24 +11,15 @@ Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoding.contract import Chance
 from pipeline.decoding.tree import Tree
 
 HALVINGS = 32  # random numbers that a token is chosen with: enough for any vocabulary below 2 ** 32
-
-
-class Chance(Protocol):
-    """Where randomness enters: one seeded generator when decoding, every outcome in turn when proving."""
-
-    def accept(self, probability: float) -> bool: ...
-
-    def draw_rows(self, q_WV: Tensor) -> Tensor:
-        """One token of each row [W]."""
 
 
 class Sampler:

@@ -21,11 +21,8 @@ from transformers import (
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
-from pipeline.decoding.grow import draft_forwards, grow
+from pipeline.decoding.contract import Answer, Cache, Draft, Draws, Method, States, TargetModel, Verified
 from pipeline.decoding.tree import Tree
-from pipeline.drafts.base import Draft, DraftState
-from pipeline.target.cache import TreeCache
-from pipeline.target.model import Target
 
 Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
 
@@ -139,15 +136,16 @@ class Stopwatch:
 
 
 class _Timed:
-    """A draft whose forwards are timed."""
+    """A draft's forwards, timed."""
 
     def __init__(self, draft: Draft, watch: Stopwatch):
-        self.config, self.draft_token_ids, self.shapes = draft.config, draft.draft_token_ids, draft.shapes
-        self.name = draft.name
-        self.start, self.step = partial(watch, "draft", draft.start), partial(watch, "draft", draft.step)
+        self.start: Callable[..., Answer] = partial(watch, "draft", draft.start)
+        self.step: Callable[..., Answer] = partial(watch, "draft", draft.step)
 
 
-def _prefill(target: Target, prompt: list[int], spare: int) -> tuple[TreeCache, Tensor, Tensor]:
+def _prefill(
+    target: TargetModel, prompt: list[int], spare: int, layers: tuple[int, ...] = ()
+) -> tuple[Cache, States, Tensor]:
     limit = target.positions
     if len(prompt) + spare > limit:
         raise PipelineError(
@@ -155,18 +153,18 @@ def _prefill(target: Target, prompt: list[int], spare: int) -> tuple[TreeCache, 
             "shorten the prompt or lower eval.max_new_tokens"
         )
     cache = target.new_cache(len(prompt) + spare)
-    hidden_TD = target.forward(torch.tensor(prompt, device=target.device), cache)
-    logits_V = target.head(hidden_TD[-1])
+    states = target.forward(torch.tensor(prompt, device=target.device), cache, layers=layers)
+    logits_V = target.head(states.final_ND[-1])
     if not logits_V.isfinite().all():
         raise PipelineError(
             f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use "
             "another dtype"
         )
-    return cache, hidden_TD, logits_V
+    return cache, states, logits_V
 
 
 @torch.inference_mode()
-def plain(target: Target, prompt: list[int], sampling: Sampling) -> Generation:
+def plain(target: TargetModel, prompt: list[int], sampling: Sampling) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
     cache, _, logits_V = _prefill(target, prompt, sampling.max_new_tokens)
@@ -180,13 +178,13 @@ def plain(target: Target, prompt: list[int], sampling: Sampling) -> Generation:
         tokens += new
         if done:
             return Generation(tokens, watch.total())
-        logits_V = target.head(target.forward(torch.tensor(new, device=target.device), cache)[0])
+        logits_V = target.head(target.forward(torch.tensor(new, device=target.device), cache).final_ND[0])
 
 
 @torch.inference_mode()
 def speculative(
-    target: Target,
-    draft: Draft,
+    target: TargetModel,
+    method: Method,
     prompt: list[int],
     sampling: Sampling,
     observe: Observer | None = None,
@@ -196,34 +194,32 @@ def speculative(
     drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
     time.
     """
-    spec, sampler = draft.config.tree, Sampler(sampling.seed)
-    spare = sampling.max_new_tokens + max(spec.nodes, spec.depth + 1)
-    cache, hidden_TD, logits_V = _prefill(
-        target, prompt, spare if target.compiled else sampling.max_new_tokens + spec.depth
-    )
+    draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
+    spare = sampling.max_new_tokens + (max(spec.nodes, spec.depth + 1) if target.compiled else spec.depth)
+    layers = draft.needs.auxiliary
+    cache, states, logits_V = _prefill(target, prompt, spare, layers)
     watch = Stopwatch(target.device, exact_split)
-    timed = _Timed(draft, watch)
+    timed, draws = _Timed(draft, watch), Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
     out.tokens, done = sampling.trimmed([first], 0)
-    state = DraftState()
-    inputs = [*prompt[1:], first]  # t_{i+1} beside f_i
+    state, text = draft.open(), [*prompt, first]
     while not done:
-        answer = timed.start(state, hidden_TD, torch.tensor(inputs, device=target.device), draft_forwards(spec) == 1)
-        tree = grow(timed, state, inputs[-1], answer, sampling, sampler)
+        tree = draft.propose(state, Verified(text, states.of(draft.needs)), spec, draws, timed)
         past = cache.length
         positions, seen = _layout(tree, past, target.device)
-        hidden_ND, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes)
+        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes, layers)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
         path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)
         cache.keep(past, [past, *(past + node for node in path)])
-        hidden_TD = hidden_ND[[0, *path]]
-        inputs = [*(tree.tokens[node] for node in path), bonus]
-        new, done = sampling.trimmed(inputs, len(out.tokens))
+        states = states.rows([0, *path])
+        emitted = [*(tree.tokens[node] for node in path), bonus]
+        text += emitted
+        new, done = sampling.trimmed(emitted, len(out.tokens))
         out.tokens += new
-        out.untrimmed_tokens += len(inputs)
+        out.untrimmed_tokens += len(emitted)
         out.acceptance.add_pass(min(len(path), len(new)), len(new))
     out.seconds, out.split, out.draft_forwards = watch.total(), dict(watch.laps), watch.calls["draft"]
     return out
@@ -236,11 +232,17 @@ def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _verify(
-    target: Target, tokens_N: Tensor, cache: TreeCache, positions_N: Tensor, seen_NC: Tensor, nodes: int
-) -> tuple[Tensor, Tensor]:
-    """One target forward over the tree: ``hidden_ND`` and ``logits_NV``."""
-    hidden_ND = target.forward(tokens_N, cache, positions_N, seen_NC, nodes)
-    return hidden_ND, target.head(hidden_ND)
+    target: TargetModel,
+    tokens_N: Tensor,
+    cache: Cache,
+    positions_N: Tensor,
+    seen_NC: Tensor,
+    nodes: int,
+    layers: tuple[int, ...] = (),
+) -> tuple[States, Tensor]:
+    """One target forward over the tree: its states and ``logits_NV``."""
+    states = target.forward(tokens_N, cache, positions_N, seen_NC, nodes, layers)
+    return states, target.head(states.final_ND)
 
 
 def _accept(

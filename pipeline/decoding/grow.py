@@ -8,49 +8,62 @@ says why each is lossless. Growing never asks the device for a number; one copy 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.accept import Chance
+from pipeline.decoding.config import TreeConfig, static_paths
+from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Verified, Wanted
 from pipeline.decoding.tree import Tree, build_tree
-from pipeline.drafts.base import Answer, Draft, DraftState, Frontier
-from pipeline.recipe.sections import TreeConfig, static_paths
 
 
-class Processing(Protocol):
-    """How logits become the probabilities that siblings are drawn from (`generate.Sampling`)."""
+def grow(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards) -> Tree:
+    """Grows the draft's tree below the last emitted token, from its `forwards`.
 
-    temperature: float
-
-    def probabilities(self, logits: Tensor) -> Tensor: ...
-
-
-def draft_forwards(spec: TreeConfig) -> int:
-    """Draft forwards of one round, the one that takes in the accepted tokens included."""
-    return spec.depth - spec.parallel + 1
-
-
-def grow(
-    draft: Draft,
-    state: DraftState,
-    root: int,
-    answer: Answer,
-    processing: Processing | None = None,
-    chance: Chance | None = None,
-) -> Tree:
-    """Grows the draft's tree below `root`, the last emitted token, from the draft's answer to it.
-
-    `processing` and `chance` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises
-    PipelineError where the draft's logits are not finite.
+    `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises PipelineError
+    where the draft's logits are not finite.
     """
-    spec = draft.config.tree
-    if spec.paths is None:
-        return _grow_dynamic(draft, state, root, answer, spec)
-    drawn = spec.siblings != "best" and processing is not None and processing.temperature > 0
-    return _grow_static(draft, state, root, answer, spec, _Draws(spec, processing, chance) if drawn else None)
+    grower = _Grower(draft, state, seen, tree, forwards)
+    if tree.paths is None:
+        return _grow_dynamic(grower, seen.tokens[-1])
+    drawn = tree.siblings != "best" and draws is not None and draws.processing.temperature > 0
+    return _grow_static(grower, seen.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
+
+
+class _Grower:
+    """The forwards of one round, and what the last of them answered."""
+
+    def __init__(self, draft: Draft, state: Any, seen: Verified, tree: TreeConfig, forwards: Forwards):
+        self.draft, self.tree, self._state, self._forwards = draft, tree, state, forwards
+        self.last = tree.forwards - 1  # depth of the last level that is forwarded
+        self.answer = forwards.start(state, seen, self._wanted(0))
+        self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
+        self._seen_WC = torch.zeros(1, 0, dtype=torch.bool, device=self.device)
+
+    def _wanted(self, depth: int) -> Wanted:
+        levels = self.tree.depth - self.last if depth == self.last else 1
+        return Wanted(levels, self.tree.candidates != "plain")
+
+    def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
+        """Forwards W nodes at `depth`, whose parents were rows of the forward before."""
+        self._seen_WC = seen_by(self._seen_WC, rows_W)
+        frontier = Frontier(tokens_W, self.answer.carry_WD[rows_W], self._seen_WC, depth)
+        self.answer = self._forwards.step(self._state, frontier, self._wanted(depth))
+        self.broken = self.broken | self.answer.broken()
+
+    def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
+        """Of the tokens `beyond` levels below the last forward's own candidates (these: up to 0), what each of its rows
+        ranks them by and what nodes are scored by.
+        """
+        return ranking(self.answer, self.tree) if beyond <= 0 else (ahead_scores(self.answer, beyond),) * 2
+
+
+def seen_by(seen: Tensor, rows_W: Tensor) -> Tensor:
+    """What W new nodes see below rows of the forward before, whose nodes saw `seen`: the same, and themselves."""
+    itself = torch.eye(len(rows_W), dtype=torch.bool, device=seen.device)
+    return torch.cat([seen[rows_W], itself], dim=1)
 
 
 def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
@@ -58,8 +71,9 @@ def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     above 0, where rounding would let a mixture's be: a child must not outrank its parent.
     """
     if spec.candidates == "plain":
-        scores = answer.next_WU.float().log_softmax(-1)
+        scores = answer.logits_LWU[0].float().log_softmax(-1)
         return scores, scores
+    assert answer.experts_WKU is not None and answer.log_weights_WK is not None
     each_WKU = answer.experts_WKU.float().log_softmax(-1) + answer.log_weights_WK.float()[:, :, None]
     mixed = each_WKU.logsumexp(1).clamp_max(0)
     return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
@@ -68,32 +82,13 @@ def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
 def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best tokens of each row, best first (W, k), as target ids, and their scores. No token twice."""
     chosen = ranked_WU.topk(min(count, ranked_WU.shape[1]), dim=-1).indices
-    tokens = chosen if draft.draft_token_ids is None else draft.draft_token_ids[chosen]
+    tokens = chosen if draft.token_ids_U is None else draft.token_ids_U[chosen]
     return tokens, scored_WU.gather(1, chosen)
 
 
 def ahead_scores(answer: Answer, level: int) -> Tensor:
     """Log-probabilities of the token `level` levels below the last forward's own candidates."""
-    return answer.ahead_WU[level - 1].float().log_softmax(-1)
-
-
-def forward_level(
-    draft: Draft,
-    state: DraftState,
-    answer: Answer,
-    tokens_W: Tensor,
-    rows_W: Tensor,
-    seen: Tensor,
-    depth: int,
-    last: bool,
-    prefix_W: Tensor | None = None,
-) -> tuple[Answer, Tensor]:
-    """Forwards W nodes below rows of the forward before, which gave `answer` and whose nodes saw `seen`: the answer to
-    them, and what they see.
-    """
-    itself = torch.eye(len(tokens_W), dtype=torch.bool, device=seen.device)
-    seen = torch.cat([seen[rows_W], itself], dim=1)
-    return draft.step(state, Frontier(tokens_W, answer.hidden_WD[rows_W], seen, depth, prefix_W), last), seen
+    return answer.logits_LWU[level].float().log_softmax(-1)
 
 
 # -- dynamic ---------------------------------------------------------------------------------------------------------
@@ -110,20 +105,19 @@ class _Level:
     first: int  # number of the first one in the pool
 
 
-def _grow_dynamic(draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig) -> Tree:
+def _grow_dynamic(grower: _Grower, root: int) -> Tree:
     """Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children;
     of all candidates the best ``nodes - 1`` stay. A child never outranks its parent, so what stays is connected.
     """
-    levels, broken = candidate_pool(draft, state, answer, spec)
+    levels = candidate_pool(grower)
     scores = torch.cat([level.scores for level in levels])
-    kept = (
-        scores.sort(descending=True, stable=True).indices[: spec.nodes - 1].sort().values
-    )  # parents come first in the pool
+    best = scores.sort(descending=True, stable=True).indices[: grower.tree.nodes - 1]
+    kept = best.sort().values  # parents come first in the pool
     tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
-    found = torch.stack([kept, tokens, parents, broken.expand(len(kept))])
+    found = torch.stack([kept, tokens, parents, grower.broken.expand(len(kept))])
     numbers, tokens, parents, failed = found.tolist()  # the only wait for the device
     if failed[0]:
-        raise not_finite(draft)
+        raise not_finite(grower.draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
     return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
 
@@ -136,34 +130,31 @@ def not_finite(draft: Draft) -> PipelineError:
     )
 
 
-def candidate_pool(draft: Draft, state: DraftState, answer: Answer, spec: TreeConfig) -> tuple[list[_Level], Tensor]:
-    """All scored candidates of a dynamic tree, level by level; and whether a logit was not finite."""
-    device, broken = answer.next_WU.device, answer.broken()
+def candidate_pool(grower: _Grower) -> list[_Level]:
+    """All scored candidates of a dynamic tree, level by level."""
+    tree, device = grower.tree, grower.device
     root = (
         torch.tensor([-1], device=device),
         torch.zeros(1, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
     )
-    level = _propose(draft, *ranking(answer, spec), spec.top_k, *root, first=0)
+    level = _propose(grower.draft, *grower.scores(0), tree.top_k, *root, first=0)
     levels = [level]
-    seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
-    last = draft_forwards(spec) - 1  # depth of the last level that is forwarded
-    for depth in range(1, spec.depth):
-        order = level.scores.sort(descending=True, stable=True).indices[: spec.top_k]
+    for depth in range(1, tree.depth):
+        order = level.scores.sort(descending=True, stable=True).indices[: tree.top_k]
         numbers, scores, rows = level.first + order, level.scores[order], level.rows[order]
         first = level.first + len(level.tokens)
-        if depth <= last:
-            answer, seen = forward_level(draft, state, answer, level.tokens[order], rows, seen, depth, depth == last)
-            broken = broken | answer.broken()
-            ranked, scored = ranking(answer, spec)
+        if depth <= grower.last:
+            grower.step(level.tokens[order], rows, depth)
+            ranked, scored = grower.scores(0)
             rows = torch.arange(len(order), device=device)
         else:
             # These nodes are not forwarded: their children are what the forward above them expects that many tokens
             # ahead, gathered by the row of that forward and NOT by the nodes' own ranks.
-            ranked = scored = ahead_scores(answer, depth - last)[rows]
-        level = _propose(draft, ranked, scored, spec.top_k, numbers, scores, rows, first)
+            ranked = scored = grower.scores(depth - grower.last)[0][rows]
+        level = _propose(grower.draft, ranked, scored, tree.top_k, numbers, scores, rows, first)
         levels.append(level)
-    return levels, broken
+    return levels
 
 
 def _propose(
@@ -191,12 +182,12 @@ def _propose(
 # -- static ----------------------------------------------------------------------------------------------------------
 
 
-class _Draws:
+class _Siblings:
     """Siblings drawn one after the other without replacement: from one distribution, or from each expert's in turn."""
 
-    def __init__(self, spec: TreeConfig, processing: Processing, chance: Chance):
-        self._by_expert, self._processing, self._chance = spec.siblings == "drawn-by-expert", processing, chance
-        self._mixed = spec.candidates == "mixture"
+    def __init__(self, tree: TreeConfig, draws: Draws):
+        self._processing, self._chance = draws.processing, draws.chance
+        self._by_expert, self._mixed = tree.siblings == "drawn-by-expert", tree.candidates == "mixture"
 
     def of(self, draft: Draft, answer: Answer, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
         """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
@@ -204,15 +195,16 @@ class _Draws:
         parent draws for itself.
         """
         if beyond > 0:
-            q_WKU = self._processing.probabilities(answer.ahead_WU[beyond - 1][rows])[:, None]
+            q_WKU = self._processing.probabilities(answer.logits_LWU[beyond][rows])[:, None]
         elif self._by_expert or self._mixed:
+            assert answer.experts_WKU is not None and answer.log_weights_WK is not None
             logits_WKU = answer.experts_WKU[rows]
             q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU).float()
             if self._mixed:
                 q_WKU = (answer.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
         else:
-            q_WKU = self._processing.probabilities(answer.next_WU[rows])[:, None]
-        return self._draw(draft, q_WKU, count, draft.shapes["vocab_size"])
+            q_WKU = self._processing.probabilities(answer.logits_LWU[0][rows])[:, None]
+        return self._draw(draft, q_WKU, count, draft.target_vocabulary)
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         q_WKV = _over_target_ids(draft, q_WKU.double(), vocabulary)
@@ -230,10 +222,10 @@ class _Draws:
 
 
 def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
-    if draft.draft_token_ids is None:
+    if draft.token_ids_U is None:
         return q
     whole = q.new_zeros(*q.shape[:-1], vocabulary)
-    whole[..., draft.draft_token_ids] = q
+    whole[..., draft.token_ids_U] = q
     return whole
 
 
@@ -257,49 +249,40 @@ def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
     return tuple(out)
 
 
-def _grow_static(
-    draft: Draft, state: DraftState, root: int, answer: Answer, spec: TreeConfig, draws: _Draws | None
-) -> Tree:
+def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree:
     """Level by level along `static_paths`; only nodes that have children are forwarded."""
-    device, paths = answer.next_WU.device, tuple(tuple(path) for path in static_paths(spec.paths))
-    last = draft_forwards(spec) - 1
-    rows = {(): 0}  # path -> row of the forward whose answer its children come from
-    tokens_of, proposals_of, broken = [], [], answer.broken()
-    seen = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    device, paths = grower.device, tuple(tuple(path) for path in static_paths(grower.tree.paths))
+    rows: dict[tuple[int, ...], int] = {(): 0}  # path -> row of the forward whose answer its children come from
+    tokens_of, proposals_of = [], []
     for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
-        parents = list(dict.fromkeys(path[:-1] for path in layer.paths))
+        parents, beyond = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
         parent_rows = _index([rows[parent] for parent in parents], device)
-        if draws:
-            found, proposals = draws.of(draft, answer, parent_rows, depth - last, layer.siblings)
+        if siblings:
+            found, proposals = siblings.of(grower.draft, grower.answer, parent_rows, beyond, layer.siblings)
         else:
-            found, proposals = _best(draft, answer, spec, depth - last, layer.siblings)[parent_rows], None
+            found = _best(grower, beyond, layer.siblings)[parent_rows]
         place_of = {parent: place for place, parent in enumerate(parents)}
         source, rank = (_index(x, device) for x in zip(*((place_of[p[:-1]], p[-1]) for p in layer.paths), strict=True))
         tokens = found[source, rank]
         tokens_of.append(tokens)
-        if draws:
+        if siblings:
             proposals_of.append(proposals[source, rank])
         above = [rows[layer.paths[place][:-1]] for place in layer.inner]
-        if depth < last:
-            chosen = tokens[_index(layer.inner, device)].clamp_min(0)
-            answer, seen = forward_level(
-                draft, state, answer, chosen, _index(above, device), seen, depth + 1, depth + 1 == last
-            )
-            broken = broken | answer.broken()
-            above = range(len(above))
+        if depth < grower.last:
+            grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(above, device), depth + 1)
+            above = list(range(len(above)))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
-    *found, failed = torch.cat([*tokens_of, broken[None].long()]).tolist()  # the only wait for the device
+    *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
     if failed:
-        raise not_finite(draft)
-    return _collect(root, paths, found, torch.cat(proposals_of) if draws else None, device)
+        raise not_finite(grower.draft)
+    return _collect(root, paths, numbers, torch.cat(proposals_of) if siblings else None, device)
 
 
-def _best(draft: Draft, answer: Answer, spec: TreeConfig, beyond: int, count: int) -> Tensor:
+def _best(grower: _Grower, beyond: int, count: int) -> Tensor:
     """The `count` best tokens of each row of the last forward (W, count), `beyond` levels below its own candidates; -1
     where the vocabulary has no more.
     """
-    ranked, scored = ranking(answer, spec) if beyond <= 0 else (ahead_scores(answer, beyond),) * 2
-    found = candidates(draft, ranked, scored, count)[0]
+    found = candidates(grower.draft, *grower.scores(beyond), count)[0]
     return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
 
 

@@ -8,37 +8,53 @@ selected from its scores. One simplification: a node that the small tree forward
 children here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
-from pipeline.decoding.grow import ahead_scores, candidates, draft_forwards, forward_level, grow, not_finite, ranking
-from pipeline.drafts import Draft
-from pipeline.drafts.base import Answer, DraftState
-from pipeline.recipe.sections import TreeConfig
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer, Draft, Frontier, Method, States, Verified, Wanted
+from pipeline.decoding.grow import ahead_scores, candidates, not_finite, ranking, seen_by
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 
 @torch.inference_mode()
-def decoded(draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int) -> Acceptance:
-    """What greedy decoding with the draft's own tree counts from ``tokens[begin]``, the prompt's own token, to the last
-    one. `hidden_TD` are the target's features there (at least all but the last).
+def decoded(method: Method, states: States, tokens: list[int], begin: int) -> Acceptance:
+    """What greedy decoding counts from ``tokens[begin]``, the prompt's own token, to the last one. `states` are the
+    target's there (at least of all but the last).
     """
-    out, state, fed, end = Acceptance(), DraftState(), 0, begin
+    draft, out, fed, end = method.draft, Acceptance(), 0, begin
+    state, states_TSD = draft.open(), states.of(draft.needs)
     while end < len(tokens) - 1:  # `end`: the last emitted token
-        fresh = torch.tensor(tokens[fed + 1 : end + 1], device=hidden_TD.device)
-        answer = draft.start(state, hidden_TD[fed:end], fresh, draft_forwards(draft.config.tree) == 1)
-        tree, following = grow(draft, state, tokens[end], answer), [*tokens[end + 1 :], -1]
+        seen = Verified(tokens[: end + 1], states_TSD[fed:end])
+        tree, following = draft.propose(state, seen, method.tree, None), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
         fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
         out.add_pass(min(len(path), emitted), emitted)
         end += emitted
     return out
+
+
+Counter = Callable[[TreeConfig], Acceptance]  # what decoding one text counts with a tree
+
+
+def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
+    """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
+    `states` are the target's of all tokens.
+    """
+    if not draft.stepwise:
+        return lambda tree: decoded(Method(draft, tree), states, tokens, begin)
+    found = collect(draft, states, tokens, begin, largest)
+    ranks = cache(found.ranks)
+    return lambda tree: walk(ranks(tree.top_k, tree.depth, tree.parallel or 1), tree.nodes)
 
 
 @dataclass
@@ -73,31 +89,31 @@ class Walk:
 
 
 @torch.inference_mode()
-def collect(
-    draft: Draft, hidden_TD: Tensor, tokens: list[int], begin: int, depth: int, top_k: int, parallel: int
-) -> Walk:
-    """Grows the largest tree, of the kind of candidates that the draft's own has, below every token from
-    ``tokens[begin]`` to the last but one, as decoding does there: from the target's features `hidden_TD` (at least all
-    but the last two). `begin` is at least 1; `depth`, `top_k` and `parallel` are the most that will be asked for.
+def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: TreeConfig) -> Walk:
+    """Grows the largest tree, with `tree`'s kind of candidates, below every token from ``tokens[begin]`` to the last
+    but one, as decoding does there: from the target's `states` (at least of all but the last two). `begin` is at least
+    1; the tree's depth, top_k and parallel are the most that will be asked for.
     """
-    tree = TreeConfig(
-        depth=depth, top_k=top_k, nodes=depth + 1, candidates=draft.config.tree.candidates, parallel=parallel
-    )
-    draft, state, fed, levels = draft.with_tree(tree), DraftState(), 0, []
+    state, states_TSD, fed, levels = draft.open(), states.of(draft.needs), 0, []
     ends = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
-    for first in range(0, len(ends), block := max(1, FORWARDED // top_k)):
+    for first in range(0, len(ends), block := max(1, FORWARDED // tree.top_k)):
         block_ends = ends[first : first + block]
         upto = block_ends[-1]
-        fresh = torch.tensor(tokens[fed + 1 : upto + 1], device=hidden_TD.device)
-        answer = draft.start(state, hidden_TD[fed:upto], fresh, True, len(block_ends))
+        seen = Verified(tokens[: upto + 1], states_TSD[fed:upto])
+        answer = draft.start(state, seen, _wanted(tree), len(block_ends))
         fed = upto
-        prefix_A = torch.tensor(list(block_ends), device=hidden_TD.device)
+        prefix_A = torch.tensor(list(block_ends), device=answer.carry_WD.device)
         levels.append(_levels(draft, state, answer, prefix_A, tree))
-    padded = np.array([*tokens, *[-1] * depth])
-    return Walk(levels, np.stack([padded[end + 1 : end + 1 + depth] for end in ends]))
+    padded = np.array([*tokens, *[-1] * tree.depth])
+    return Walk(levels, np.stack([padded[end + 1 : end + 1 + tree.depth] for end in ends]))
 
 
-def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
+def _wanted(tree: TreeConfig) -> Wanted:
+    """Of every forward, since any may be a smaller tree's last."""
+    return Wanted(tree.parallel or 1, tree.candidates != "plain")
+
+
+def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
     """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead.
     Raises PipelineError where a logit is not finite.
     """
@@ -107,7 +123,7 @@ def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, t
     rows = np.zeros((places, 0), dtype=np.int64)
     for depth in range(1, tree.depth + 1):
         own = candidates(draft, *ranking(answer, tree), tree.top_k)
-        ahead = [ahead_scores(answer, level) for level in range(1, min(tree.parallel, tree.depth - depth + 1))]
+        ahead = [ahead_scores(answer, level) for level in range(1, min(tree.parallel or 1, tree.depth - depth + 1))]
         both = zip(own, *(candidates(draft, scores, scores, tree.top_k) for scores in ahead), strict=True)
         tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
         out.append(_Level(rows, tokens, scores))
@@ -121,8 +137,9 @@ def _levels(draft: Draft, state: DraftState, answer: Answer, prefix_A: Tensor, t
         totals_AW, width = scores_AC.gather(1, order_AW), order_AW.shape[1]
         rows = np.full(scores_AC.shape, -1)
         np.put_along_axis(rows, order_AW.cpu().numpy(), np.arange(width)[None], axis=1)
-        prefix_W = prefix_A.repeat_interleave(width)
-        answer, seen = forward_level(draft, state, answer, chosen, above.flatten(), seen, depth, True, prefix_W)
+        rows_W, prefix_W = above.flatten(), prefix_A.repeat_interleave(width)
+        seen = seen_by(seen, rows_W)
+        answer = draft.step(state, Frontier(chosen, answer.carry_WD[rows_W], seen, depth, prefix_W), _wanted(tree))
         broken = broken | answer.broken()
     if broken:
         raise not_finite(draft)

@@ -1,19 +1,44 @@
-"""The drafts, one file a paper."""
+"""The drafts, one file a paper, and the table of them: all that anything else knows a draft by."""
 
+from collections.abc import Callable
 from typing import Any
 
-from pipeline.drafts.base import Draft
-from pipeline.drafts.eagle import Eagle
-from pipeline.drafts.jakiro import Jakiro
-from pipeline.recipe.sections import DraftBase
+from pipeline.decoding.contract import Draft
+from pipeline.drafts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.copier import Copier, CopierConfig
+from pipeline.drafts.eagle import Eagle, EagleConfig
+from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
+from pipeline.drafts.jakiro import Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
 
-DRAFTS: dict[str, type[Draft]] = {"eagle": Eagle, "jakiro": Jakiro}
+# By the `kind` of their settings and, where that has several frames, the frame.
+DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
+    "copier": (CopierConfig, Copier),
+    "eagle": (EagleConfig, Eagle),
+    "eagle3": (Eagle3Config, Eagle3),
+    "jakiro": (JakiroConfig, Jakiro),
+    "jakiro on eagle-3": (JakiroOnEagle3Config, JakiroOnEagle3),
+}
 
 
-def build(config: DraftBase, shapes: dict[str, Any]) -> Draft:
-    """An uninitialised draft in the shapes of its target (`layers.shapes_of`)."""
-    return DRAFTS[config.kind](config, shapes)
+def kind_of(settings: Any) -> str:
+    """The key of `DRAFTS` for some settings, as a dictionary or made."""
+    kind, frame = (
+        settings.get(key) if isinstance(settings, dict) else getattr(settings, key, None) for key in ("kind", "frame")
+    )
+    return str(kind) if frame in (None, "eagle") else f"{kind} on {frame}"
 
 
-def parameter_count(draft: Draft) -> int:
+def make(config: DraftConfig, shapes: dict[str, Any]) -> Draft:
+    """A draft in the shapes of its target (`layers.shapes_of`); a trained one's weights are not initialised."""
+    return DRAFTS[kind_of(config)][1](config, shapes)
+
+
+def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
+    """`make` for a draft that is trained."""
+    draft = make(config, shapes)
+    assert isinstance(draft, TrainedDraft)
+    return draft
+
+
+def parameter_count(draft: TrainedDraft) -> int:
     return sum(parameter.numel() for parameter in draft.parameters())

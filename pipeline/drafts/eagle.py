@@ -1,35 +1,70 @@
 """EAGLE-1/2 (arXiv 2401.15077, 2406.16858): one dense Llama layer without input norm, no final norm.
 
-With more horizons than one, each further one is ``f_h = u + D_h(a)`` from the same MLP activation a: what a second
-prediction from one forward is worth without experts.
+Its frame is Jakiro's first one, too: fc over [embedding; feature], where the feature is the target's last hidden state,
+and the target's own LM head.
 """
 
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
 from torch import Tensor, nn
 
-from pipeline.drafts.base import Draft, Heads
-from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.recipe.sections import EagleConfig
+from pipeline.drafts.layers import AttentionBlock
+from pipeline.drafts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
-class EagleLayer(AttentionBlock):
-    def __init__(self, llama, config: EagleConfig):
-        super().__init__(llama)
-        width = config.mlp_width or llama.intermediate_size
-        self.mlp = swiglu(llama, width)
-        further = (nn.Linear(width, llama.hidden_size, bias=False) for _ in range(1, config.horizons))
-        self.ahead_projs = nn.ModuleList(further)
+@dataclass(frozen=True, kw_only=True)
+class EagleFrameConfig(OneLayerConfig):
+    fc_bias: bool = False
 
 
-class Eagle(Draft):
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(EagleFrameConfig):
+    """With more horizons, each has a down projection of its own: the control for Jakiro's branch."""
+
+    description: ClassVar = "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,"
+
+    kind: Literal["eagle"] = "eagle"
+    mlp_width: int | None = None  # default: the target's
+    horizons: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "mlp_width", "horizons")
+        if self.horizons > 5:
+            raise ValueError(f"horizons={self.horizons}: expected at most 5")
+
+    @property
+    def levels(self) -> int:
+        return self.horizons
+
+
+class EagleFrame(OneLayer):
+    config: EagleFrameConfig
+
+    def __init__(self, config: Any, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        width = self.llama.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
+        self.layers = nn.ModuleList([AttentionBlock(self.llama, **self.follow(self.llama))])
+
+    @property
+    def block(self) -> AttentionBlock:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def features(self, states_TSD: Tensor) -> Tensor:
+        return states_TSD[..., 0, :]
+
+    def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([embedded, features], dim=-1))
+        return x, x
+
+
+class Eagle(Dense, EagleFrame):
     config: EagleConfig
 
-    def build_layer(self, llama) -> EagleLayer:
-        return EagleLayer(llama, self.config)
-
-    def heads(self, u: Tensor, depth: int) -> Heads:
-        layer = self.layers[0]
-        n = layer.post_attention_layernorm(u)
-        if not layer.ahead_projs:
-            return Heads([u + layer.mlp(n)])
-        activation = layer.mlp.act_fn(layer.mlp.gate_proj(n)) * layer.mlp.up_proj(n)
-        return Heads([u + down(activation) for down in (layer.mlp.down_proj, *layer.ahead_projs)])
+    def follow(self, llama: Any) -> dict[str, nn.Module]:
+        parts, mlp = super().follow(llama), self.config.mlp_width or llama.intermediate_size
+        further = (nn.Linear(mlp, llama.hidden_size, bias=False) for _ in range(1, self.config.horizons))
+        return parts | {"ahead_projs": nn.ModuleList(further)}

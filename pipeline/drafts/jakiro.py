@@ -1,4 +1,4 @@
-"""Jakiro (arXiv 2502.06282): a mixture of experts in EAGLE's layer and a contrast branch two tokens ahead.
+"""Jakiro (arXiv 2502.06282): a mixture of experts in a one-layer draft and a contrast branch two tokens ahead.
 
 With u the attention block's output, n = RMSNorm(u), E_j the experts and w the routing weights of the kept ones:
 
@@ -8,27 +8,115 @@ With u the attention block's output, n = RMSNorm(u), E_j the experts and w the r
 beta and alpha are "learnable" in the paper. ``contrast = "router"`` takes the released code's reading: two more rows of
 the gate, softmaxed; the larger is beta and names E_a. ``contrast = "scalar"`` learns two numbers, E_a being the
 better-routed expert. ``contrast = "experts"`` contrasts nothing: horizon h is the h-th best-routed expert's own,
-u + E_h(n), so that K kept experts look K tokens ahead. All N experts are computed for every token, of which K are kept:
-no dispatch, and with N = K = 2 nothing is computed in vain.
+u + E_h(n), so that K kept experts look K tokens ahead. A token is computed by the experts that it keeps, and when
+decoding the others are not even read.
 
 The experts' own heads, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would rank tokens
 identically), are what decoupled trees take candidates from. ``routing = "depth"`` has no gate: expert j answers where j
 of the input's features are the draft's own.
 """
 
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from pipeline.drafts.base import Draft, Heads
-from pipeline.drafts.layers import AttentionBlock, swiglu
-from pipeline.drafts.losses import Prediction
-from pipeline.recipe.sections import BranchLoss, JakiroConfig
+from pipeline.basics.settings import Settings
+from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.layers import swiglu
+from pipeline.drafts.losses import Prediction, Term
+from pipeline.drafts.one_layer import Heads, OneLayer, Weights
+from pipeline.features.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Settings):
+    """What follows the attention, in either frame."""
+
+    experts: int = 2
+    experts_per_token: int = 2
+    expert_width: int | None = None  # default: the hidden size, as in the released code
+    routing: Literal["learned", "depth"] = "learned"  # depth: expert j for the j-th level of a roll-out, one a token
+    # the branches ahead: eq. 7 twice, one expert each, none
+    contrast: Literal["router", "scalar", "experts", "none"] = "router"
+    expert_loss: Weights | None = None  # of each kept expert's own head (decoupled trees); averaged over them
+    mixture_loss: float = 0.0  # weight of the cross-entropy of the experts' mixture of softmaxes
+    balance_loss: float = 0.0  # weight of E sum_e share_e mean_e in each dialogue: 1 where experts are used alike
+
+    def __post_init__(self):
+        super().__post_init__()  # the frame's
+        self.at_least(2, "experts")
+        self.at_least(1, "experts_per_token", "expert_width")
+        self.at_least(0, "mixture_loss", "balance_loss")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        own = self.expert_loss or self.mixture_loss
+        if self.routing == "depth":
+            if self.experts_per_token > 1 or self.contrast != "none" or self.rollout == 1:
+                raise ValueError(
+                    "routing='depth' runs one expert a token: it needs experts_per_token=1, contrast='none' and "
+                    "rollout >= 2"
+                )
+            if own or self.balance_loss:
+                raise ValueError(
+                    "routing='depth' runs one expert a token and has no gate: expert_loss, mixture_loss and "
+                    "balance_loss are of several"
+                )
+        if self.contrast == "experts" and (own or self.experts_per_token > 5):
+            raise ValueError(
+                "contrast='experts' gives each of at most 5 kept experts a horizon of its own: expert_loss and "
+                "mixture_loss would train all of them for the next token"
+            )
+        if self.routing == "learned" and self.experts_per_token < 2:
+            raise ValueError("experts_per_token=1 with routing='learned': nothing would train the gate; use 2 or more")
+
+    @property
+    def levels(self) -> int:
+        return {"router": 2, "scalar": 2, "experts": self.experts_per_token, "none": 1}[self.contrast]
+
+    @property
+    def has_experts(self) -> bool:  # type: ignore[override]
+        return self.experts_per_token > 1 and self.contrast != "experts"
+
+    def terms(self) -> dict[str, Term]:
+        found, objective, kept = super().terms(), self.objective, self.experts_per_token
+        if self.expert_loss:
+            share = self.expert_loss.of(1 / kept)
+            found |= {f"expert_{place}": Term(1, share, objective) for place in range(1, kept + 1)}
+        if self.mixture_loss:
+            found["mixture"] = Term(1, {"classification": self.mixture_loss}, features=kept)
+        if self.balance_loss:
+            found["balance"] = Term(1, {"penalty": self.balance_loss}, features=0)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class JakiroConfig(ExpertsConfig, EagleFrameConfig):
+    description: ClassVar = (
+        "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)), a mixture of experts in one layer,"
+    )
+
+    kind: Literal["jakiro"] = "jakiro"
+    frame: Literal["eagle"] = "eagle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JakiroOnEagle3Config(ExpertsConfig, Eagle3FrameConfig):
+    description: ClassVar = (
+        "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)) on EAGLE-3's frame, a mixture of experts in one layer,"
+    )
+
+    kind: Literal["jakiro"] = "jakiro"
+    frame: Literal["eagle-3"]
 
 
 class MixtureOfExperts(nn.Module):
     """Tensor names are the released checkpoints': ``gate`` [N + 2, d] (N for scalar contrast), ``experts.j``."""
 
-    def __init__(self, llama, config: JakiroConfig):
+    def __init__(self, llama: Any, config: Any):
         super().__init__()
         self.kept, self.count, self.contrast = config.experts_per_token, config.experts, config.contrast
         router_rows = 2 if self.contrast == "router" else 0
@@ -39,18 +127,37 @@ class MixtureOfExperts(nn.Module):
         if self.contrast == "scalar":
             self.contrast_scalars = nn.Parameter(torch.tensor([1.0, 0.0]))  # beta, alpha
 
-    def forward(self, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Without the residual u: the mixture (..., D), the K kept experts' outputs, best first (..., K, D), their
-        log-weights (..., K), and the contrast (..., D) where there is one.
-        """
+    def forward(self, u: Tensor, n: Tensor) -> Heads:
+        """``u`` and its norm (..., D)."""
         scores = self.gate(n)
         kept_scores, kept = scores[..., : self.count].topk(self.kept, dim=-1)  # best first
-        outputs = torch.stack([expert(n) for expert in self.experts], dim=-2)  # (..., E, D)
-        chosen = outputs.gather(-2, kept[..., None].expand(*kept.shape, n.shape[-1]))  # (..., K, D)
+        chosen = self._chosen(n, kept)  # (..., K, D)
         weights = kept_scores.float().softmax(-1).to(n.dtype)
         mixture = (weights[..., None] * chosen).sum(-2)
-        contrast = self._contrast(scores, kept, chosen) if self.contrast in ("router", "scalar") else None
-        return mixture, chosen, kept_scores.float().log_softmax(-1), contrast
+        experts = [u + output for output in chosen.unbind(-2)]
+        ahead = experts[1:] if self.contrast == "experts" else []
+        if self.contrast in ("router", "scalar"):
+            ahead = [u + self._contrast(scores, kept, chosen)]
+        return Heads([u + mixture, *ahead], experts, kept_scores.float().log_softmax(-1), (scores, kept))
+
+    def _chosen(self, n: Tensor, kept: Tensor) -> Tensor:
+        """The kept experts' outputs (..., K, D), best first."""
+        if self.kept == self.count:
+            outputs = torch.stack([expert(n) for expert in self.experts], dim=-2)  # (..., E, D)
+            return outputs.gather(-2, kept[..., None].expand(*kept.shape, n.shape[-1]))
+        slots = kept.reshape(-1)  # of all tokens, K each
+        order = slots.argsort(stable=True)
+        parts = n.reshape(-1, n.shape[-1])[order // self.kept].split(self._counts(slots))
+        # All ranks of a training run the same modules, also those that no token of theirs keeps.
+        used = [expert(x) for expert, x in zip(self.experts, parts, strict=True) if len(x) or torch.is_grad_enabled()]
+        return torch.cat(used)[order.argsort()].view(*kept.shape, n.shape[-1])
+
+    def _counts(self, slots: Tensor) -> list[int]:
+        """How many slots each expert has."""
+        if detect_fake_mode(slots):  # an estimate of memory: there are no scores to go by
+            shares = torch.arange(self.count + 1) * len(slots) // self.count
+            return shares.diff().tolist()
+        return torch.bincount(slots, minlength=self.count).tolist()
 
     def _contrast(self, scores: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
         best, second = chosen[..., 0, :], chosen[..., 1, :]
@@ -67,45 +174,58 @@ class MixtureOfExperts(nn.Module):
         return torch.where(raw[..., :1] > raw[..., 1:], v_low * low - v_high * high, v_high * high - v_low * low)
 
 
-class JakiroLayer(AttentionBlock):
-    def __init__(self, llama, config: JakiroConfig):
-        super().__init__(llama)
-        self.mlp_moe = MixtureOfExperts(llama, config)
+class Experts(OneLayer):
+    """Behind the attention of either frame."""
 
+    config: Any
 
-class Jakiro(Draft):
-    config: JakiroConfig
-
-    def build_layer(self, llama) -> JakiroLayer:
-        return JakiroLayer(llama, self.config)
+    def follow(self, llama: Any) -> dict[str, nn.Module]:
+        return {"mlp_moe": MixtureOfExperts(llama, self.config)}
 
     def heads(self, u: Tensor, depth: int) -> Heads:
-        layer = self.layers[0]
-        moe, n = layer.mlp_moe, layer.post_attention_layernorm(u)
+        block: Any = self.block
+        moe, n = block.mlp_moe, block.post_attention_layernorm(u)
         if self.config.routing == "depth":
             return Heads([u + moe.experts[min(depth, moe.count - 1)](n)])
-        mixture, chosen, log_weights, contrast = moe(n)
-        experts = [u + output for output in chosen.unbind(-2)]
-        ahead = experts[1:] if self.config.contrast == "experts" else [u + contrast] if contrast is not None else []
-        return Heads([u + mixture, *ahead], experts, log_weights)
+        return moe(u, n)
 
-    def expert_predictions(self, heads: Heads) -> dict[str, Prediction]:
+    def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
         found = {}
         if self.config.expert_loss:
-            found |= {f"expert_{place}": Prediction(1, [f]) for place, f in enumerate(heads.experts, start=1)}
+            found |= {f"expert_{place}": Prediction([f]) for place, f in enumerate(heads.experts, start=1)}
         if self.config.mixture_loss:
-            found["mixture"] = Prediction(1, heads.experts, heads.log_weights)
+            found["mixture"] = Prediction(heads.experts, heads.log_weights)
+        if self.config.balance_loss:
+            assert heads.routed is not None
+            found["balance"] = Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))
         return found
 
-    def branch_losses(self) -> dict[str, BranchLoss]:
-        losses, config = super().branch_losses(), self.config
-        if config.expert_loss:
-            share = {key: value / config.experts_per_token for key, value in config.expert_loss.model_dump().items()}
-            losses |= {f"expert_{place}": BranchLoss(**share) for place in range(1, config.experts_per_token + 1)}
-        if config.mixture_loss:
-            losses["mixture"] = BranchLoss(regression=0.0, classification=config.mixture_loss)
-        return losses
 
-    @property
-    def trained_features(self) -> int:
-        return super().trained_features + (self.config.experts_per_token - 1 if self.config.mixture_loss else 0)
+def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: Batch) -> Tensor:
+    """Over dialogues, the sum of (trained positions) x E sum_e share_e mean_e: the share of slots that expert e has
+    among a dialogue's trained positions, and the mean of its probability by the gate. By dialogue (DeepSeek-V3, eq.
+    17), so that it does not depend on how a global batch is cut.
+    """
+    probabilities_BTE = scores_BTR[..., :experts].float().softmax(-1)
+    slots_BTE = torch.nn.functional.one_hot(kept_BTK, experts).sum(-2).float() / kept_BTK.shape[-1]
+    trained_BT = batch.trained[1]
+    rows, inputs = trained_BT.shape
+    dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
+    dialogues_BT = dialogues_BT + (0 if batch.begins_BT is None else batch.begins_BT)
+    of_M = dialogues_BT.expand(rows, inputs)[trained_BT].clamp_max(rows * inputs - 1)
+
+    def by_dialogue(values_BTE: Tensor) -> Tensor:
+        picked = values_BTE[trained_BT]
+        return picked.new_zeros(rows * inputs, picked.shape[-1]).index_add(0, of_M, picked)
+
+    positions = by_dialogue(torch.ones_like(slots_BTE[..., :1]))
+    products = (by_dialogue(slots_BTE) * by_dialogue(probabilities_BTE)).sum(-1)
+    return experts * (products / positions[:, 0].clamp_min(1)).sum()
+
+
+class Jakiro(Experts, EagleFrame):
+    pass
+
+
+class JakiroOnEagle3(Experts, Eagle3Frame):
+    pass

@@ -32,11 +32,12 @@ def shapes_of(target: Any) -> dict[str, Any]:
     """
     kinds = getattr(target, "layer_types", None) or [FULL]
     layer = target.per_layer_config[kinds.index(FULL) if FULL in kinds else 0]
-    shapes = {field: getattr(layer, field, None) for field in SHAPE_FIELDS}
+    shapes: dict[str, Any] = {field: getattr(layer, field, None) for field in SHAPE_FIELDS}
     shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
     shapes["head_dim"] = shapes["head_dim"] or shapes["hidden_size"] // shapes["num_attention_heads"]
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
     shapes["rope_parameters"] = rope_of(shapes["rope_parameters"])
+    shapes["target_layers"] = target.num_hidden_layers
     return shapes
 
 
@@ -57,7 +58,8 @@ def rope_of(target: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
-    config = LlamaConfig(**shapes, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+    own = {field: shapes[field] for field in SHAPE_FIELDS}
+    config = LlamaConfig(**own, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
     config._attn_implementation = "sdpa"
     return config
 
@@ -67,18 +69,30 @@ def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
 
 
 class AttentionBlock(nn.Module):
-    """u = attention(x) + x, with NO norm before the attention (EAGLE, Jakiro), and the norm that precedes the MLP."""
+    """Attention and the norm that precedes the MLP; `parts` follow by their names. The attention takes `inputs`
+    features.
+    """
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, inputs: int | None = None, **parts: nn.Module):
         super().__init__()
         self.self_attn = LlamaAttention(config, layer_idx=0)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if inputs:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows = getattr(self.self_attn, name).out_features
+                setattr(self.self_attn, name, nn.Linear(inputs, rows, bias=False))
+        self.post_attention_layernorm = norm(config)
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def attend(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: DynamicCache | None
     ) -> Tensor:
         out, _ = self.self_attn(x_BTD, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
-        return x_BTD + out
+        return out
+
+
+def norm(config: LlamaConfig) -> LlamaRMSNorm:
+    return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:

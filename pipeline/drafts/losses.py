@@ -1,19 +1,27 @@
 """The drafts' losses as sums over trained positions; whoever knows the global batch forms the ratio.
 
-Smooth L1 on features (beta 1, mean over D) and soft cross-entropy against the target's own head (EAGLE; Jakiro,
-section on training). The teacher's probabilities are recomputed from the stored features: no logits are stored.
+A term's loss has up to two parts, each with a weight: "regression", Smooth L1 on features (beta 1, mean over D), and
+"classification", with one of these objectives, p being the target's distribution and q the draft's:
+
+    soft-ce      -sum p log q (EAGLE; Jakiro, section on training)
+    acceptance   w KL(p || q) - (1 - w) log a, with a = sum min(p, q), a drawn token's probability of being accepted,
+                 and w = exp(-3 a), through which no gradient goes (LK losses, arXiv 2602.23881; with a of a whole batch
+                 in w, the loss would depend on how a global batch is cut)
+
+p is recomputed from the stored features: no logits are stored.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.features.batch import Batch
 
-Head = Callable[[Tensor], Tensor]
 # Numbers of the largest tensor of a chunk, (rows x branches, U) in float32, a mixture of K features being K branches:
 # bounds the memory of the vocabulary-wide part.
 CHUNK_LOGITS = 1 << 25
@@ -34,76 +42,128 @@ def chunk_rows(vocabulary: int, branches: int, device: torch.device, gpu_bytes: 
     return min(rows, CHUNK_ROWS_CPU) if device.type == "cpu" else rows
 
 
+Objective = Literal["soft-ce", "acceptance"]
+# Features (m, D) -> p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be less than 1.
+Teacher = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+DECAY = 3.0  # of an acceptance's weight of KL
+
+
+@dataclass(frozen=True)
+class Term:
+    """One loss of a draft: what it is told of a prediction of the same name."""
+
+    horizon: int  # its label is at i + horizon
+    weights: dict[str, float]  # of its parts: "regression", "classification", "penalty"
+    objective: Objective = "soft-ce"
+    features: int = 1  # so many features have logits; a penalty has none
+
+
 @dataclass
 class Prediction:
-    """What a branch says at every position: a feature, or several whose softmaxes are mixed."""
+    """What a draft says for a term at every position: a feature, several whose softmaxes are mixed, or a penalty."""
 
-    horizon: int  # it answers at i with f_{i+horizon}
-    features: list[Tensor]  # (B, T, D) each
+    features: list[Tensor] = field(default_factory=list)  # (B, T, D) each
     log_weights: Tensor | None = None  # (B, T, K) of a mixture of K features
+    penalty: Tensor | None = None  # a sum over trained positions; nothing else then
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Per branch, the sum of -p.log q over its rows. The gradient is formed in the forward: no logits outlive a chunk.
+def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
+    """The distribution over the head's own tokens."""
 
-    The teacher's p is computed once for all branches, whose rows it shares.
+    def answer(labels_MD: Tensor) -> tuple[Tensor, Tensor, None]:
+        logits = head(labels_MD).float()
+        return logits.softmax(-1), logits.argmax(-1), None
+
+    return answer
+
+
+class OwnHead(nn.Linear):
+    """A draft's own LM head. Its loss is formed inside its forward, where ZeRO-3 has gathered its weight."""
+
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__(width, vocabulary, bias=False)
+
+    def forward(self, features: Tensor | None, form: Callable[[Tensor], tuple[Tensor, ...]] | None = None):
+        return super().forward(features) if features is not None else form(self.weight) if form else ()
+
+
+class _Classification(torch.autograd.Function):
+    """Per term, the sum of its objective over its rows. The gradient is formed in the forward: no logits outlive a
+    chunk. The teacher's p is computed once for all terms, whose rows it shares.
     """
 
     @staticmethod
-    def forward(
-        ctx, teacher_MD: Tensor, head: Head, chunk: int, rows_of: list[Tensor], sizes: list[int], *tensors: Tensor
-    ):
-        """``rows_of[b]`` (bool [M]) are the teacher's rows that branch b answers with the rows of its ``sizes[b]``
-        tensors: one feature, or the log-weights and the features of a mixture.
+    def forward(ctx, plan: "_Plan", weight: Tensor | None, *tensors: Tensor):
+        """`weight`: of the draft's own head. ``tensors`` are each term's at its rows: one feature, or the log-weights
+        and the features of a mixture.
         """
-        device = teacher_MD.device
-        branches = _grouped(tensors, sizes)
-        totals = [torch.zeros((), device=device) for _ in branches]
-        agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in branches]
+        device, teacher_MD, terms = plan.teacher_MD.device, plan.teacher_MD, _grouped(tensors, plan.sizes)
+        totals = [torch.zeros((), device=device) for _ in terms]
+        agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in terms]
+        accepted = [torch.zeros((), device=device) for _ in terms]
         gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
-        gradients_of = _grouped(gradients, sizes)
-        index_of = [rows.nonzero()[:, 0] for rows in rows_of]
-        firsts = torch.arange(0, len(teacher_MD) + chunk, chunk, device=device)
-        ends = torch.stack(
-            [torch.searchsorted(index, firsts) for index in index_of]
-        ).tolist()  # once, not in every chunk
-        for number, first in enumerate(range(0, len(teacher_MD), chunk)):
-            teacher_logits = head(teacher_MD[first : first + chunk]).float()
-            best, p = teacher_logits.argmax(-1), teacher_logits.softmax(-1)
-            places, groups = [], {True: [], False: []}  # by whether a branch is one feature
-            for branch, parts in enumerate(branches):
-                begin, end = ends[branch][number : number + 2]
+        gradients_of = _grouped(gradients, plan.sizes)
+        chunk = _Chunk(plan, weight)
+        index_of = [rows.nonzero()[:, 0] for rows in plan.rows_of]
+        firsts = torch.arange(0, len(teacher_MD) + plan.chunk, plan.chunk, device=device)
+        # once, not in every chunk
+        ends = torch.stack([torch.searchsorted(index, firsts) for index in index_of]).tolist()
+        for number, first in enumerate(range(0, len(teacher_MD), plan.chunk)):
+            answer = plan.teacher(teacher_MD[first : first + plan.chunk])
+            places, asked = [], []
+            for term, parts in enumerate(terms):
+                begin, end = ends[term][number : number + 2]
                 places.append(slice(begin, end))
-                rows = index_of[branch][begin:end] - first
-                answered = (p, best) if end - begin == len(p) else (p[rows], best[rows])
-                groups[len(parts) == 1].append((branch, [part[begin:end] for part in parts], answered))
-            found = []
-            if ones := groups[True]:
-                differentiate = any(gradients_of[branch][0] is not None for branch, *_ in ones)
-                features, answers = [parts[0] for _, parts, _ in ones], [answered for *_, answered in ones]
-                found += zip(
-                    (branch for branch, *_ in ones), _chunk(features, answers, head, differentiate), strict=True
-                )
-            for branch, parts, answered in groups[False]:
-                differentiate = gradients_of[branch][0] is not None
-                found.append((branch, _mixture_chunk(parts, *answered, head, differentiate)))
-            for branch, (loss, agree, slopes) in found:
-                totals[branch] += loss
-                agrees[branch] += agree
-                for kept, slope in zip(gradients_of[branch], slopes, strict=False):
+                rows = index_of[term][begin:end] - first
+                mine = answer if end - begin == len(answer[0]) else tuple(x if x is None else x[rows] for x in answer)
+                differentiate = gradients_of[term][0] is not None
+                asked.append(_Asked(term, [part[begin:end] for part in parts], mine, differentiate))
+            for term, loss, agree, accept, slopes in chunk.sums(asked):
+                totals[term] += loss
+                agrees[term] += agree
+                accepted[term] += accept
+                for kept, slope in zip(gradients_of[term], slopes, strict=False):
                     if kept is not None:
-                        kept[places[branch]] = slope
-        ctx.sizes = sizes
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(*agrees)
-        return (*totals, *agrees)
+                        kept[places[term]] = slope
+        ctx.sizes, ctx.shares, ctx.dtype = plan.sizes, plan.shares, None if weight is None else weight.dtype
+        ctx.save_for_backward(chunk.slope_of_weight, *gradients)
+        ctx.mark_non_differentiable(*agrees, *accepted)
+        return (*totals, *agrees, *accepted)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor):
+        of_weight, *gradients = ctx.saved_tensors
         out = []
-        for up, gradients in zip(upstream, _grouped(ctx.saved_tensors, ctx.sizes), strict=False):
-            out += [None if g is None else (g.float() * up).to(g.dtype) for g in gradients]
-        return None, None, None, None, None, *out
+        for up, parts in zip(upstream, _grouped(gradients, ctx.sizes), strict=False):
+            out += [None if g is None else (g.float() * up).to(g.dtype) for g in parts]
+        if of_weight is not None:  # the terms' shares are in it: what their upstreams have in common is left
+            one = next(number for number, share in enumerate(ctx.shares) if share)
+            of_weight = (of_weight * (upstream[one] / ctx.shares[one])).to(ctx.dtype)
+        return None, of_weight, *out
+
+
+@dataclass
+class _Plan:
+    """All that the terms' sums are formed from but tensors that have gradients."""
+
+    teacher_MD: Tensor  # labels
+    teacher: Teacher
+    head: Callable[[Tensor], Tensor]  # the frozen one
+    chunk: int  # rows
+    rows_of: list[Tensor]  # by term, bool [M]: the labels that it answers
+    sizes: list[int]  # by term: so many tensors
+    objectives: list[Objective]
+    shares: list[float]  # by term: its weight in the loss, but for a factor of all
+
+
+@dataclass
+class _Asked:
+    """One term in one chunk."""
+
+    term: int
+    parts: list[Tensor]
+    answer: tuple[Tensor, Tensor, Tensor | None]  # the teacher's
+    differentiate: bool
 
 
 def _grouped(values, sizes: list[int]) -> list[list]:
@@ -111,79 +171,176 @@ def _grouped(values, sizes: list[int]) -> list[list]:
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
-def _chunk(features: list[Tensor], answers: list[tuple[Tensor, Tensor]], head: Head, differentiate: bool) -> list:
-    """For each feature (m, D) and its teacher's (p, argmax): the sum of -p.log q, rows whose argmax is the teacher's,
-    the gradient. With logits z, d/dz = q - p. One call of the head for all.
-    """
-    with torch.enable_grad():
-        hidden = torch.cat(features).detach().requires_grad_(differentiate)
-        logits = head(hidden)
-    whole = logits.detach().float().log_softmax(-1)
-    sizes, sums = [len(feature) for feature in features], []
-    for log_q, (p, best) in zip(whole.split(sizes), answers, strict=True):
-        sums.append((-torch.einsum("mv,mv->m", p, log_q).sum(), (log_q.argmax(-1) == best).sum()))
+_Sums = tuple[int, Tensor, Tensor, Tensor, Sequence[Tensor]]  # term, loss, agreeing rows, acceptances, gradients
+
+
+class _Chunk:
+    """Works on a chunk of rows after the other; adds up the gradient of the draft's own head, where it has one."""
+
+    def __init__(self, plan: _Plan, weight: Tensor | None):
+        self._plan, self._weight = plan, None if weight is None else weight.detach()
+        self.slope_of_weight: Tensor | None = None
+        if weight is not None and weight.requires_grad:
+            self.slope_of_weight = torch.zeros(weight.shape, device=weight.device)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        return self._plan.head(features) if self._weight is None else F.linear(features, self._weight)
+
+    def sums(self, asked: list[_Asked]) -> Iterator[_Sums]:
+        if single := [one for one in asked if len(one.parts) == 1]:
+            yield from self._singles(single)
+        yield from (self._mixture(one) for one in asked if len(one.parts) > 1)
+
+    def _singles(self, asked: list[_Asked]) -> Iterator[_Sums]:
+        """Terms of one feature (m, D): one call of the head for all."""
+        differentiate, sizes = any(one.differentiate for one in asked), [len(one.parts[0]) for one in asked]
+        with torch.enable_grad():
+            hidden = torch.cat([one.parts[0] for one in asked]).detach().requires_grad_(differentiate)
+            logits = self._logits(hidden)
+        whole = logits.detach().float().log_softmax(-1)
+        sums = []
+        for one, log_q in zip(asked, whole.split(sizes), strict=True):
+            p, best, mass = one.answer
+            agree = (log_q.argmax(-1) == best).sum()
+            objective = _OBJECTIVES[self._plan.objectives[one.term]]
+            loss, accept = objective(log_q, p, mass, one.differentiate)  # log_q becomes its gradient by the logits
+            sums.append((one.term, loss, agree, accept))
+        slopes: list[list[Tensor]] = [[] for _ in asked]
         if differentiate:
-            log_q.exp_().sub_(p)  # in `whole`
-    slopes = [[] for _ in features]
+            slope = whole.to(logits.dtype)
+            (of_hidden,) = torch.autograd.grad(logits, hidden, slope)
+            slopes = [[part] for part in of_hidden.split(sizes)]
+            if self.slope_of_weight is not None:
+                shared = [self._plan.shares[one.term] * x for one, x in zip(asked, slope.split(sizes), strict=True)]
+                self.slope_of_weight += torch.cat(shared).T @ hidden.detach()
+        for found, own in zip(sums, slopes, strict=True):
+            yield *found, own
+
+    def _mixture(self, one: _Asked) -> _Sums:
+        """The soft cross-entropy of q = sum_j w_j softmax(head(f_j)); the parts are log w (m, K), K features (m, D)."""
+        p, best, _ = one.answer
+        weight, own = self._weight, self.slope_of_weight is not None
+        with torch.enable_grad():
+            log_weights, *features = (part.detach().requires_grad_(one.differentiate) for part in one.parts)
+            if own:
+                weight = weight.detach().requires_grad_()  # type: ignore[union-attr]
+            head = self._plan.head if weight is None else partial(F.linear, weight=weight)
+            log_q = torch.stack([head(feature).float().log_softmax(-1) for feature in features], dim=1)
+            mixed = (log_q + log_weights.float()[:, :, None]).logsumexp(1)
+            loss = -(p * mixed).sum()
+        agree = (mixed.detach().argmax(-1) == best).sum()
+        slopes: Sequence[Tensor] = []
+        if one.differentiate:
+            slopes = torch.autograd.grad(loss, [log_weights, *features, *([weight] if own else [])])
+            if self.slope_of_weight is not None:
+                self.slope_of_weight += self._plan.shares[one.term] * slopes[-1]
+        return one.term, loss.detach(), agree, torch.zeros((), device=p.device), slopes[: len(one.parts)]
+
+
+def _soft_ce(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """The sum of -p.log q; `log_q` becomes its gradient by the logits, q mass(p) - p. Acceptances are not counted."""
+    loss = -torch.einsum("mv,mv->m", p, log_q).sum()
     if differentiate:
-        (slope,) = torch.autograd.grad(logits, hidden, whole.to(logits.dtype))
-        slopes = [[part] for part in slope.split(sizes)]
-    return [(*pair, own) for pair, own in zip(sums, slopes, strict=True)]
+        log_q.exp_()
+        if mass is not None:
+            log_q.mul_(mass)
+        log_q.sub_(p)
+    return loss, torch.zeros((), device=p.device)
 
 
-def _mixture_chunk(parts: list[Tensor], p: Tensor, best: Tensor, head: Head, differentiate: bool):
-    """The same for q = sum_j w_j softmax(head(f_j)); `parts` are log w (m, K) and the K features (m, D)."""
-    with torch.enable_grad():
-        log_weights, *features = (part.detach().requires_grad_(differentiate) for part in parts)
-        log_q = torch.stack([head(feature).float().log_softmax(-1) for feature in features], dim=1)
-        mixed = (log_q + log_weights.float()[:, :, None]).logsumexp(1)
-        loss = -(p * mixed).sum()
-    agree = (mixed.detach().argmax(-1) == best).sum()
-    slopes = torch.autograd.grad(loss, [log_weights, *features]) if differentiate else []
-    return loss.detach(), agree, slopes
+def _acceptance(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """The sums of w KL - (1 - w) log a and of a; `log_q` becomes the first one's gradient by the logits. A row without
+    mass has no loss.
+    """
+    kl = (-torch.einsum("mv,mv->m", p, log_q) - torch.special.entr(p).sum(-1))[:, None]
+    q = log_q.exp_()
+    a = torch.minimum(p, q).sum(-1, keepdim=True)
+    accepted, a = a.sum(), a.clamp_min(torch.finfo(torch.float32).tiny)
+    w, some = (-DECAY * a).exp(), 1.0 if mass is None else mass > 0
+    loss = (some * (w * kl - (1 - w) * a.log())).sum()
+    if differentiate:
+        below = q * (q < p)  # the tokens of which more is more acceptance
+        direct = (below - q * below.sum(-1, keepdim=True)) * (some * (w - 1) / a)
+        (q if mass is None else q.mul_(mass)).sub_(p).mul_(w).add_(direct)
+    return loss, accepted
 
 
-def branch_sums(
-    predictions: dict[str, Prediction], batch: Batch, head: Head, vocabulary: int
+_OBJECTIVES = {"soft-ce": _soft_ce, "acceptance": _acceptance}
+
+
+def term_sums(
+    terms: dict[str, Term],
+    predictions: dict[str, Prediction],
+    batch: Batch,
+    teacher: Teacher,
+    chunk: int,
+    head: Callable[[Tensor], Tensor],
+    normed: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """By branch, sums over its trained positions: "regression", "classification", "agree" (top-1), "positions".
+    """By term, sums over its trained positions: "regression" (where it has a weight), "classification", "agree"
+    (top-1), "accept" (where the objective counts acceptances), "positions"; of a penalty "penalty" and "positions".
 
-    `head` gives logits over `vocabulary` ids. A mixture has no feature of its own: its regression is that of its
-    features' mean.
+    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through. A mixture has no feature of its
+    own: its regression is that of its features' mean.
     """
     inputs = batch.labels_BTD.shape[1]
-    answered = {}  # branch -> bool (B, T) over LABELS: the label of input i stands at i + h - 1
-    for name, prediction in predictions.items():
-        horizon = prediction.horizon
+    said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
+    answered = {}  # term -> bool (B, T) over LABELS: the label of input i stands at i + h - 1
+    for name in said:
+        horizon = terms[name].horizon
         mask_BT = torch.zeros_like(batch.trained[horizon])
         mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : inputs + 1 - horizon]
         answered[name] = mask_BT
     any_BT = torch.stack(list(answered.values())).any(0)
     teacher_MD = batch.labels_BTD[any_BT]
     rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
-    tensors_of = [_trained_rows(prediction, batch, inputs) for prediction in predictions.values()]
-    features = sum(len(prediction.features) for prediction in predictions.values())  # each has logits of its own
-    chunk = chunk_rows(vocabulary, features, teacher_MD.device)
-    sizes = [len(tensors) for tensors in tensors_of]
-    flat = [tensor for tensors in tensors_of for tensor in tensors]
-    found = _SoftCrossEntropy.apply(teacher_MD, head, chunk, rows_of, sizes, *flat)
-    sums = {}
-    for place, (name, prediction) in enumerate(predictions.items()):
-        features = tensors_of[place][-len(prediction.features) :]
-        hidden = features[0] if len(features) == 1 else sum(features) / len(features)
-        label = teacher_MD[rows_of[place]]
-        sums[name] = {
-            "regression": F.smooth_l1_loss(hidden.float(), label.float(), reduction="none").mean(-1).sum(),
-            "classification": found[place],
-            "agree": found[len(predictions) + place],
-            "positions": torch.tensor(len(label), device=label.device),
-        }
+    tensors_of = [_trained_rows(prediction, terms[name].horizon, batch, inputs) for name, prediction in said.items()]
+    plan = _Plan(
+        teacher_MD,
+        teacher,
+        head,
+        chunk,
+        rows_of,
+        [len(tensors) for tensors in tensors_of],
+        [terms[name].objective for name in said],
+        _shares([terms[name] for name in said], batch),
+    )
+    flat = []
+    for prediction, tensors in zip(said.values(), tensors_of, strict=True):
+        weights = tensors[: -len(prediction.features)]
+        features = tensors[-len(prediction.features) :]
+        flat += [*weights, *(features if normed is None else map(normed, features))]
+    if isinstance(head, OwnHead):
+        found = head(None, lambda weight: _Classification.apply(plan, weight, *flat))
+    else:
+        found = _Classification.apply(plan, None, *flat)
+    sums: dict[str, dict[str, Tensor]] = {}
+    for place, (name, prediction) in enumerate(said.items()):
+        features, label = tensors_of[place][-len(prediction.features) :], teacher_MD[rows_of[place]]
+        sums[name] = {}
+        if terms[name].weights.get("regression"):
+            hidden = features[0] if len(features) == 1 else sum(features) / len(features)
+            each = F.smooth_l1_loss(hidden.float(), label.float(), reduction="none")
+            sums[name]["regression"] = each.mean(-1).sum()
+        sums[name] |= {"classification": found[place], "agree": found[len(said) + place]}
+        if terms[name].objective == "acceptance":
+            sums[name]["accept"] = found[2 * len(said) + place]
+        sums[name]["positions"] = torch.tensor(len(label), device=label.device)
+    for name, term in terms.items():
+        if (penalty := predictions[name].penalty) is not None:
+            sums[name] = {"penalty": penalty, "positions": batch.trained[term.horizon].sum()}
     return sums
 
 
-def _trained_rows(prediction: Prediction, batch: Batch, inputs: int) -> list[Tensor]:
+def _shares(terms: list[Term], batch: Batch) -> list[float]:
+    """Each term's weight in the loss, in units of a position of the first one."""
+    first = max(batch.totals[terms[0].horizon], 1)
+    return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.horizon], 1) for t in terms]
+
+
+def _trained_rows(prediction: Prediction, horizon: int, batch: Batch, inputs: int) -> list[Tensor]:
     """The prediction's tensors at its trained positions."""
-    last = inputs + 1 - prediction.horizon
-    mask_BT = batch.trained[prediction.horizon][:, :last]
+    last = inputs + 1 - horizon
+    mask_BT = batch.trained[horizon][:, :last]
     whole = prediction.features if prediction.log_weights is None else [prediction.log_weights, *prediction.features]
     return [tensor[:, :last][mask_BT] for tensor in whole]

@@ -1,6 +1,6 @@
 """From dialogues to a training batch. The one shift by one of the whole project is in `collate` and `trained`.
 
-Input i is the pair (f_i, t_{i+1}); a branch of horizon h answers at i with f_{i+h} and t_{i+1+h}.
+Input i is the pair (f_i, t_{i+1}); a term of horizon h answers at i with f_{i+h} and t_{i+1+h}.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,14 @@ class Batch:
     trained: dict[int, Tensor]  # horizon -> bool (B, T): input i has a trained label at this horizon
     totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
     begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
+    auxiliary_BTSD: Tensor | None = None  # what the target's auxiliary layers put out at t_i, where a draft wants them
+    step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
 
     def _each(self, change) -> "Batch":
-        tensors = {name: change(getattr(self, name)) for name in ("hidden_BTD", "tokens_BT", "labels_BTD")}
-        begins = None if self.begins_BT is None else change(self.begins_BT)
-        trained = {h: change(mask) for h, mask in self.trained.items()}
-        return replace(self, **tensors, trained=trained, begins_BT=begins)
+        names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD")
+        tensors = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
+        return replace(self, **tensors, trained={h: change(mask) for h, mask in self.trained.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         return self._each(lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True))
@@ -42,9 +43,8 @@ class Batch:
 
     def emptied(self) -> "Batch":
         """The same shape without content: its losses and gradients are 0."""
-        trained = {h: torch.zeros_like(mask) for h, mask in self.trained.items()}
-        nothing = torch.zeros_like(self.hidden_BTD)
-        return replace(self, hidden_BTD=nothing, labels_BTD=nothing, trained=trained)
+        empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() or x.dtype == torch.bool else x)
+        return replace(empty, tokens_BT=self.tokens_BT)
 
 
 def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
@@ -65,10 +65,16 @@ def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
 
 
 def collate(
-    rows: Sequence[Row], horizons: list[int], rule: str, totals: dict[int, int], noises: Sequence[Tensor] | None = None
+    rows: Sequence[Row],
+    horizons: list[int],
+    rule: str,
+    totals: dict[int, int],
+    noises: Sequence[Tensor] | None = None,
+    auxiliary: Sequence[int] = (),
 ) -> Batch:
     """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
-    batch = collate_packed([[row] for row in rows], horizons, rule, totals, None if noises is None else iter(noises))
+    given = None if noises is None else iter(noises)
+    batch = collate_packed([[row] for row in rows], horizons, rule, totals, given, auxiliary=auxiliary)
     return replace(batch, begins_BT=None)
 
 
@@ -80,14 +86,16 @@ def collate_packed(
     noises: Iterator[Tensor] | None = None,
     width: int = 0,
     dtype: torch.dtype = torch.float32,
+    auxiliary: Sequence[int] = (),
 ) -> Batch:
     """Pads, to at least `width` inputs, and shifts. `noises` yields what is added, in float32, to each dialogue's input
-    features, never to its labels; then all is rounded to `dtype`.
+    features, never to its labels; then all is rounded to `dtype`. `auxiliary`: which of the rows' auxiliary states.
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
     shape = len(packed), inputs
     hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
     labels = torch.zeros_like(hidden)
+    states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=dtype) if auxiliary else None
     tokens, begins = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
     for b, rows in enumerate(packed):
@@ -96,13 +104,17 @@ def collate_packed(
             here = slice(begin, begin + len(row.input_ids) - 1)
             hidden[b, here] = row.hidden_TD[:-1] if noises is None else row.hidden_TD[:-1] + next(noises)
             labels[b, here] = row.hidden_TD[1:]
+            if states is not None:
+                assert row.auxiliary_TKD is not None
+                states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)].to(dtype)
             tokens[b, here] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
             for h in horizons:
                 masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
             begins[b, here] = begin
             begin = here.stop
         begins[b, begin:] = begin
-    return Batch(hidden, tokens, labels, masks, totals, begins, [[row.doc_id for row in rows] for rows in packed])
+    documents = [[row.doc_id for row in rows] for rows in packed]
+    return Batch(hidden, tokens, labels, masks, totals, begins, states, documents=documents)
 
 
 def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:

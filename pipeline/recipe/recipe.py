@@ -5,6 +5,7 @@ and the hash of what a stage depends on travels with everything that stage write
 """
 
 import argparse
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -22,9 +23,13 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import SEAL, checked
 from pipeline.basics.public import scrubbed
 from pipeline.basics.section import Name, Section
+from pipeline.basics.settings import Settings
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts import DRAFTS
+from pipeline.features.schema import FP8
 from pipeline.recipe.sections import (
+    AnyDraft,
     DataConfig,
-    DraftConfig,
     EvalConfig,
     FeaturesConfig,
     MethodConfig,
@@ -44,6 +49,8 @@ def _folder(value: str) -> str:
     return value
 
 
+PLAIN = "plain"  # decoding without a draft: the name of every measurement's baseline
+DEEPEST = 1 << 20  # layers: of no target in particular
 WHERE = {"shards", "resume"}  # keys of [train] that say where, not what
 
 
@@ -55,7 +62,7 @@ class Recipe(Section):
     data: DataConfig
     regenerate: RegenerateConfig = RegenerateConfig()
     features: FeaturesConfig = FeaturesConfig()
-    draft: dict[Name, DraftConfig]  # one or several, trained on the same shards and measured side by side
+    draft: dict[Name, AnyDraft]  # one or several, trained on the same shards and measured side by side
     train: TrainConfig = TrainConfig()
     eval: EvalConfig
     publish: PublishConfig
@@ -63,9 +70,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self):
         if not self.draft:
-            raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro' or 'eagle'")
+            raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro'")
         if self.publish.draft not in self.draft:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
+        if not self.draft[self.publish.draft].trained:
+            raise ValueError(f"publish.draft={self.publish.draft!r} is not trained: there are no weights to release")
         if self.target.device == "spread":
             asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
             for section, config in asked.items():
@@ -110,7 +119,7 @@ class Recipe(Section):
                 raise ValueError(
                     f"{name!r}: names that end in -tuned are those of eval/tune.py's trees; choose another"
                 )
-        for name, method in self.eval.methods.items():
+        for name, method in ({name: MethodConfig() for name in self.draft} | self.eval.methods).items():
             self._require_method(name, method)
         for name, benchmark in self.eval.benchmarks.items():
             if benchmark.source == "heldout" and (benchmark.prompts or 0) > self.data.heldout_prompts:
@@ -122,16 +131,46 @@ class Recipe(Section):
 
     def _require_method(self, name: str, method: MethodConfig) -> None:
         """Raises ValueError when a method's draft is not there or cannot grow its tree."""
-        if name in self.draft or name == "plain":
+        draft = method.draft or name
+        if name == PLAIN or (name in self.draft and draft != name):
             raise ValueError(f"eval.methods.{name}: that name is taken; choose another")
-        if method.draft not in self.draft:
-            raise ValueError(
-                f"eval.methods.{name}.draft={method.draft!r} is not one of the drafts {sorted(self.draft)}"
-            )
+        if draft not in self.draft:
+            raise ValueError(f"eval.methods.{name}.draft={draft!r} is not one of the drafts {sorted(self.draft)}")
         try:
-            self.draft[method.draft].with_tree(method.tree)
-        except ValidationError as error:
-            raise ValueError(f"eval.methods.{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+            self.draft[draft].settle(method.tree or self.eval.tree)
+        except ValueError as error:
+            raise ValueError(f"eval.methods.{name}: {error}") from None
+
+    def tree(self, method: str) -> TreeConfig:
+        """A method's tree, settled by its draft."""
+        given = self.eval.methods.get(method)
+        return self.draft[(given and given.draft) or method].settle(self._given_tree(method))
+
+    def _given_tree(self, method: str) -> TreeConfig:
+        given = self.eval.methods.get(method)
+        return (given and given.tree) or self.eval.tree
+
+    @property
+    def trained(self) -> list[str]:
+        """The drafts that are trained."""
+        return [name for name, config in sorted(self.draft.items()) if config.trained]
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """Every method's draft, but for the tuned ones: each draft by itself, then those of ``eval.methods``."""
+        named = {name: method.draft or name for name, method in self.eval.methods.items()}
+        return {name: name for name in sorted(self.draft)} | named
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the features: four states a token are worth half their size."""
+        return self.features.stored_dtype or (FP8 if self.auxiliary_layers(DEEPEST) else "bfloat16")
+
+    def auxiliary_layers(self, target_layers: int) -> list[int]:
+        """Of a target with so many: those that the recipe names or, unless it does, those that its drafts want."""
+        if self.features.auxiliary_layers is not None:
+            return self.features.auxiliary_layers
+        return sorted({n for config in self.draft.values() for n in config.needs(target_layers).auxiliary})
 
     @property
     def hash(self) -> str:
@@ -157,6 +196,8 @@ class Recipe(Section):
         """
         how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
+        # Which of a target's layers a default is, its fingerprint says.
+        features |= {"stored_dtype": self.stored_dtype, "auxiliary_layers": self.auxiliary_layers(DEEPEST)}
         data = self.data.model_dump(mode="json", exclude={"calibration_prompts"})
         target = self.target.model_dump(mode="json", exclude={"device"})
         return digest({"target": target, "data": data, "features": features})
@@ -185,9 +226,10 @@ class Recipe(Section):
         }
         watched = self.train.keep == "best" or self.train.patience is not None
         train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
-        config = self.draft[draft].model_dump(mode="json", exclude=set() if watched else {"tree"})
+        config = self.draft[draft].to_json()
+        tree = self._given_tree(draft).to_json() if watched else None
         dump = self.answers_hash if watched else self.dump_hash
-        return digest({"dump": dump, "seed": self.seed, "draft": config, "train": train})
+        return digest({"dump": dump, "seed": self.seed, "draft": config, "tree": tree, "train": train})
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""
@@ -326,7 +368,11 @@ def _explain(error: Any) -> str:
     location = error["loc"]
     shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
     where = ".".join(str(part) for part in shown)
-    if error["type"] != "extra_forbidden":
+    if error["type"].startswith("union_tag"):
+        settings = error["input"] if isinstance(error["input"], dict) else {}
+        got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
+        return f"{where}: {got or 'no key kind'}: expected {', '.join(map(repr, DRAFTS))}"
+    if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
         return scrubbed(f"{where or 'recipe'}: {what}{got}", *_texts(error["input"]))
@@ -346,22 +392,26 @@ def _texts(value: Any) -> list[str]:
 
 def _fields_at(location: tuple) -> list[str]:
     """Field names of the section that a pydantic error location points into."""
-    section: type[BaseModel] = Recipe
+    section: Any = Recipe
     parts = list(location)
     while parts:
-        annotation = section.model_fields[parts.pop(0)].annotation
-        models = _models_in(annotation)
+        annotation = _annotations(section)[parts.pop(0)]
         if typing.get_origin(annotation) is dict and parts:
             parts.pop(0)  # the name in a table of sections
-        section = models[0]
-        if len(models) > 1:
-            tag = parts.pop(0)
-            section = next(model for model in models if tag in typing.get_args(model.model_fields["kind"].annotation))
-    return sorted(section.model_fields)
+        inner = _sections_in(annotation)
+        section = inner[0] if len(inner) == 1 else DRAFTS[parts.pop(0)][0]
+    return sorted(_annotations(section))
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _annotations(section: Any) -> dict[str, Any]:
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def _sections_in(annotation: Any) -> list[Any]:
     plain_class = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
-    if plain_class and issubclass(annotation, BaseModel):
+    if plain_class and issubclass(annotation, BaseModel | Settings):
         return [annotation]
-    return [model for part in typing.get_args(annotation) for model in _models_in(part)]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]

@@ -1,14 +1,13 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Dtype, Folder, Fraction, Name, Positive, Processes, Section
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts import DRAFTS, kind_of
 
 
 class DataConfig(Section):
@@ -35,8 +34,10 @@ class DataConfig(Section):
 class FeaturesConfig(Section):
     """How the dump runs and what a shard holds."""
 
-    stored_dtype: Dtype | Literal["float8_e4m3fn"] = "bfloat16"  # float8 with a scale a token: half the disk
-    auxiliary_layers: list[Positive] = []  # decoder layers (from 1) whose outputs are stored, too
+    # float8 with a scale a token: half the disk. Default: float8 where a draft wants auxiliary layers, else bfloat16.
+    stored_dtype: Dtype | Literal["float8_e4m3fn"] | None = None
+    # Decoder layers (from 1) whose outputs are stored, too; default: those that the drafts want.
+    auxiliary_layers: list[Positive] | None = None
     answer_tokens: Positive = 64  # at most, of the target's answer to a calibration prompt
     rows_per_shard: Positive = 256
     batch_tokens: Positive = 8192  # padded tokens of one forward
@@ -50,7 +51,7 @@ class FeaturesConfig(Section):
 
     @model_validator(mode="after")
     def _sound(self):
-        if self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
+        if self.auxiliary_layers is not None and self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
         if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:
             raise ValueError(f"gpus_per_worker={self.gpus_per_worker:g}: a part of one GPU, or whole ones")
@@ -75,213 +76,11 @@ class RegenerateConfig(Section):
         return self
 
 
-# EAGLE-1's tree: 25 nodes below the root, each written as the ranks on its path.
-EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-
-
-class TreeConfig(Section):
-    """A token tree. ``nodes`` counts every token that the target verifies, the root included.
-
-    Dynamic (EAGLE-2): the `top_k` best nodes of a level propose `top_k` children each; of all, the best ``nodes - 1``
-    stay. The defaults are the released code's tree: its ``depth=5`` counts the levels after the first.
-    Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
-    """
-
-    depth: Positive = 6  # levels below the root
-    top_k: Positive = 10
-    nodes: Annotated[int, Field(ge=2)] = 60
-    paths: list[list[Annotated[int, Field(ge=0)]]] | Literal["eagle-1"] | None = None
-    candidates: Literal["plain", "decoupled", "mixture"] = (
-        "plain"  # the averaged head's; the experts' lists merged; their mixture's
-    )
-    siblings: Literal["best", "drawn", "drawn-by-expert"] = "best"  # how a static tree takes them above temperature 0
-    parallel: Positive = 1  # so many last levels come from one draft forward (Jakiro: 2)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _static_shape(cls, values: Any):
-        """Fills in what follows from `paths`. Raises ValueError for paths that make no tree."""
-        if not isinstance(values, dict) or values.get("paths") is None:
-            return values
-        paths = values["paths"]
-        if paths != "eagle-1" and not _are_paths(paths):
-            raise ValueError(f"paths={paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
-        known = {tuple(path) for path in static_paths(paths)}
-        if len(known) < len(static_paths(paths)):
-            raise ValueError("paths names a node twice: siblings are different tokens")
-        for path in known:
-            missing = [p for p in (path[:-1], (*path[:-1], path[-1] - 1)) if p and p[-1] >= 0 and p not in known]
-            if missing:
-                raise ValueError(
-                    f"paths holds {list(path)} without {list(missing[0])}: a node needs its parent and the better "
-                    "siblings"
-                )
-        follows = {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
-        for key, value in follows.items():
-            if values.get(key, value) != value:
-                raise ValueError(f"{key}={values[key]}, but paths make it {value}: leave it out")
-        return {**values, **follows}
-
-    @model_validator(mode="after")
-    def _sound(self):
-        most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
-        if self.paths is None and self.nodes > most:
-            raise ValueError(
-                f"nodes={self.nodes}, but depth {self.depth} with top_k {self.top_k} scores at most {most}"
-            )
-        if self.nodes < self.depth + 1:
-            raise ValueError(
-                f"nodes={self.nodes} cannot hold a path of depth {self.depth}: use at least {self.depth + 1}"
-            )
-        if self.parallel > self.depth:
-            raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
-        if self.siblings != "best" and self.paths is None:
-            raise ValueError(
-                f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of what was drawn would "
-                "change the output's "
-                "distribution"
-            )
-        drawn_from = {"drawn": ("plain", "mixture"), "drawn-by-expert": ("decoupled",)}
-        if self.candidates not in drawn_from.get(self.siblings, (self.candidates,)):
-            raise ValueError(
-                f"siblings={self.siblings!r} cannot be had with candidates={self.candidates!r}: 'drawn' takes one "
-                "distribution "
-                "('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
-            )
-        return self
-
-
-def _are_paths(paths: Any) -> bool:
-    lists = isinstance(paths, list) and bool(paths) and all(isinstance(path, list) and path for path in paths)
-    return lists and all(type(rank) is int and rank >= 0 for path in paths for rank in path)
-
-
-def static_paths(paths: list[list[int]] | str) -> list[list[int]]:
-    """The nodes below the root of a static tree, parents before children and siblings in the order of their ranks."""
-    found = [[int(rank) for rank in word] for word in EAGLE_1.split()] if paths == "eagle-1" else paths
-    return sorted(found, key=lambda path: (len(path), path))
-
-
-class BranchLoss(Section):
-    """Weights of one branch's two losses."""
-
-    regression: float
-    classification: float
-
-
-class DraftBase(Section):
-    fc_bias: bool = False
-    vocabulary: Positive | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
-    embedding_scale: Annotated[float, Field(gt=0)] = 1.0  # multiplies e(t) on its way into fc
-    next: BranchLoss = BranchLoss(regression=1.0, classification=0.1)
-    ahead: BranchLoss = BranchLoss(
-        regression=1.0, classification=0.05
-    )  # of each branch further ahead, where there is one
-    rollout: Positive = (
-        1  # training passes; from the second on, features are the draft's own (EAGLE-3's training-time test)
-    )
-    own: BranchLoss = BranchLoss(regression=1.0, classification=0.1)  # of each pass from the second on
-
-    def with_tree(self, tree: TreeConfig):
-        """The same draft with another tree. Raises ValidationError when it cannot grow it."""
-        return type(self).model_validate(self.model_dump() | {"tree": tree.model_dump()})
-
-    def _require_tree(self, horizons: int, experts: bool) -> None:
-        """Raises ValueError when the decoding tree asks for what this draft cannot give."""
-        tree: TreeConfig = self.tree
-        if tree.parallel > horizons:
-            raise ValueError(
-                f"tree.parallel={tree.parallel} takes that many levels from one forward, but this draft looks "
-                f"{horizons} ahead: lower it, "
-                "or give the draft more branches (eagle: horizons; jakiro: contrast)"
-            )
-        if tree.candidates != "plain" and not experts:
-            raise ValueError(
-                f"tree.candidates={tree.candidates!r} needs several experts a token that expect the next one; this "
-                "draft has "
-                "them not: use 'plain'"
-            )
-
-
-class EagleConfig(DraftBase):
-    """EAGLE-1/2: one dense Llama layer. With more horizons, each has a down projection of its own: the control for
-    Jakiro's branch.
-    """
-
-    kind: Literal["eagle"]
-    mlp_width: Positive | None = None  # default: the target's
-    horizons: Annotated[int, Field(ge=1, le=5)] = 1
-    tree: TreeConfig = TreeConfig()
-
-    @model_validator(mode="after")
-    def _tree_fits(self):
-        self._require_tree(self.horizons, experts=False)
-        return self
-
-
-class JakiroConfig(DraftBase):
-    """Jakiro (arXiv 2502.06282): a mixture of experts in EAGLE's layer, and branches further ahead from the same
-    experts.
-    """
-
-    kind: Literal["jakiro"]
-    experts: Annotated[int, Field(ge=2)] = 2
-    experts_per_token: Positive = 2
-    expert_width: Positive | None = None  # default: the hidden size, as in the released code
-    routing: Literal["learned", "depth"] = "learned"  # depth: expert j for the j-th level of a roll-out, one a token
-    contrast: Literal["router", "scalar", "experts", "none"] = (
-        "router"  # the branches ahead: eq. 7 twice, one expert each, none
-    )
-    expert_loss: BranchLoss | None = None  # of each kept expert's own head (decoupled trees); averaged over them
-    mixture_loss: Annotated[float, Field(ge=0)] = (
-        0.0  # weight of the cross-entropy of the experts' mixture of softmaxes
-    )
-    tree: TreeConfig = TreeConfig(parallel=2)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parallel_by_default(cls, values: Any):
-        """Also where a tree is given without saying so."""
-        tree = values.get("tree", {}) if isinstance(values, dict) else None
-        if not isinstance(tree, dict):
-            return values
-        paths = tree.get("paths")
-        depth = (
-            max(map(len, paths))
-            if paths and _are_paths(paths)
-            else tree.get("depth", TreeConfig.model_fields["depth"].default)
-        )
-        alone = values.get("contrast") == "none" or depth == 1
-        return {**values, "tree": {"parallel": 1 if alone else 2, **tree}}
-
-    @property
-    def horizons(self) -> int:
-        return {"router": 2, "scalar": 2, "experts": self.experts_per_token, "none": 1}[self.contrast]
-
-    @model_validator(mode="after")
-    def _sound(self):
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
-        if self.routing == "depth" and (self.experts_per_token > 1 or self.contrast != "none" or self.rollout == 1):
-            raise ValueError(
-                "routing='depth' runs one expert a token: it needs experts_per_token=1, contrast='none' and rollout "
-                ">= 2"
-            )
-        if self.routing == "depth" and (self.expert_loss or self.mixture_loss):
-            raise ValueError("routing='depth' runs one expert a token: expert_loss and mixture_loss are of several")
-        if self.contrast == "experts" and (self.expert_loss or self.mixture_loss or self.experts_per_token > 5):
-            raise ValueError(
-                "contrast='experts' gives each of at most 5 kept experts a horizon of its own: expert_loss and "
-                "mixture_loss would train all of "
-                "them for the next token"
-            )
-        if self.routing == "learned" and self.experts_per_token < 2:
-            raise ValueError("experts_per_token=1 with routing='learned': nothing would train the gate; use 2 or more")
-        self._require_tree(self.horizons, experts=self.experts_per_token > 1 and self.contrast != "experts")
-        return self
-
-
-DraftConfig = Annotated[EagleConfig | JakiroConfig, Field(discriminator="kind")]
+# One draft's settings, by its kind (and frame): each draft's own file has them.
+AnyDraft = Annotated[
+    Union[tuple(Annotated[config, Tag(kind)] for kind, (config, _) in DRAFTS.items())],  # noqa: UP007
+    Discriminator(kind_of),
+]
 
 
 class TrainConfig(Section):
@@ -355,17 +154,19 @@ class BenchmarkConfig(Section):
 
 
 class MethodConfig(Section):
-    """One of the drafts with another tree than its own, measured beside it."""
+    """A draft and the tree that it grows."""
 
-    draft: str
-    tree: TreeConfig
+    draft: str | None = None  # default: the one of the method's name
+    tree: TreeConfig | None = None  # default: eval.tree
 
 
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
-    methods: dict[Name, MethodConfig] = {}  # beside each draft with its own tree
+    tree: TreeConfig = TreeConfig()  # of every method that has none of its own
+    # Every draft is a method of its own name; it stands here where its tree is another.
+    methods: dict[Name, MethodConfig] = {}
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

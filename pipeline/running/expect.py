@@ -90,7 +90,7 @@ def of_train(recipe: Recipe) -> Expected:
     settings = {
         "target": public_name(recipe.target.model),
         "drafts": parameters,
-        "vocabularies": {name: draft.vocabulary for name, draft in sorted(recipe.draft.items())},
+        "vocabularies": {name: getattr(recipe.draft[name], "vocabulary", None) for name in recipe.trained},
         "dtype": config.dtype,
         "max_length": recipe.data.max_length,
         "micro_batch": config.micro_batch,
@@ -119,12 +119,12 @@ def parameters_of(recipe: Recipe) -> dict[str, int]:
     """By draft; counted without allocating them."""
     shapes = shapes_of(load_config(recipe.target))
     with torch.device("meta"):
-        return {name: parameter_count(build(config, shapes)) for name, config in sorted(recipe.draft.items())}
+        return {name: parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained}
 
 
 def of_eval(recipe: Recipe) -> Expected:
     config, data = recipe.eval, recipe.data
-    methods = ["plain decoding", *sorted(recipe.draft), *config.methods]
+    methods = ["plain decoding", *recipe.methods]
     methods += [f"{name}-tuned" for name in tuned_drafts(recipe)]
     repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
     counts = {

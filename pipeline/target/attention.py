@@ -151,7 +151,7 @@ def require_tree(target: "Target", name: str) -> None:
         cache = target.new_cache(6)
         target.forward(torch.tensor([a, b], **on), cache)
         tree = torch.tensor([root, left, right, below], **on)
-        got_ND = target.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(target.device)).float()
+        got_ND = target.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(target.device)).final_ND.float()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "

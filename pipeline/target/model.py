@@ -7,7 +7,7 @@ model.
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from pipeline.target.chat import require_template
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends, LMHead, head_effects
 from pipeline.target.fingerprint import identity
+from pipeline.target.states import States
 from pipeline.target.template import settle
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -287,15 +288,28 @@ class Target:
         """
         if not layers:
             return self.capture(tokens_BT).unsqueeze(2)
+        with self._capturing(layers) as found:
+            hidden_BTD = self.capture(tokens_BT)
+        return torch.stack([hidden_BTD, *(found[layer] for layer in layers)], dim=2)
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int], layers: Iterable[int] = ()) -> States:
+        """Of one text, from one causal forward."""
+        layers = tuple(sorted(set(layers)))
+        states_TSD = self.capture_all(torch.tensor([tokens]), list(layers))[0]
+        return States(states_TSD[:, 0], states_TSD[:, 1:] if layers else None, layers)
+
+    @contextmanager
+    def _capturing(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+        """Fills the dictionary with the layers' outputs in a forward of this thread."""
         for layer in set(layers) - self._hooked:
             self.model.get_decoder().layers[layer - 1].register_forward_hook(partial(self._keep, layer))
             self._hooked.add(layer)
         self._captured.outputs = found = {}
         try:
-            hidden_BTD = self.capture(tokens_BT)
+            yield found
         finally:
             del self._captured.outputs
-        return torch.stack([hidden_BTD, *(found[layer] for layer in layers)], dim=2)
 
     def _keep(self, layer: int, _module, _inputs, output) -> None:
         """A hook sees the forwards of all threads; each keeps its own."""
@@ -332,8 +346,9 @@ class Target:
         positions_N: Tensor | None = None,
         mask_NC: Tensor | None = None,
         width: int = 1,
-    ) -> Tensor:
-        """Appends N tokens to the cache and returns ``hidden_ND``.
+        layers: tuple[int, ...] = (),
+    ) -> States:
+        """Appends N tokens to the cache and returns their states, with the outputs of these decoder layers.
 
         ``mask_NC`` (bool, C = cached + N) says what each token sees; without it tokens follow each other causally,
         which is right for a first prompt or a single token only. A compiled target fills up to `width` tokens.
@@ -352,15 +367,17 @@ class Target:
         if self.compiled and past:
             decoder = self._compiled
             tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
-        out = decoder(
-            input_ids=tokens_N[None],
-            position_ids=positions_N[None],
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self._capturing(layers) if layers else nullcontext({}) as found:
+            out = decoder(
+                input_ids=tokens_N[None],
+                position_ids=positions_N[None],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
         cache.length = past + count
-        return out.last_hidden_state[0, :count].to(self.device)
+        auxiliary_NSD = torch.stack([found[layer][0, :count] for layer in layers], dim=1) if layers else None
+        return States(out.last_hidden_state[0, :count].to(self.device), auxiliary_NSD, layers)
 
 
 def fixed_capacity(tokens: int) -> int:

@@ -139,7 +139,7 @@ class FeatureWorker:
 
     def _forward(self, batch: list[Document]) -> torch.Tensor:
         """``states_BTSD`` of a batch (`Target.capture_all`), in the target's dtype, on its device."""
-        return self._target.capture_all(padded(batch), self._settings.auxiliary_layers)
+        return self._target.capture_all(padded(batch), self._spec.auxiliary_numbers)
 
     def _compute(self, batch: list[Document]) -> torch.Tensor:
         """``states_BTSD`` in the stored dtype, on the CPU. Says first what this worker is busy with."""

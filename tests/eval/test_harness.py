@@ -16,11 +16,12 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
 from pipeline.decoding import grow as tree_module
 from pipeline.decoding.accept import accept_drawn
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.sections import TreeConfig
 from pipeline.target.chat import prompt_ids
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends
@@ -41,8 +42,8 @@ def drafts(loaded_target, ends, tiny_recipe):
         if config.vocabulary:
             draft.set_vocabulary(torch.arange(config.vocabulary))
         draft.bind(ends)
-        made[name] = draft.eval().requires_grad_(False)
-    made["drawn"] = made["eagle"].with_tree(DRAWN)
+        made[name] = Method(draft.eval().requires_grad_(False), tiny_recipe.tree(name))
+    made["drawn"] = Method(made["eagle"].draft, DRAWN)
     return made
 
 
@@ -153,18 +154,18 @@ def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_ta
     """The rule is right, and so is its enumeration: only the emitted tokens tell that another distribution's q was
     recorded.
     """
-    draw = tree_module._Draws._draw
+    draw = tree_module._Siblings._draw
 
     def of_another(self, draft, q_WKU, count, vocabulary):
         tokens, _ = draw(self, draft, q_WKU, count, vocabulary)
         return tokens, draw(self, draft, q_WKU.roll(7, -1), count, vocabulary)[1].clamp_min(1e-9)
 
     prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
-    sharp = {"drawn": make_draft(loaded_target, ends, VARIANTS["eagle"]).with_tree(DRAWN)}
+    sharp = {"drawn": Method(make_draft(loaded_target, ends, VARIANTS["eagle"]), DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert sound.passed and len(sound.places) > 350 and sound.fit > 0.01
-    monkeypatch.setattr(tree_module._Draws, "_draw", of_another)
+    monkeypatch.setattr(tree_module._Siblings, "_draw", of_another)
     wrong = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert not wrong.passed and wrong.fit < UNLIKELY
 
@@ -247,7 +248,7 @@ def half(tiny_target, ends):
     for name in ("eagle", "jakiro"):
         draft = make_draft(target, ends, VARIANTS[name]).to(torch.bfloat16)
         draft.bind(Ends(target.embedding_VD, target.head, ends.fingerprint))
-        made[name] = draft.with_tree(TreeConfig(depth=3, top_k=4, nodes=12))
+        made[name] = Method(draft, TreeConfig(depth=3, top_k=4, nodes=12))
     return target, made
 
 

@@ -5,20 +5,19 @@ import pytest
 
 from eval.measure.costs import Costs
 from eval.tune import predict
-from pipeline.decoding.replay import ABSENT
+from pipeline.decoding.replay import ABSENT, walk
 
 
 def test_the_least_predicted_time_wins():
     """With a verification that costs nothing more the largest tree does, with one that costs a lot the smallest."""
 
-    class Known:
-        def ranks(self, top_k, depth, parallel):
-            return np.array([[0 if level < 2 else ABSENT for level in range(depth)]] * 30)
+    def known(tree):
+        return walk(np.array([[0 if level < 2 else ABSENT for level in range(tree.depth)]] * 30), tree.nodes)
 
     def best(per_node, step):
         sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
         costs = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
-        return predict([Known()], costs, 2, 3, costs.sizes)
+        return predict([known], costs, lambda depth: [1, 2][:depth], 3, costs.sizes)
 
     ranked = best(0.001, 0.01)
     assert (ranked[0].depth, ranked[0].nodes, ranked[0].parallel) == (

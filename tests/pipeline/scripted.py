@@ -1,12 +1,10 @@
 """Drafts whose answers are scripted."""
 
-from types import SimpleNamespace
-
 import torch
 
-from pipeline.decoding.grow import draft_forwards, grow
-from pipeline.drafts.base import Answer, DraftState
-from pipeline.recipe.sections import TreeConfig
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer, Draws, Verified
+from pipeline.decoding.grow import grow
 
 
 class ScriptedDraft:
@@ -20,40 +18,44 @@ class ScriptedDraft:
         """``experts(path)`` gives (logits [K, U], log-weights [K]); `ahead_logits` are functions of the path, by
         level.
         """
-        self.next_logits, self.ahead_logits, self.draft_token_ids, self.experts = (
+        self.next_logits, self.ahead_logits, self.token_ids_U, self.experts = (
             next_logits,
             ahead_logits,
             ids,
             experts,
         )
         self.paths, self.lineage, self.steps, self.depths = [()], [set()], 0, []
-        self.shapes, self.name = {"vocab_size": vocabulary}, "scripted"
+        self.target_vocabulary, self.name = vocabulary, "scripted"
 
-    def _answer(self, numbers, last):
+    def _answer(self, numbers, wanted):
         paths = [self.paths[number] for number in numbers]
-        ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits] if last else []
+        ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits[: wanted.levels - 1]]
         hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
         found = [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
-        return Answer(hidden, torch.stack([self.next_logits(path) for path in paths]), ahead, *found)
+        return Answer(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *found)
 
-    def step(self, state, frontier, last=False):
+    def start(self, state, seen, wanted, places=1):
+        return self._answer([0], wanted)
+
+    def step(self, state, frontier, wanted):
         self.steps += 1
-        assert last == (frontier.depth == draft_forwards(self.config.tree) - 1)
+        last = frontier.depth == self.tree.forwards - 1
+        assert wanted.levels == (self.tree.parallel if last else 1)
         self.depths.append(frontier.depth)
         numbers = []
-        for token, hidden in zip(frontier.tokens_W.tolist(), frontier.hidden_WD[:, 0].tolist(), strict=True):
+        for token, hidden in zip(frontier.tokens_W.tolist(), frontier.carry_WD[:, 0].tolist(), strict=True):
             numbers.append(len(self.paths))
             self.lineage.append({*self.lineage[int(hidden)], len(self.paths)})
             self.paths.append((*self.paths[int(hidden)], token))
         expected = [[other in self.lineage[number] for other in range(1, len(self.paths))] for number in numbers]
         assert frontier.seen_WC.tolist() == expected
         assert {len(self.paths[number]) for number in numbers} == {frontier.depth}
-        return self._answer(numbers, last)
+        return self._answer(numbers, wanted)
 
     def grow(self, root=0, processing=None, chance=None, **spec):
-        self.config = SimpleNamespace(tree=TreeConfig(**spec))
-        answer = self._answer([0], draft_forwards(self.config.tree) == 1)
-        return grow(self, DraftState(), root, answer, processing, chance)
+        self.tree = TreeConfig(**{"parallel": 1, **spec})
+        draws = Draws(processing, chance) if processing else None
+        return grow(self, None, Verified([root], torch.zeros(0, 0, 1)), self.tree, draws, self)
 
 
 def paths_of(tree):

@@ -4,12 +4,16 @@ from functools import cache
 
 import torch
 
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import build
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.recipe.sections import EagleConfig, JakiroConfig, TreeConfig
 
 NEVER = frozenset()  # no stop id
 CPU = torch.device("cpu")
@@ -18,9 +22,18 @@ VARIANTS = {
     "jakiro": JakiroConfig(kind="jakiro"),
     "four-experts": JakiroConfig(kind="jakiro", experts=4, experts_per_token=2, expert_width=24),
     "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True),
-    "not-parallel": JakiroConfig(kind="jakiro", tree=TreeConfig()),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "dense-ahead": EagleConfig(kind="eagle", horizons=2, tree=TreeConfig(parallel=2)),
+    "dense-ahead": EagleConfig(kind="eagle", horizons=2),
+    "eagle3": Eagle3Config(rollout=3),
+    "eagle3, 3.1's norms": Eagle3Config(rollout=2, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle3, reduced": Eagle3Config(rollout=2, vocabulary=100, auxiliary_layers=[1, 2]),
+    "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", rollout=3),
+    "sparse on eagle-3": JakiroOnEagle3Config(
+        frame="eagle-3", experts=8, expert_width=16, rollout=2, vocabulary=100, balance_loss=0.01
+    ),
+    "by depth on eagle-3": JakiroOnEagle3Config(
+        frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", rollout=3
+    ),
     "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
 }
 # Kinds of trees beside the dynamic ones above: (draft, its tree)
@@ -51,9 +64,15 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def shaped(config, parallel=None, **tree):
-    parallel = min(config.tree.parallel, tree.get("depth", 6)) if parallel is None else parallel
-    return config.model_copy(update={"tree": TreeConfig(**{"parallel": parallel, **tree})})
+def grown(draft, **tree) -> Method:
+    """The draft with this tree."""
+    return Method(draft, TreeConfig(**tree))
+
+
+def states_for(draft, count, seed=0):
+    """Random states of a target, as many as the draft wants."""
+    wanted = draft.needs.final + len(draft.needs.auxiliary)
+    return torch.randn(count, wanted, 32, generator=torch.Generator().manual_seed(seed))
 
 
 def make_draft(target, ends, config, seed=0):
@@ -95,8 +114,10 @@ def taught(target, ends, config, prompt, answer, steps=250):
     draft.bind(ends)
     tokens = torch.tensor([*prompt, *answer])
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
-    row = Row("text", tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone())
-    batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, len(tokens) - 2))
+    states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
+    row = Row("text", tokens.int().numpy(), mask, states_TSD[:, 0], states_TSD[:, 1:])
+    totals, auxiliary = dict.fromkeys(draft.horizons, len(tokens) - 2), range(len(draft.needs.auxiliary))
+    batch = collate([row], draft.horizons, "predicted", totals, auxiliary=auxiliary)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()

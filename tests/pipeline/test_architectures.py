@@ -13,6 +13,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
+from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
@@ -66,7 +67,8 @@ def dialogues(tmp_path_factory):
 def small_recipe(config: TargetConfig, source, output) -> Recipe:
     tree = recipe_tree(config.model, source, output)
     tree["data"] |= {"max_length": 96, "validation_dialogues": 1, "heldout_prompts": 2, "calibration_prompts": 1}
-    tree["features"] |= {"answer_tokens": 2}
+    tree["features"] |= {"answer_tokens": 2, "stored_dtype": "bfloat16"}
+    tree["draft"]["eagle3"] = {"kind": "eagle3", "rollout": 2, "vocabulary": 64}
     return Recipe.model_validate(tree)
 
 
@@ -80,7 +82,8 @@ def trained(recipe: Recipe, target: Target, name: str):
         draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
     draft.bind(ends)
     count = sum(int(row.loss_mask.sum()) for row in rows)
-    batch = collate(rows, draft.horizons, "predicted", dict.fromkeys(draft.horizons, count))
+    totals, auxiliary = dict.fromkeys(draft.horizons, count), range(len(draft.needs.auxiliary))
+    batch = collate(rows, draft.horizons, "predicted", totals, auxiliary=auxiliary)
     optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
     for _ in range(5):
         optimizer.zero_grad()
@@ -104,10 +107,10 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
     assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
     for name in recipe.draft:
-        draft = trained(recipe, target, name)
+        method = Method(trained(recipe, target, name), recipe.tree(name))
         for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
             prompt = prompt_of(1, 9)
-            assert speculative(target, draft, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+            assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,16 +154,16 @@ def require_plain_states(target: Target, reference: Target, before: int, width: 
     forwards.
     """
     prompt, tree, cache = prompt_of(before, before), build_tree(65, *TREE, CPU), target.new_cache(64)
-    first = target.forward(torch.tensor(prompt), cache)[-1]
+    first = target.forward(torch.tensor(prompt), cache).final_ND[-1]
     assert torch.allclose(first, alone(reference, prompt), atol=3e-5)
-    hidden_ND, _ = generate._verify(target, tree.tokens_N, cache, *generate._layout(tree, before, CPU), width)
+    states, _ = generate._verify(target, tree.tokens_N, cache, *generate._layout(tree, before, CPU), width)
     for node, path in enumerate(paths_of(tree)):
-        assert torch.allclose(hidden_ND[node], alone(reference, [*prompt, *path]), atol=3e-5)
+        assert torch.allclose(states.final_ND[node], alone(reference, [*prompt, *path]), atol=3e-5)
     cache.keep(before, [before, before + 1, before + 3, before + 6])
     tokens = [*prompt, *paths_of(tree)[6]]
     for token in range(8):
         tokens.append(token)
-        state = target.forward(torch.tensor([token]), cache)[0]
+        state = target.forward(torch.tensor([token]), cache).final_ND[0]
         assert torch.allclose(state, alone(reference, tokens), atol=3e-5)
 
 

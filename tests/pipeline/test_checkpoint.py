@@ -5,10 +5,10 @@ import torch
 
 from pipeline.artifacts.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import TreeConfig
 from tests.kit import change_sealed, flip, replace_once
 
 
@@ -18,12 +18,12 @@ def make(tiny_recipe, loaded_target, ends, tmp_path):
 
     def factory(name="jakiro", changes=None, dtype=torch.float32):
         tree = tiny_recipe.model_dump(mode="json")
-        tree["draft"][name] |= changes or {}
+        tree["draft"][name] = {"kind": tree["draft"][name]["kind"], "vocabulary": 128} | (changes or {})
         recipe = Recipe.model_validate(tree)
         draft = build(recipe.draft[name], shapes_of(loaded_target.config))
         draft.initialise(3)
-        if draft.draft_token_ids is not None:
-            draft.set_vocabulary(torch.arange(len(draft.draft_token_ids)) * 2 + 1)
+        if draft.token_ids_U is not None:
+            draft.set_vocabulary(torch.arange(len(draft.token_ids_U)) * 2 + 1)
         draft.to(dtype)
         draft.bind(ends)
         folder = tmp_path / "drafts" / name
@@ -45,6 +45,8 @@ def change_config(folder, change):
         ("eagle", {"vocabulary": 50, "fc_bias": True, "mlp_width": 24}),
         ("jakiro", {}),
         ("jakiro", {"vocabulary": None, "contrast": "scalar", "experts": 3}),
+        ("eagle", {"kind": "eagle3", "vocabulary": 50, "fc_norm": True}),
+        ("jakiro", {"frame": "eagle-3", "experts": 4, "expert_width": 16, "expert_loss": {"classification": 0.1}}),
     ],
 )
 def test_what_was_saved_is_loaded_bit_for_bit(make, ends, name, changes, dtype):
@@ -57,13 +59,15 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, ends, name, changes, dtype):
     assert loaded.config == draft.config and loaded.shapes == draft.shapes
     assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
     loaded.bind(ends)
-    hidden, tokens = torch.ones(1, 5, 32, dtype=dtype), torch.tensor([[1, 2, 3, 4, 5]])
+    states, tokens = torch.ones(1, 5, 3, 32, dtype=dtype), torch.tensor([[1, 2, 3, 4, 5]])
     bf16_ends = ends.to(torch.device("cpu"), dtype)
     for one in (draft, loaded):
         one.bind(bf16_ends)
     positions = torch.arange(5)[None]
-    assert torch.equal(*(one._trunk(hidden, tokens, positions, None, None) for one in (draft, loaded)))
-    assert torch.equal(*(one.ends.head(hidden) for one in (draft, loaded)))
+    needed = states[:, :, : draft.needs.final + len(draft.needs.auxiliary)]
+    both = [one._trunk(one.features(needed), tokens, positions, None, None) for one in (draft, loaded)]
+    assert torch.equal(*both)
+    assert torch.equal(*(one.logits(both[0]) for one in (draft, loaded)))
 
 
 def test_a_checkpoint_is_safetensors_and_json(make):
@@ -107,11 +111,12 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monke
         load(folder, ends.fingerprint)
 
 
-def test_the_decoding_tree_can_be_replaced(make, ends):
-    folder, draft = make("jakiro")
-    other = TreeConfig(depth=4, top_k=2, nodes=9)
-    assert load(folder, ends.fingerprint, other).config.tree == other
-    assert load(folder, ends.fingerprint).config.tree == draft.config.tree != other
+def test_the_methods_tree_is_saved_and_a_release_has_its_own(make, tiny_recipe, tmp_path):
+    folder, _ = make("jakiro")
+    assert read_config(folder).tree == tiny_recipe.tree("jakiro")
+    (tmp_path / "release").mkdir()
+    export(folder, tmp_path / "release", TreeConfig(depth=4, top_k=2, nodes=9), folder / "recipe.json")
+    assert read_config(tmp_path / "release").tree == TreeConfig(depth=4, top_k=2, nodes=9, parallel=2)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
@@ -146,16 +151,16 @@ def test_missing_weights_are_refused(make, ends):
         load(folder, ends.fingerprint)
 
 
-@pytest.mark.parametrize("version", [0, 1, "2", None])
+@pytest.mark.parametrize("version", [0, 2, "3", None])
 def test_another_format_version_is_refused(make, ends, version):
     folder, _ = make()
     change_config(folder, lambda raw: raw.update(format_version=version))
-    with pytest.raises(PipelineError, match=rf"format_version is {version!r}, expected 2"):
+    with pytest.raises(PipelineError, match=rf"format_version is {version!r}, expected 3"):
         load(folder, ends.fingerprint)
 
 
 @pytest.mark.parametrize(
-    "key", ["draft", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training"]
+    "key", ["draft", "tree", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training"]
 )
 def test_a_config_without_a_key_is_refused(make, ends, key):
     folder, _ = make()

@@ -7,9 +7,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.jakiro import MixtureOfExperts
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
 from pipeline.drafts.layers import layer_config, shapes_of
-from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from pipeline.target.ends import Ends, LMHead
 
 
@@ -227,6 +227,12 @@ def test_attention_has_the_targets_heads(heads, kv, head_dim):
 # -- formulas -------------------------------------------------------------------------------------------------------
 
 
+def parts(module, n):
+    """Of a mixture without the residual: the mixture, the kept experts, their log-weights, the contrast."""
+    heads = module(torch.zeros_like(n), n)
+    return heads.ahead[0], torch.stack(heads.experts, dim=-2), heads.log_weights, *heads.ahead[1:]
+
+
 def moe(experts, kept, contrast="router", seed=0):
     config = JakiroConfig(kind="jakiro", experts=experts, experts_per_token=kept, contrast=contrast, expert_width=12)
     module = MixtureOfExperts(layer_config(shapes(*TINY)), config)
@@ -249,7 +255,7 @@ def inputs(count=40):
 @torch.no_grad()
 def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
     module = moe(experts, kept)
-    mixture, *_ = module(inputs())
+    mixture, *_ = parts(module, inputs())
     used = set()
     for n, got in zip(inputs(), mixture, strict=True):
         scores = (module.gate.weight @ n)[:experts].tolist()
@@ -265,7 +271,7 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
 def test_router_contrast_is_the_released_reading():
     """v = softmax of the gate's two more rows; the larger is beta and names E_a, whichever expert routing prefers."""
     module, seen = moe(2, 2), set()
-    *_, contrast = module(inputs(80))
+    *_, contrast = parts(module, inputs(80))
     for n, got in zip(inputs(80), contrast, strict=True):
         scores = module.gate.weight @ n
         v = scores[2:4].softmax(0)
@@ -290,7 +296,7 @@ def test_the_contrasts_sign_is_decided_by_raw_scores_before_rounding():
         raw = module.gate(n)[0, 2:4]
         weights = raw.float().softmax(0).to(torch.bfloat16)
         assert weights[0] == weights[1] and (raw[0] == raw[1]) == (scores[0] == scores[1])
-        *_, contrast = module(n)
+        *_, contrast = parts(module, n)
         assert torch.equal(contrast, weights[0] * outputs[first] - weights[1] * outputs[1 - first])
         assert not torch.equal(contrast, weights[0] * outputs[1 - first] - weights[1] * outputs[first])
 
@@ -298,7 +304,7 @@ def test_the_contrasts_sign_is_decided_by_raw_scores_before_rounding():
 @torch.no_grad()
 def test_router_contrast_of_more_experts_takes_the_two_best_in_the_order_of_their_numbers():
     module = moe(4, 3)
-    *_, contrast = module(inputs())
+    *_, contrast = parts(module, inputs())
     for n, got in zip(inputs(), contrast, strict=True):
         scores = module.gate.weight @ n
         pair = sorted(scores[:4].topk(2).indices.tolist())
@@ -313,7 +319,7 @@ def test_router_contrast_of_more_experts_takes_the_two_best_in_the_order_of_thei
 def test_scalar_contrast_subtracts_the_second_best_routed_expert_from_the_best(experts):
     module = moe(experts, 2, "scalar")
     module.contrast_scalars.copy_(torch.tensor([0.9, 0.3]))
-    *_, contrast = module(inputs())
+    *_, contrast = parts(module, inputs())
     for n, got in zip(inputs(), contrast, strict=True):
         best, second = (module.gate.weight @ n)[:experts].topk(2).indices.tolist()
         want = 0.9 * swiglu(module.experts[best], n) - 0.3 * swiglu(module.experts[second], n)
@@ -323,7 +329,7 @@ def test_scalar_contrast_subtracts_the_second_best_routed_expert_from_the_best(e
 @pytest.mark.parametrize("contrast", ["router", "scalar"])
 def test_the_contrast_is_learnable(contrast):
     module = moe(2, 2, contrast)
-    module(inputs())[-1].square().sum().backward()
+    parts(module, inputs())[-1].square().sum().backward()
     if contrast == "router":
         assert (module.gate.weight.grad[2:].abs().sum(1) > 0).all()
     else:
@@ -335,9 +341,9 @@ def test_branches_add_the_residual():
     draft = build(JakiroConfig(kind="jakiro"), shapes(*TINY))
     draft.initialise(0)
     u, layer = inputs(5), draft.layers[0]
-    mixture, chosen, log_weights, contrast = layer.mlp_moe(layer.post_attention_layernorm(u))
+    mixture, chosen, log_weights, contrast = parts(layer.mlp_moe, layer.post_attention_layernorm(u))
     heads = draft.heads(u, 0)
-    assert draft.horizons == [1, 2] and draft.branch_losses().keys() == {"next", "ahead"}
+    assert draft.horizons == [1, 2] and draft.terms(0).keys() == {"next", "ahead"}
     assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
     assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
     averaged = sum(w[:, None] * f for w, f in zip(log_weights.exp().T, heads.experts, strict=True))

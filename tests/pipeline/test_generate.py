@@ -1,19 +1,24 @@
 """Speculative decoding beside plain decoding on the tiny target: same tokens, same distribution, honest counts."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
-from pipeline.drafts.base import Answer, DraftState, Frontier
+from pipeline.drafts.base import TrainedDraft
+from pipeline.drafts.eagle import EagleConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.recipe.sections import EagleConfig, TreeConfig
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
+from pipeline.target.states import Needs
 from tests.pipeline.taught import (
     CPU,
     KINDS,
@@ -21,10 +26,11 @@ from tests.pipeline.taught import (
     TREES,
     VARIANTS,
     greedy,
+    grown,
     logits_after,
     make_draft,
     prompt_of,
-    shaped,
+    states_for,
     taught,
 )
 
@@ -53,7 +59,7 @@ def taught_drafts(loaded_target, ends, text):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, ends, variant, tree):
     for seed in range(5):
-        draft = make_draft(loaded_target, ends, shaped(VARIANTS[variant], **TREES[tree]), seed)
+        draft = grown(make_draft(loaded_target, ends, VARIANTS[variant], seed), **TREES[tree])
         got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
         assert got.acceptance.tokens == 15
@@ -61,13 +67,16 @@ def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, ends,
 
 @pytest.mark.parametrize(
     ("name", "parallel"),
-    [("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2), ("dense-ahead", 2), ("by-depth", 1)],
+    [
+        *[("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2), ("dense-ahead", 2)],
+        *[("by-depth", 1), ("eagle3", 1), ("eagle3, 3.1's norms", 1), ("jakiro on eagle-3", 2)],
+        ("sparse on eagle-3", 1),
+    ],
 )
 def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, text, taught_drafts, name, parallel):
     """Real drafts, long accepted paths: also the guard of positions, features and cache, which only cost acceptance."""
     prompt, answer = text
-    draft = taught_drafts[name]
-    draft.config = shaped(draft.config, parallel, depth=4, top_k=4, nodes=50)
+    draft = grown(taught_drafts[name], parallel=parallel, depth=4, top_k=4, nodes=50)
     got = speculative(loaded_target, draft, prompt, Sampling(48, NEVER))
     assert got.tokens == answer
     assert got.acceptance.tau > 3.5
@@ -77,7 +86,7 @@ def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, te
 def test_greedy_answers_of_every_kind_of_tree_are_plain_decodings(loaded_target, ends, kind):
     name, tree = KINDS[kind]
     for seed in range(5):
-        draft = make_draft(loaded_target, ends, shaped(VARIANTS[name], **tree), seed)
+        draft = grown(make_draft(loaded_target, ends, VARIANTS[name], seed), **tree)
         got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
 
@@ -90,8 +99,7 @@ def test_sampled_answers_of_best_candidates_are_plain_decodings_with_the_same_se
 ):
     """Not only in distribution: the same random number for the same place of the answer gives the same token."""
     name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
-    draft = taught_drafts[name]
-    draft.config = shaped(draft.config, **tree)
+    draft = grown(taught_drafts[name], **tree)
     settings = {"temperature": 0.8, "top_k": 12, "top_p": 0.95, "repetition_penalty": 1.1}
     accepted = 0
     for seed in range(5):
@@ -106,8 +114,7 @@ def test_sampled_answers_of_best_candidates_are_plain_decodings_with_the_same_se
 def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_drafts, kind):
     """A node is penalised for the tokens of its own path; plain decoding's answer at temperature 0 is transformers'."""
     name, tree = KINDS[kind]
-    draft, prompt = taught_drafts[name], text[0]
-    draft.config = shaped(draft.config, **tree)
+    draft, prompt = grown(taught_drafts[name], **tree), text[0]
     sampling = Sampling(30, NEVER, repetition_penalty=1.4)
     want = plain(loaded_target, prompt, sampling).tokens
     assert want != plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
@@ -127,8 +134,7 @@ def test_a_prompt_longer_than_what_the_draft_was_trained_on_is_decoded_exactly(l
     """The draft was taught one text of 60 tokens."""
     prompt = prompt_of(9, 400)
     for name in ("eagle", "jakiro"):
-        draft = taught_drafts[name]
-        draft.config = shaped(VARIANTS[name], **TREES["usual"])
+        draft = grown(taught_drafts[name], **TREES["usual"])
         assert speculative(loaded_target, draft, prompt, Sampling(20, NEVER)).tokens == greedy(
             loaded_target, prompt, 20
         )
@@ -139,7 +145,7 @@ def test_many_stop_ids_end_an_answer_at_the_first_of_them(loaded_target, text, t
     stops = frozenset({answer[9], answer[14], answer[20], 259})
     want = plain(loaded_target, prompt, Sampling(48, stops)).tokens
     assert want[-1] in stops and not stops & set(want[:-1])
-    assert speculative(loaded_target, taught_drafts["eagle"], prompt, Sampling(48, stops)).tokens == want
+    assert speculative(loaded_target, grown(taught_drafts["eagle"]), prompt, Sampling(48, stops)).tokens == want
 
 
 def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, text, taught_drafts, monkeypatch):
@@ -147,10 +153,11 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
     prompt, forwarded = text[0], []
     forward = loaded_target.forward
     monkeypatch.setattr(
-        loaded_target, "forward", lambda tokens, *rest: forwarded.append(len(tokens)) or forward(tokens, *rest)
+        loaded_target,
+        "forward",
+        lambda tokens, *rest, **more: forwarded.append(len(tokens)) or forward(tokens, *rest, **more),
     )
-    draft = taught_drafts["eagle"]
-    draft.config = shaped(draft.config, depth=3, top_k=4, nodes=12)
+    draft = grown(taught_drafts["eagle"], depth=3, top_k=4, nodes=12)
     got = speculative(loaded_target, draft, prompt, Sampling(30, NEVER))
     assert forwarded == [len(prompt), *[12] * got.acceptance.passes]
     assert got.draft_forwards == 3 * got.acceptance.passes
@@ -163,7 +170,7 @@ def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, 
     compiled.compile(backend="eager")
     name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
     for seed in range(2):
-        draft = make_draft(loaded_target, ends, shaped(VARIANTS[name], **tree), seed)
+        draft = grown(make_draft(loaded_target, ends, VARIANTS[name], seed), **tree)
         for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=seed)):
             want = speculative(loaded_target, draft, prompt_of(seed), sampling)
             assert speculative(compiled, draft, prompt_of(seed), sampling).tokens == want.tokens
@@ -202,11 +209,15 @@ class Oracle:
     `position` counts the tokens of the whole sequence before the proposed one, `depth` is that of the proposal.
     """
 
-    draft_token_ids, shapes = None, {"vocab_size": 260}
+    token_ids_U, target_vocabulary, needs = None, 260, Needs()
+    config = EagleConfig(horizons=2)
+    propose = TrainedDraft.propose
 
-    def __init__(self, sequence, right, vocabulary=260, **tree):
+    def __init__(self, sequence, right, vocabulary=260):
         self.sequence, self.right, self.vocabulary, self.name = sequence, right, vocabulary, "oracle"
-        self.config = EagleConfig(kind="eagle").model_copy(update={"tree": TreeConfig(**tree)})
+
+    def open(self):
+        return SimpleNamespace(verified=0)
 
     def _logits(self, position, depth):
         known = self.sequence[position] if position < len(self.sequence) else 0
@@ -214,20 +225,19 @@ class Oracle:
         logits[known] = 40.0 if self.right(position, depth) else -1e9
         return logits
 
-    def _answer(self, width, position, depth):
-        following = self._logits(position, depth).expand(width, -1)
-        ahead = self._logits(position + 1, depth + 1).expand(width, -1)
-        return Answer(torch.zeros(width, 1), following, [ahead])
+    def _answer(self, width, position, depth, wanted):
+        levels = range(wanted.levels)
+        logits = [self._logits(position + level, depth + level).expand(width, -1) for level in levels]
+        return Answer(torch.zeros(width, 1), logits)
 
-    def start(self, state, hidden_TD, tokens_T, last=False):
-        assert len(hidden_TD) == len(tokens_T)
-        begin = state.verified + 1
-        assert tokens_T.tolist() == self.sequence[begin : begin + len(tokens_T)]
-        state.verified += len(tokens_T)
-        return self._answer(1, state.verified + 1, 1)
+    def start(self, state, seen, wanted, places=1):
+        assert seen.tokens == self.sequence[: len(seen.tokens)]
+        state.verified += len(seen.states_TSD)
+        assert state.verified == len(seen.tokens) - 1
+        return self._answer(1, state.verified + 1, 1, wanted)
 
-    def step(self, state, frontier, last=False):
-        return self._answer(len(frontier.tokens_W), state.verified + 1 + frontier.depth, frontier.depth + 1)
+    def step(self, state, frontier, wanted):
+        return self._answer(len(frontier.tokens_W), state.verified + 1 + frontier.depth, frontier.depth + 1, wanted)
 
 
 ORACLE_TREES = [
@@ -241,7 +251,7 @@ ORACLE_TREES = [
 def decode_with(target, right, tree, count, stop=NEVER, prompt=None):
     prompt = prompt or prompt_of(1)
     sequence = [*prompt, *greedy(target, prompt, count + 8)]
-    got = speculative(target, Oracle(sequence, right, **tree), prompt, Sampling(count, stop))
+    got = speculative(target, grown(Oracle(sequence, right), **{"parallel": 1, **tree}), prompt, Sampling(count, stop))
     assert got.tokens == plain(target, prompt, Sampling(count, stop)).tokens
     return got
 
@@ -322,7 +332,7 @@ def test_trimming(tokens, already, want):
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, ends):
-    draft = make_draft(loaded_target, ends, shaped(VARIANTS["eagle"], depth=3, top_k=2, nodes=5))
+    draft = grown(make_draft(loaded_target, ends, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     sampling = Sampling(24, NEVER)
     with pytest.raises(PipelineError, match=r"a prompt of 1001 tokens.* 24 more .*1024 positions.*max_new_tokens"):
         plain(loaded_target, [1] * 1001, sampling)
@@ -331,7 +341,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, ends):
 
 
 def test_the_longest_prompt_that_fits_is_decoded(loaded_target, ends):
-    draft = make_draft(loaded_target, ends, shaped(VARIANTS["eagle"], depth=3, top_k=2, nodes=5))
+    draft = grown(make_draft(loaded_target, ends, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     prompt = prompt_of(2, 1024 - 4 - 3)
     got = speculative(loaded_target, draft, prompt, Sampling(4, NEVER))
     assert got.tokens == greedy(loaded_target, prompt, 4)
@@ -339,7 +349,7 @@ def test_the_longest_prompt_that_fits_is_decoded(loaded_target, ends):
 
 @pytest.mark.parametrize("variant", ["eagle", "jakiro"])
 def test_a_prompt_of_one_token_is_decoded(loaded_target, ends, variant):
-    draft = make_draft(loaded_target, ends, shaped(VARIANTS[variant], **TREES["usual"]))
+    draft = grown(make_draft(loaded_target, ends, VARIANTS[variant]), **TREES["usual"])
     got = speculative(loaded_target, draft, [65], Sampling(12, NEVER))
     assert got.tokens == greedy(loaded_target, [65], 12)
 
@@ -364,13 +374,14 @@ def test_verifying_a_tree_is_a_plain_forward_of_every_path(loaded_target):
     tree = build_tree(65, *TREE, CPU)
     cache = loaded_target.new_cache(64)
     loaded_target.forward(torch.tensor(prompt), cache)
-    hidden_ND, logits_NV = generate._verify(
-        loaded_target, tree.tokens_N, cache, *generate._layout(tree, len(prompt), CPU), len(tree.tokens)
+    states, logits_NV = generate._verify(
+        loaded_target, tree.tokens_N, cache, *generate._layout(tree, len(prompt), CPU), len(tree.tokens), (1, 2)
     )
     for node, path in enumerate(paths_of(tree)):
-        whole = loaded_target.capture(torch.tensor([[*prompt, *path]]))[0, -1]
-        assert torch.allclose(hidden_ND[node], whole, atol=1e-5, rtol=1e-5)
-        assert torch.allclose(logits_NV[node], loaded_target.head(whole), atol=1e-5, rtol=1e-5)
+        whole = loaded_target.states([*prompt, *path], (1, 2)).rows([-1])
+        assert torch.allclose(states.final_ND[node], whole.final_ND[0], atol=1e-5, rtol=1e-5)
+        assert torch.allclose(states.auxiliary_NSD[node], whole.auxiliary_NSD[0], atol=1e-5, rtol=1e-5)
+        assert torch.allclose(logits_NV[node], loaded_target.head(whole.final_ND[0]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("path", [[], [1], [2], [1, 3], [1, 4, 8], [2, 5], [1, 3, 6, 7]])
@@ -391,14 +402,15 @@ def test_the_cache_of_an_accepted_path_is_a_fresh_ones(loaded_target, path):
         assert torch.allclose(got.keys, want.keys, atol=1e-5)
         assert torch.allclose(got.values, want.values, atol=1e-5)
     following = torch.tensor([66])
-    assert torch.allclose(loaded_target.forward(following, cache), loaded_target.forward(following, fresh), atol=1e-5)
+    assert torch.allclose(
+        loaded_target.forward(following, cache).final_ND, loaded_target.forward(following, fresh).final_ND, atol=1e-5
+    )
 
 
 def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_drafts):
     """Over a whole sampled answer, with accepted paths in between, the verifier never loses its place."""
     prompt, _ = text
-    draft = taught_drafts["jakiro"]
-    draft.config = shaped(draft.config, 2, depth=3, top_k=8, nodes=40)
+    draft = grown(taught_drafts["jakiro"], parallel=2, depth=3, top_k=8, nodes=40)
     sampling = Sampling(32, NEVER, temperature=0.05, top_k=20, seed=5)
     rounds = []
     got = speculative(loaded_target, draft, prompt, sampling, lambda *seen: rounds.append(seen))
@@ -411,30 +423,29 @@ def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_d
         assert error < 1e-4  # a logit error of 1e-5, divided by the temperature
 
 
-@pytest.mark.parametrize("name", ["eagle", "by-depth"])
+@pytest.mark.parametrize("name", ["eagle", "by-depth", "eagle3", "eagle3, 3.1's norms", "sparse on eagle-3"])
 @torch.inference_mode()
 def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name):
     """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
     i.
     """
-    config = VARIANTS[name].model_copy(update={"rollout": 3})
+    config = replace(VARIANTS[name], rollout=3)
     draft = make_draft(loaded_target, ends, config)
-    generator = torch.Generator().manual_seed(2)
-    row = Row(
-        "x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), torch.randn(12, 32, generator=generator)
-    )
-    batch = collate([row], [1], "predicted", {1: 10})
-    trained = draft.predictions(batch)
+    states = states_for(draft, 12, 2)
+    final = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)) if not draft.needs.final else states[:, 0]
+    row = Row("x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), final, states[:, draft.needs.final :])
+    batch = collate([row], [1], "predicted", {1: 10}, auxiliary=range(len(draft.needs.auxiliary)))
+    trained, tokens = draft.predictions(batch), row.input_ids.tolist()
     for begin in range(1, 9):
-        state = DraftState()
-        answer = draft.start(state, batch.hidden_BTD[0, :begin], batch.tokens_BT[0, :begin])
+        state = draft.open()
+        answer = draft.start(state, Verified(tokens[: begin + 1], states[:begin]), Wanted())
         seen = torch.zeros(1, 0, dtype=torch.bool)
         for depth in (1, 2):
             seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
             token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
-            answer = draft.step(state, Frontier(token, answer.hidden_WD, seen, depth))
-            want = trained[f"own_{depth + 1}"].features[0][0, begin + depth - 1]
-            assert torch.allclose(answer.hidden_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
+            answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), Wanted())
+            want = draft.carried(trained[f"own_{depth + 1}"].features[0][0, begin + depth - 1])
+            assert torch.allclose(answer.carry_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
 
 
 def prompt_array(length):
@@ -445,61 +456,65 @@ def prompt_array(length):
 
 
 @torch.inference_mode()
-def training_time(draft, hidden_TD, tokens_T, depth=0):
+def training_time(draft, features_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
     positions = torch.arange(len(tokens_T))[None]
-    u = draft._trunk(hidden_TD[None], tokens_T[None], positions, None, None)
+    u = draft._trunk(features_TD[None], tokens_T[None], positions, None, None)
     return [feature[0] for feature in draft.heads(u, depth).ahead]
 
 
 def same_answer(draft, answer, row, branches, place):
-    head = draft.ends.head
-    assert torch.allclose(answer.hidden_WD[row], branches[0][place], atol=1e-5, rtol=1e-5)
-    for logits, branch in zip([answer.next_WU, *answer.ahead_WU], branches, strict=False):
-        assert torch.allclose(logits[row], head(branch[place]), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(answer.carry_WD[row], draft.carried(branches[0][place]), atol=1e-5, rtol=1e-5)
+    for logits, branch in zip(answer.logits_LWU, branches, strict=False):
+        assert torch.allclose(logits[row], draft.logits(branch[place]), atol=1e-4, rtol=1e-4)
 
 
-def random_inputs(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 32, generator=generator), torch.randint(0, 260, (count,), generator=generator)
+def random_tokens(count, seed=0):
+    return torch.randint(0, 260, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def seen_from(tokens, states, begin, end):
+    """What a round begins with that is given the inputs from `begin` to `end`; token 0 stands before all."""
+    return Verified([0, *tokens[:end].tolist()], states[begin:end])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_starting_in_pieces_is_the_training_forward(loaded_target, ends, variant):
     draft = make_draft(loaded_target, ends, VARIANTS[variant])
-    hidden, tokens = random_inputs(20)
-    whole, state, begin = training_time(draft, hidden, tokens), DraftState(), 0
+    states, tokens = states_for(draft, 20), random_tokens(20)
+    whole, state, begin = training_time(draft, draft.features(states), tokens), draft.open(), 0
+    levels = draft.config.levels
     for count in (7, 1, 4, 1, 1, 6):
-        answer = draft.start(state, hidden[begin : begin + count], tokens[begin : begin + count], last=count > 1)
+        wanted = Wanted(levels if count > 1 else 1)
+        answer = draft.start(state, seen_from(tokens, states, begin, begin + count), wanted)
         begin += count
-        assert answer.hidden_WD.shape == (1, 32) and state.verified == begin
-        assert len(answer.ahead_WU) == (draft.config.tree.parallel - 1 if count > 1 else 0)
+        assert answer.carry_WD.shape == (1, 32) and state.verified == begin
+        assert len(answer.logits_LWU) == wanted.levels
         same_answer(draft, answer, 0, whole, begin - 1)
 
 
 def two_levels(draft, state, seed):
     """Forwards three nodes of depth 1, then three of depth 2 (children of rows 0, 2, 0): answers and inputs."""
-    hidden, tokens = random_inputs(6, seed)
+    carry, tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)), random_tokens(6, seed)
     eye = torch.eye(3, dtype=torch.bool)
-    first = draft.step(state, Frontier(tokens[:3], hidden[:3], eye, 1))
+    first = draft.step(state, Frontier(tokens[:3], carry[:3], eye, 1), Wanted(draft.config.levels))
     seen = torch.cat([eye[[0, 2, 0]], eye], dim=1)
-    second = draft.step(state, Frontier(tokens[3:], hidden[3:], seen, 2))
-    return first, second, hidden, tokens
+    second = draft.step(state, Frontier(tokens[3:], carry[3:], seen, 2), Wanted(draft.config.levels))
+    return first, second, carry, tokens
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, variant):
     draft = make_draft(loaded_target, ends, VARIANTS[variant])
-    hidden, tokens = random_inputs(9)
-    state = DraftState()
-    draft.start(state, hidden, tokens)
+    states, tokens, state = states_for(draft, 9), random_tokens(9), draft.open()
+    draft.start(state, seen_from(tokens, states, 0, 9), Wanted())
     first, second, below, below_tokens = two_levels(draft, state, seed=1)
     for answer, row, path in [(first, w, [w]) for w in range(3)] + [
         (second, w, [parent, 3 + w]) for w, parent in enumerate([0, 2, 0])
     ]:
-        whole = torch.cat([hidden, below[path]]), torch.cat([tokens, below_tokens[path]])
+        whole = torch.cat([draft.features(states), below[path]]), torch.cat([tokens, below_tokens[path]])
         branches = training_time(draft, *whole, len(path))
         same_answer(draft, answer, row, branches, -1)
 
@@ -508,39 +523,38 @@ def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, 
 @torch.inference_mode()
 def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, ends, variant):
     draft = make_draft(loaded_target, ends, VARIANTS[variant])
-    hidden, tokens = random_inputs(15)
-    used, clean = DraftState(), DraftState()
+    states, tokens = states_for(draft, 15), random_tokens(15)
+    used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
-        after_tree = draft.start(used, hidden[begin:end], tokens[begin:end])
-        without = draft.start(clean, hidden[begin:end], tokens[begin:end])
-        assert torch.equal(after_tree.hidden_WD, without.hidden_WD)
-        assert torch.equal(after_tree.next_WU, without.next_WU)
+        after_tree = draft.start(used, seen_from(tokens, states, begin, end), Wanted())
+        without = draft.start(clean, seen_from(tokens, states, begin, end), Wanted())
+        assert torch.equal(after_tree.carry_WD, without.carry_WD)
+        assert torch.equal(after_tree.logits_LWU[0], without.logits_LWU[0])
         assert used.cache.layers[0].length == clean.cache.layers[0].length == end
         two_levels(draft, used, seed=begin)
-    same_answer(draft, after_tree, 0, training_time(draft, hidden, tokens), -1)
+    same_answer(draft, after_tree, 0, training_time(draft, draft.features(states), tokens), -1)
 
 
-def test_the_loop_feeds_the_draft_true_features_beside_the_tokens_after_them(loaded_target, text, taught_drafts):
-    """Everything that `start` was given over a whole answer: f_i of plain decoding, beside t_{i+1}."""
-    prompt, _ = text
-    draft = taught_drafts["eagle"]
-    draft.config = shaped(draft.config, depth=3, top_k=4, nodes=12)
-    fed = []
+@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
+    loaded_target, text, taught_drafts, variant, monkeypatch
+):
+    """Everything that `start` was given over a whole answer: plain decoding's states of t_i, beside t_{i+1}."""
+    prompt, draft, fed = text[0], taught_drafts[variant], []
+    start = draft.start
 
-    class Spy:
-        config, draft_token_ids, shapes, step = draft.config, draft.draft_token_ids, draft.shapes, draft.step
-        name = draft.name
+    def spied(state, seen, wanted):
+        fed.append((seen.states_TSD, seen.tokens[-len(seen.states_TSD) :]))
+        return start(state, seen, wanted)
 
-        def start(self, state, hidden_TD, tokens_T, last):
-            fed.append((hidden_TD, tokens_T))
-            return draft.start(state, hidden_TD, tokens_T, last)
-
-    got = speculative(loaded_target, Spy(), prompt, Sampling(30, NEVER))
-    hidden, tokens = (torch.cat(parts) for parts in zip(*fed, strict=True))
+    monkeypatch.setattr(draft, "start", spied)
+    got = speculative(loaded_target, grown(draft, depth=3, top_k=4, nodes=12), prompt, Sampling(30, NEVER))
+    states, tokens = torch.cat([part for part, _ in fed]), [token for _, part in fed for token in part]
     sequence = [*prompt, *got.tokens]
-    assert tokens.tolist() == sequence[1 : 1 + len(tokens)] and len(tokens) > len(prompt) + 15
-    assert torch.allclose(hidden, loaded_target.capture(torch.tensor([sequence]))[0, : len(hidden)], atol=1e-5)
-    assert any(len(part) > 1 for _, part in fed[1:])
+    assert tokens == sequence[1 : 1 + len(tokens)] and len(tokens) > len(prompt) + 15
+    want = loaded_target.states(sequence, draft.needs.auxiliary).of(draft.needs)
+    assert torch.allclose(states, want[: len(states)], atol=1e-5)
+    assert any(len(part) > 1 for part, _ in fed[1:])
 
 
 # -- temperature above 0 --------------------------------------------------------------------------------------------
@@ -571,8 +585,7 @@ CHI_SQUARE = {
 def test_the_first_two_sampled_tokens_have_the_targets_distribution(loaded_target, text, taught_drafts, method):
     prompt, runs = text[0], 1000
     name, tree = CHI_SQUARE.get(method, CHI_SQUARE["dynamic"])
-    draft = taught_drafts[name]
-    draft.config = shaped(draft.config, **tree)
+    draft = grown(taught_drafts[name], **tree)
     settings = {"max_new_tokens": 2, "stop_ids": NEVER, "temperature": 1.0, "top_k": 4}
     expected = joint_of_two(loaded_target, prompt, Sampling(**settings))
     counts = dict.fromkeys(expected, 0)
@@ -611,8 +624,7 @@ def test_the_first_two_sampled_tokens_have_the_targets_distribution(loaded_targe
 )
 def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, taught_drafts, name, tree, processing):
     prompt, emitted = text[0], 0
-    draft = taught_drafts[name]
-    draft.config = shaped(draft.config, **tree)
+    draft = grown(taught_drafts[name], **tree)
     for seed in range(5):
         sampling = Sampling(24, NEVER, **{"temperature": 1.0, **processing}, seed=seed)
         got = speculative(loaded_target, draft, prompt, sampling).tokens
@@ -624,14 +636,16 @@ def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, 
 
 def test_top_k_one_is_greedy_decoding(loaded_target, text, taught_drafts):
     prompt, answer = text
-    got = speculative(loaded_target, taught_drafts["eagle"], prompt, Sampling(20, NEVER, temperature=1.0, top_k=1))
+    got = speculative(
+        loaded_target, grown(taught_drafts["eagle"]), prompt, Sampling(20, NEVER, temperature=1.0, top_k=1)
+    )
     assert got.tokens == answer[:20]
 
 
 def test_sampled_answers_are_a_function_of_the_seed(loaded_target, text, taught_drafts):
     def decode(seed):
         return speculative(
-            loaded_target, taught_drafts["eagle"], text[0], Sampling(16, NEVER, temperature=1.0, seed=seed)
+            loaded_target, grown(taught_drafts["eagle"]), text[0], Sampling(16, NEVER, temperature=1.0, seed=seed)
         ).tokens
 
     assert decode(1) == decode(1)

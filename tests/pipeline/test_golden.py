@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from pipeline.drafts import build
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from pipeline.target.ends import Ends, LMHead
 
 WIDTH, VOCABULARY = 32, 64

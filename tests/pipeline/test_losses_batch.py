@@ -9,22 +9,26 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.drafts import build, losses
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
+from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
 from pipeline.drafts.layers import shapes_of
-from pipeline.drafts.losses import Prediction, branch_sums
+from pipeline.drafts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
+from pipeline.drafts.one_layer import Weights
 from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
-from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from pipeline.target.ends import LMHead
 
 D, V = 6, 11
 
 
-def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: int = V) -> Row:
+def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: int = V, layers: int = 0) -> Row:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
     mask = torch.randint(0, 2, (length,), generator=generator).numpy() if mask is None else np.array(mask)
     hidden = 2 * torch.randn(length, width, generator=generator)
-    return Row(f"row{seed}", tokens, mask.astype(np.uint8), hidden)
+    states = torch.randn(length, layers, width, generator=generator) if layers else None
+    return Row(f"row{seed}", tokens, mask.astype(np.uint8), hidden, states)
 
 
 # -- which positions are trained ------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def test_noise_never_touches_labels():
     assert torch.equal(rows[0].hidden_TD, row_of(6, 1).hidden_TD)  # nor the stored features
 
 
-# -- branch_sums ----------------------------------------------------------------------------------------------------
+# -- term_sums ----------------------------------------------------------------------------------------------------
 
 
 def make_head(seed: int = 0) -> LMHead:
@@ -182,19 +186,29 @@ def direct(prediction_BTD, rows, horizon, head, rule="predicted"):
 ROWS = [row_of(9, 1, [0, 0, 1, 1, 1, 0, 1, 1, 1]), row_of(4, 2, [0, 1, 1, 1]), row_of(2, 3, [0, 1]), row_of(6, 4)]
 
 
-def one_branch(prediction, batch, horizon, head):
-    return branch_sums({"one": Prediction(horizon, [prediction])}, batch, head, V)["one"]
+WEIGHTS = {"regression": 1.0, "classification": 1.0}
+
+
+def sums_of(said, batch, head):
+    """`said`: by name, the horizon and what is predicted there."""
+    terms = {name: Term(horizon, WEIGHTS, features=len(x.features)) for name, (horizon, x) in said.items()}
+    chunk = chunk_rows(V, sum(term.features for term in terms.values()), torch.device("cpu"))
+    return term_sums(terms, {name: x for name, (_, x) in said.items()}, batch, renormalised(head), chunk, head)
+
+
+def one_term(prediction, batch, horizon, head):
+    return sums_of({"one": (horizon, Prediction([prediction]))}, batch, head)["one"]
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
 @pytest.mark.parametrize("horizon", [1, 2])
-def test_branch_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizon, rows_per_chunk):
+def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizon, rows_per_chunk):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
     batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
     prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
     reference = prediction.detach().clone().requires_grad_()
 
-    got = one_branch(prediction, batch, horizon, head)
+    got = one_term(prediction, batch, horizon, head)
     regression, classification, agree, positions = direct(reference, ROWS, horizon, head)
     assert positions == got["positions"] > 6
     assert got["agree"] == agree
@@ -214,11 +228,11 @@ def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
     batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
     generator = torch.Generator().manual_seed(6)
     predictions = {h: torch.randn(batch.hidden_BTD.shape, generator=generator).requires_grad_() for h in (1, 2)}
-    together = branch_sums({h: Prediction(h, [x]) for h, x in predictions.items()}, batch, head, V)
+    together = sums_of({h: (h, Prediction([x])) for h, x in predictions.items()}, batch, head)
     (together[1]["classification"] + 3 * together[2]["classification"]).backward()
     for horizon, factor in ((1, 1), (2, 3)):
         alone = predictions[horizon].detach().clone().requires_grad_()
-        sums = one_branch(alone, batch, horizon, head)
+        sums = one_term(alone, batch, horizon, head)
         (factor * sums["classification"]).backward()
         assert torch.allclose(predictions[horizon].grad, alone.grad, rtol=1e-5, atol=1e-6)
         for name, value in sums.items():
@@ -241,14 +255,14 @@ def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypa
     assert losses.chunk_rows(1_000_000, 2, cpu) == 16
 
 
-def test_branch_sums_see_only_trained_positions():
+def test_term_sums_see_only_trained_positions():
     """Neither a value nor a gradient comes from elsewhere, padding included."""
     batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
     first = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
     for horizon in (1, 2):
         mask = batch.trained[horizon]
         second = torch.where(mask[..., None], first, 1e3 + first).detach().requires_grad_()
-        got, other = (one_branch(x, batch, horizon, head) for x in (first, second))
+        got, other = (one_term(x, batch, horizon, head) for x in (first, second))
         assert all(torch.equal(got[name], other[name]) for name in got)
         other["classification"].backward()
         assert (second.grad[~mask] == 0).all() and (second.grad[mask] != 0).any()
@@ -261,7 +275,7 @@ def test_a_perfect_prediction_has_no_regression_and_the_teachers_entropy():
         for b, row in enumerate(ROWS):
             exists = max(len(row.hidden_TD) - horizon, 0)
             perfect[b, :exists] = row.hidden_TD[horizon:]
-        got = one_branch(perfect, batch, horizon, head)
+        got = one_term(perfect, batch, horizon, head)
         teacher = head(perfect[batch.trained[horizon]]).softmax(-1)
         assert got["regression"] == 0
         assert got["agree"] == got["positions"]
@@ -274,7 +288,7 @@ def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
     rows = [row_of(length, length, [0] * length) for length in lengths]
     batch = collate(rows, [1, 2], "predicted", {1: 0, 2: 0})
     prediction = torch.zeros_like(batch.hidden_BTD).requires_grad_()
-    got = one_branch(prediction, batch, horizon, make_head())
+    got = one_term(prediction, batch, horizon, make_head())
     assert {name: value.item() for name, value in got.items()} == dict.fromkeys(got, 0)
     (got["regression"] + got["classification"]).backward()
     assert (prediction.grad == 0).all()
@@ -282,7 +296,7 @@ def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
 
 def test_gradients_are_formed_only_where_they_are_asked_for():
     batch = collate(ROWS, [1], "predicted", {1: 1})
-    got = one_branch(torch.zeros_like(batch.hidden_BTD), batch, 1, make_head())
+    got = one_term(torch.zeros_like(batch.hidden_BTD), batch, 1, make_head())
     assert not got["classification"].requires_grad
 
 
@@ -291,7 +305,7 @@ def test_the_classification_loss_is_torchs_soft_cross_entropy():
     prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5))
     mask = batch.trained[1]
     want = F.cross_entropy(head(prediction[mask]), head(batch.labels_BTD[mask]).softmax(-1), reduction="sum")
-    assert one_branch(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
+    assert one_term(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
@@ -303,10 +317,10 @@ def test_a_mixtures_loss_is_the_cross_entropy_of_the_mixed_softmaxes(monkeypatch
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
     scores = torch.randn(*shape[:2], 2, generator=generator).requires_grad_()
     predictions = {
-        "other": Prediction(2, [torch.randn(shape, generator=generator)]),
-        "mixture": Prediction(1, leaves, scores.log_softmax(-1)),
+        "other": (2, Prediction([torch.randn(shape, generator=generator)])),
+        "mixture": (1, Prediction(leaves, scores.log_softmax(-1))),
     }
-    got = branch_sums(predictions, batch, head, V)["mixture"]
+    got = sums_of(predictions, batch, head)["mixture"]
     got["classification"].backward()
     gradients = [x.grad.clone() for x in (*leaves, scores)]
 
@@ -331,7 +345,20 @@ CONFIGS = {
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
     "two-step": EagleConfig(kind="eagle", horizons=2, rollout=2),
     "experts": JakiroConfig(
-        kind="jakiro", experts=3, expert_loss={"regression": 0.5, "classification": 0.2}, mixture_loss=0.3
+        kind="jakiro", experts=3, expert_loss=Weights(regression=0.5, classification=0.2), mixture_loss=0.3
+    ),
+    "eagle3": Eagle3Config(rollout=3, fc_norm=True, norm_output=True),
+    "eagle3, masked": Eagle3Config(rollout=2, vocabulary=100),
+    "eagle3, acceptance": Eagle3Config(rollout=2, vocabulary=100, objective="acceptance", teacher="whole"),
+    "on eagle-3": JakiroOnEagle3Config(
+        frame="eagle-3",
+        rollout=2,
+        experts=4,
+        expert_width=16,
+        vocabulary=100,
+        teacher="renormalised",
+        mixture_loss=0.3,
+        balance_loss=0.01,
     ),
 }
 
@@ -340,6 +367,9 @@ CONFIGS = {
 def draft(request, loaded_target, ends):
     draft = build(request.param, shapes_of(loaded_target.config))
     draft.initialise(0)
+    if draft.needs.auxiliary:  # their norms take the scale from what goes into them
+        for weight in draft.parameters():
+            weight.data.mul_(5 if weight.ndim == 2 else 1)
     if request.param.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
     draft.bind(ends)
@@ -348,12 +378,21 @@ def draft(request, loaded_target, ends):
 
 def wide_rows():
     lengths = [12, 5, 20, 3]
-    return [row_of(n, n, [0, 0] + [1] * (n - 2), width=32, vocabulary=260) for n in lengths]
+    return [row_of(n, n, [0, 0] + [1] * (n - 2), width=32, vocabulary=260, layers=3) for n in lengths]
+
+
+def batch_of(draft, rows, totals):
+    return collate(rows, draft.horizons, "predicted", totals, auxiliary=range(len(draft.needs.auxiliary)))
+
+
+def packed_of(draft, packed, totals, width=0):
+    auxiliary = range(len(draft.needs.auxiliary))
+    return collate_packed(packed, draft.horizons, "predicted", totals, width=width, auxiliary=auxiliary)
 
 
 def whole_loss(draft, rows, totals):
     draft.zero_grad()
-    loss, sums = draft.loss(collate(rows, draft.horizons, "predicted", totals))
+    loss, sums = draft.loss(batch_of(draft, rows, totals))
     loss.backward()
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
@@ -365,9 +404,9 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(draft):
     alone = [whole_loss(draft, [row], totals) for row in rows]
     assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
     assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
-    for branch in draft.branch_losses():
+    for term in draft.terms(0):
         for name in ("positions", "agree"):
-            assert sums[branch][name] == sum(part[1][branch][name] for part in alone)
+            assert sums[term].get(name) == (sum(part[1][term][name] for part in alone) if name in sums[term] else None)
 
 
 def test_the_loss_weighs_sums_by_the_global_totals(draft):
@@ -377,11 +416,16 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
     want = 0.0
     weights = {"next": (1, 1.0, 0.1), "ahead": (2, 1.0, 0.05), "own_2": (1, 1.0, 0.1), "mixture": (1, 0.0, 0.3)}
     weights |= {f"expert_{place}": (1, 0.25, 0.1) for place in (1, 2)}
-    assert sums.keys() <= weights.keys()
-    for branch, (horizon, regression, classification) in weights.items():
-        if branch in sums:
-            part = regression * sums[branch]["regression"] + classification * sums[branch]["classification"]
+    if draft.needs.auxiliary:
+        weights |= {"next": (1, 0, 1.0), "ahead": (2, 0, 0.5), "own_2": (1, 0, 0.8), "own_3": (1, 0, 0.64)}
+    assert sums.keys() <= {*weights, "balance"}
+    for term, (horizon, regression, classification) in weights.items():
+        if term in sums:
+            part = classification * sums[term]["classification"]
+            part = part + (regression * sums[term]["regression"] if regression else 0)
             want += part.item() / totals[horizon]
+    if "balance" in sums:
+        want += 0.01 * sums["balance"]["penalty"].item() / totals[1]
     assert loss == pytest.approx(want, rel=1e-6)
 
 
@@ -395,14 +439,14 @@ def gradient_of(draft, batch):
 def test_packed_dialogues_do_not_see_each_other(draft):
     """Two rows of two dialogues are four rows of one: loss, sums and gradient."""
     rows, totals = wide_rows(), {1: 30, 2: 25}
-    loss, sums, gradient = gradient_of(draft, collate(rows, draft.horizons, "predicted", totals))
-    both = collate_packed([rows[:2], rows[2:]], draft.horizons, "predicted", totals, width=30)
+    loss, sums, gradient = gradient_of(draft, batch_of(draft, rows, totals))
+    both = packed_of(draft, [[rows[1], rows[0]], [rows[3], rows[2]]], totals, width=30)
     packed_loss, packed_sums, packed_gradient = gradient_of(draft, both)
     assert packed_loss == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-6)
-    for branch in draft.branch_losses():
-        for name, value in sums[branch].items():
-            assert packed_sums[branch][name].item() == pytest.approx(value.item(), rel=1e-5)
+    for term in draft.terms(0):
+        for name, value in sums[term].items():
+            assert packed_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
     seen = gradient_of(draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))  # as if each row were one
     assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
 
@@ -410,12 +454,12 @@ def test_packed_dialogues_do_not_see_each_other(draft):
 def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
     rows, totals = wide_rows(), {1: 30, 2: 25}
     for batch in (
-        collate(rows, draft.horizons, "predicted", totals),
-        collate_packed([rows], draft.horizons, "predicted", totals),
+        batch_of(draft, rows, totals),
+        packed_of(draft, [rows], totals),
     ):
         kept, _, gradient = gradient_of(draft, batch)
         draft.recompute, calls = True, []
-        hook = draft.layers[0].post_attention_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        hook = draft.block.post_attention_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         again, _, recomputed = gradient_of(draft, batch)
         draft.recompute = False
         hook.remove()
@@ -424,8 +468,8 @@ def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
 
 
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
-    batch = collate(wide_rows(), draft.horizons, "predicted", {1: 30, 2: 25})
-    batch.hidden_BTD[1, 2] = float("nan")
+    batch = batch_of(draft, wide_rows(), {1: 30, 2: 25})
+    draft.states_of(batch)[1, 2] = float("nan")
     assert not torch.isfinite(draft.loss(batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
     assert loss == 0 and not gradient.any()
@@ -435,12 +479,108 @@ def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
 def test_padding_changes_no_sum(draft):
     """The garbage that a longer neighbour's padding could hold is never read."""
     row, totals = wide_rows()[0], {1: 9, 2: 8}
-    batch = collate([row, row_of(40, 9, [0] * 40, width=32, vocabulary=260)], draft.horizons, "predicted", totals)
+    batch = batch_of(draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
+    draft.states_of(batch)[0, n:] = 7.0
     padded, padded_sums = draft.loss(batch)
-    alone, sums = draft.loss(collate([row], draft.horizons, "predicted", totals))
+    alone, sums = draft.loss(batch_of(draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
-    for branch in draft.branch_losses():
-        for name, value in sums[branch].items():
-            assert padded_sums[branch][name].item() == pytest.approx(value.item(), rel=1e-5)
+    for term in draft.terms(0):
+        for name, value in sums[term].items():
+            assert padded_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
+
+
+# -- own heads, teachers, objectives --------------------------------------------------------------------------------
+
+
+def teachers_distribution(teacher, logits_MV, ids_U):
+    """p (m, U) and whether a row has a loss, written down directly."""
+    inside = logits_MV[:, ids_U]
+    if teacher == "whole":
+        return logits_MV.softmax(-1)[:, ids_U], torch.ones(len(logits_MV), dtype=torch.bool)
+    has = torch.isin(logits_MV.argmax(-1), ids_U) if teacher == "masked" else torch.ones(len(inside), dtype=torch.bool)
+    return inside.softmax(-1), has
+
+
+def objective_of(objective, p, logits_MU):
+    """Each row's loss, for autograd."""
+    log_q = logits_MU.log_softmax(-1)
+    if objective == "soft-ce":
+        return -(p * log_q).sum(-1)
+    a = torch.minimum(p, log_q.exp()).sum(-1)
+    w = (-3 * a.detach()).exp()
+    return w * (p * (p.log() - log_q)).sum(-1) - (1 - w) * a.log()
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 1000])
+@pytest.mark.parametrize("objective", ["soft-ce", "acceptance"])
+@pytest.mark.parametrize("teacher", ["masked", "renormalised", "whole"])
+def test_an_own_heads_loss_and_gradients_are_autograds(
+    monkeypatch, loaded_target, ends, teacher, objective, rows_per_chunk
+):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 100 * 2)
+    config = Eagle3Config(rollout=2, vocabulary=100, objective=objective, teacher=teacher)
+    draft = Eagle3(config, shapes_of(loaded_target.config))
+    draft.initialise(0)
+    for weight in draft.parameters():
+        weight.data.mul_(5)
+    ids_U = torch.arange(0, 200, 2)
+    draft.set_vocabulary(ids_U)
+    draft.bind(ends)
+    batch = batch_of(draft, wide_rows(), {1: 30})
+    loss, sums, gradient = gradient_of(draft, batch)
+
+    draft.zero_grad()
+    mask, want = batch.trained[1], 0.0
+    p, has = teachers_distribution(teacher, ends.head(batch.labels_BTD[mask]).float(), ids_U)
+    for (name, prediction), weight in zip(draft.predictions(batch).items(), (1.0, 0.8), strict=True):
+        logits = draft.lm_head(draft.norm(prediction.features[0][mask]))
+        part = (objective_of(objective, p, logits) * has).sum()
+        assert sums[name]["classification"].item() == pytest.approx(part.item(), rel=1e-5)
+        if objective == "acceptance" and teacher != "masked":
+            accepted = torch.minimum(p, logits.softmax(-1)).sum()
+            assert sums[name]["accept"].item() == pytest.approx(accepted.item(), rel=1e-5)
+        want = want + weight * part / 30
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    direct_gradient = torch.cat([p.grad.flatten() for p in draft.parameters()])
+    assert teacher == "renormalised" or not has.all() or teacher == "whole"
+    assert draft.lm_head.weight.grad.abs().max() > 1e-4
+    assert torch.allclose(gradient, direct_gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 1000])
+def test_a_mixture_trains_an_own_head_as_autograd_does(monkeypatch, loaded_target, ends, rows_per_chunk):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 260 * 4)
+    config = JakiroOnEagle3Config(frame="eagle-3", rollout=1, contrast="none", mixture_loss=0.5)
+    draft = build(config, shapes_of(loaded_target.config))
+    draft.initialise(0)
+    draft.bind(ends)
+    batch = batch_of(draft, wide_rows(), {1: 30})
+    loss, _, gradient = gradient_of(draft, batch)
+    draft.zero_grad()
+    mask = batch.trained[1]
+    p, said = ends.head(batch.labels_BTD[mask]).softmax(-1), draft.predictions(batch)
+    one = draft.logits(said["next"].features[0][mask]).softmax(-1)
+    weights = said["mixture"].log_weights[mask].exp()
+    each = torch.stack([draft.logits(feature[mask]).softmax(-1) for feature in said["mixture"].features], dim=1)
+    mixed = (weights[:, :, None] * each).sum(1)
+    want = -(p * (one.log() + 0.5 * mixed.log())).sum() / 30
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    assert torch.allclose(gradient, torch.cat([p.grad.flatten() for p in draft.parameters()]), rtol=1e-3, atol=1e-6)
+
+
+def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
+    """By hand: E sum_e share_e mean_e is 1 for equal shares, and E where one expert has every slot and all of the
+    probability.
+    """
+    batch = collate([row_of(9, 1, [0] + [1] * 8), row_of(5, 2, [0] + [1] * 4)], [1], "predicted", {1: 11})
+    shape, positions = batch.tokens_BT.shape, int(batch.trained[1].sum())
+    even = torch.arange(shape[0] * shape[1]).view(shape)[..., None] % 2
+    scores = torch.zeros(*shape, 2)
+    balanced = unbalance(scores, even, 2, batch)
+    assert positions == 10 and abs(balanced.item() - positions) < 0.6  # an odd number of positions is not even
+    alone = torch.stack([torch.full(shape, 40.0), torch.full(shape, -40.0)], dim=-1)
+    assert unbalance(alone, torch.zeros(*shape, 1, dtype=torch.long), 2, batch).item() == pytest.approx(2 * positions)

@@ -4,12 +4,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from eval.measure.units import pack_linears
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer, Method
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts.base import Answer
-from pipeline.recipe.sections import EagleConfig, TreeConfig
+from pipeline.drafts.base import TrainedDraft
+from pipeline.drafts.eagle import EagleConfig
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
-from pipeline.target.packed import pack_linears
+from pipeline.target.states import Needs
 
 PROMPT, RUNS, KEPT = "The weather today is", 90, 4
 TREES = {
@@ -30,10 +33,11 @@ class Knowing:
     the likeliest: right now and then.
     """
 
-    draft_token_ids = None
+    token_ids_U, config, needs = None, EagleConfig(), Needs()
+    propose = TrainedDraft.propose
 
-    def __init__(self, target: Target, prompt: list[int], tree: TreeConfig):
-        self.config, self.shapes = EagleConfig(kind="eagle", tree=tree), {"vocab_size": target.config.vocab_size}
+    def __init__(self, target: Target, prompt: list[int]):
+        self.target_vocabulary = target.config.vocab_size
         self._after = {(): self._logits(target, prompt)}
         self._after |= {(t,): self._logits(target, [*prompt, t]) for t in self._after[()].topk(KEPT).indices.tolist()}
         self._unknown, self.name = torch.zeros(target.config.vocab_size), "knowing"
@@ -45,13 +49,16 @@ class Knowing:
         logits_V[logits_V.argmax()] -= 3
         return logits_V
 
-    def start(self, state, hidden_TD, tokens_T, last=False):
-        state.verified += len(tokens_T)
-        first = tuple(tokens_T[-1:].tolist()) if state.verified == len(hidden_TD) else None
-        return Answer(torch.zeros(1, 1), self._after.get(first, self._unknown)[None])
+    def open(self):
+        return None
 
-    def step(self, state, frontier, last=False):
-        return Answer(torch.zeros(len(frontier.tokens_W), 1), self._unknown.expand(len(frontier.tokens_W), -1))
+    def start(self, state, seen, wanted, places=1):
+        first = len(seen.states_TSD) == len(seen.tokens) - 1  # of the answer's rounds
+        known = self._after.get(tuple(seen.tokens[-1:]) if first else None, self._unknown)
+        return Answer(torch.zeros(1, 1), [known[None]])
+
+    def step(self, state, frontier, wanted):
+        return Answer(torch.zeros(len(frontier.tokens_W), 1), [self._unknown.expand(len(frontier.tokens_W), -1)])
 
 
 @torch.inference_mode()
@@ -68,9 +75,10 @@ def test_the_first_two_tokens_have_the_real_targets_distribution(real_target, ki
     prompt = real_target.tokenizer(PROMPT)["input_ids"]
     settings = {"max_new_tokens": 2, "stop_ids": frozenset(), "temperature": 1.0, "top_k": KEPT}
     expected = joint_of_two(real_target, prompt, Sampling(**settings))
-    draft, counts, accepted = Knowing(real_target, prompt, TREES[kind]), dict.fromkeys(expected, 0), 0
+    method = Method(Knowing(real_target, prompt), TREES[kind])
+    counts, accepted = dict.fromkeys(expected, 0), 0
     for seed in range(RUNS):
-        got = speculative(real_target, draft, prompt, Sampling(**settings, seed=seed))
+        got = speculative(real_target, method, prompt, Sampling(**settings, seed=seed))
         counts[tuple(got.tokens)] += 1
         accepted += len(got.acceptance.accepted) > 1
     assert RUNS / 10 < accepted < RUNS  # both ways of emitting the second token take part
@@ -87,7 +95,7 @@ def test_the_first_two_tokens_have_the_real_targets_distribution(real_target, ki
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_trees_answer_is_plain_decodings(real_target, temperature):
     prompt = real_target.tokenizer(PROMPT)["input_ids"]
-    draft = Knowing(real_target, prompt, TreeConfig(depth=3, top_k=4, nodes=16))
+    method = Method(Knowing(real_target, prompt), TreeConfig(depth=3, top_k=4, nodes=16))
     for seed in range(3):
         sampling = Sampling(12, frozenset(), temperature=temperature, seed=seed)
-        assert speculative(real_target, draft, prompt, sampling).tokens == plain(real_target, prompt, sampling).tokens
+        assert speculative(real_target, method, prompt, sampling).tokens == plain(real_target, prompt, sampling).tokens

@@ -1,7 +1,9 @@
 """Recipes: every misspelling is named, every contradiction refused, and each hash depends on exactly what it should."""
 
+import copy
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 from pipeline.artifacts.provenance import write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Section
+from pipeline.basics.settings import Settings
 from pipeline.recipe.recipe import Recipe, load_recipe
 from tests.kit import recipe_tree
 
@@ -26,13 +29,13 @@ source = "data.json"
 [draft.main]
 kind = "jakiro"
 
-[draft.main.tree]
+[draft.other]
+kind = "eagle"
+
+[eval.methods.main.tree]
 depth = 3
 top_k = 4
 nodes = 12
-
-[draft.other]
-kind = "eagle"
 
 [eval.benchmarks.code]
 source = "code.jsonl"
@@ -64,8 +67,8 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_a_minimal_recipe_takes_every_default(recipe_file):
     recipe = load_recipe(recipe_file)
     assert recipe.train.epochs == 20
-    assert recipe.draft["main"].tree.nodes == 12
-    assert recipe.draft["other"].tree.nodes == 60
+    assert recipe.tree("main").nodes == 12
+    assert recipe.tree("other").nodes == 60
     assert recipe.run_dir == Path("runs/small")
     assert recipe.draft_dir("main") == Path("runs/small/drafts/main")
 
@@ -83,8 +86,8 @@ def test_a_minimal_recipe_takes_every_default(recipe_file):
         ("features.row_per_shard=1", "features.row_per_shard", "rows_per_shard"),
         ("draft.main.expert=2", "draft.main.expert", "experts"),
         ("draft.other.mlp_with=8", "draft.other.mlp_with", "mlp_width"),
-        ("draft.main.tree.topk=2", "draft.main.tree.topk", "top_k"),
-        ("draft.other.tree.node=9", "draft.other.tree.node", "nodes"),
+        ("eval.methods.main.tree.topk=2", "eval.methods.main.tree.topk", "top_k"),
+        ("eval.methods.other.tree.node=9", "eval.methods.other.tree.node", "nodes"),
         ("draft.main.ahead.regresion=1", "draft.main.ahead.regresion", "regression"),
         ("eval.max_new_token=1", "eval.max_new_token", "max_new_tokens"),
         ("eval.benchmarks.code.prompt=1", "eval.benchmarks.code.prompt", "prompts"),
@@ -134,35 +137,47 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["draft.main.tree.nodes=38"], "nodes=38, but depth 3 with top_k 4 scores at most 37"),
-        (["draft.main.tree.nodes=3"], "nodes=3 cannot hold a path of depth 3: use at least 4"),
+        (["eval.methods.main.tree.nodes=38"], "nodes=38, but depth 3 with top_k 4 scores at most 37"),
+        (["eval.methods.main.tree.nodes=3"], "nodes=3 cannot hold a path of depth 3: use at least 4"),
         (
-            ["draft.main.tree={depth=1, top_k=4, nodes=4, parallel=2}"],
+            ["eval.methods.main.tree={depth=1, top_k=4, nodes=4, parallel=2}"],
             "parallel=2 levels from one forward, but the tree has depth 1",
         ),
         (
-            ["draft.other.tree.parallel=2"],
+            ["eval.methods.other.tree.parallel=2"],
             "tree.parallel=2 takes that many levels from one forward, but this draft looks 1 ahead",
         ),
-        (["draft.main.tree={paths=[[0], [0], [1]]}"], "paths names a node twice"),
-        (["draft.main.tree={paths=[['a']]}"], "expected 'eagle-1' or lists of ranks"),
-        (["draft.main.tree={paths=[[0], [2]]}"], "paths holds [2] without [1]"),
-        (["draft.main.tree={paths=[[0], [1, 0]]}"], "paths holds [1, 0] without [1]"),
-        (["draft.main.tree={paths='eagle-1', depth=3}"], "depth=3, but paths make it 5: leave it out"),
-        (["draft.main.tree={siblings='drawn'}"], "siblings='drawn' needs a static tree"),
-        (["draft.main.tree={paths='eagle-1', siblings='drawn', candidates='decoupled'}"], "takes one distribution"),
-        (["draft.main.tree={paths='eagle-1', siblings='drawn-by-expert'}"], "cannot be had with candidates='plain'"),
-        (["draft.other.tree={depth=2, top_k=2, nodes=4, candidates='mixture'}"], "needs several experts a token"),
-        (["draft.main.contrast=none", "draft.main.tree.parallel=2"], "this draft looks 1 ahead"),
-        (["draft.main.contrast=experts", "draft.main.tree.candidates=decoupled"], "needs several experts a token"),
+        (["eval.methods.main.tree={paths=[[0], [0], [1]]}"], "paths names a node twice"),
+        (["eval.methods.main.tree={paths=[['a']]}"], "expected 'eagle-1' or lists of ranks"),
+        (["eval.methods.main.tree={paths=[[0], [2]]}"], "paths holds [2] without [1]"),
+        (["eval.methods.main.tree={paths=[[0], [1, 0]]}"], "paths holds [1, 0] without [1]"),
+        (["eval.methods.main.tree={paths='eagle-1', depth=3}"], "depth=3, but paths make it 5: leave it out"),
+        (["eval.methods.main.tree={siblings='drawn'}"], "siblings='drawn' needs a static tree"),
+        (
+            ["eval.methods.main.tree={paths='eagle-1', siblings='drawn', candidates='decoupled'}"],
+            "takes one distribution",
+        ),
+        (
+            ["eval.methods.main.tree={paths='eagle-1', siblings='drawn-by-expert'}"],
+            "cannot be had with candidates='plain'",
+        ),
+        (
+            ["eval.methods.other.tree={depth=2, top_k=2, nodes=4, candidates='mixture'}"],
+            "needs several experts a token",
+        ),
+        (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft looks 1 ahead"),
+        (
+            ["draft.main.contrast=experts", "eval.methods.main.tree.candidates=decoupled"],
+            "needs several experts a token",
+        ),
         (["draft.main.contrast=experts", "draft.main.mixture_loss=0.1"], "a horizon of its own"),
         (["draft.main.routing=depth"], "needs experts_per_token=1, contrast='none' and rollout >= 2"),
         (["draft.main.experts_per_token=1"], "nothing would train the gate"),
-        (["draft.other.horizons=6"], "draft.other.horizons"),
+        (["draft.other.horizons=6"], "draft.other: horizons=6: expected at most 5"),
         (["eval.temperatures=[1.0, 1.0]"], "names one twice"),
         (["eval.compile=true", "eval.pack_linears=true"], "choose one"),
         (["eval.methods.x={draft='nobody', tree={}}"], "eval.methods.x.draft='nobody' is not one of the drafts"),
-        (["eval.methods.main={draft='main', tree={}}"], "eval.methods.main: that name is taken"),
+        (["eval.methods.main={draft='other', tree={}}"], "eval.methods.main: that name is taken"),
         (
             ["eval.methods.x={draft='other', tree={parallel=2}}"],
             "eval.methods.x: tree.parallel=2 takes that many levels",
@@ -173,7 +188,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),
         (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
-        (["draft.main.kind=medusa"], "'jakiro'"),
+        (["draft.main.kind=medusa"], "draft.main: kind='medusa': expected 'copier', 'eagle', 'eagle3', 'jakiro'"),
         (["train.epochs=0"], "train.epochs: Input should be greater than 0 (got 0)"),
         (["train.learning_rate=fast"], "(got 'fast')"),
         (["data.heldout_fraction=1.5"], "data.heldout_fraction"),
@@ -188,12 +203,12 @@ def test_contradictory_or_impossible_values_are_refused(recipe_file, overrides, 
 @pytest.mark.parametrize(
     ("overrides"),
     [
-        ["draft.main.tree.nodes=37"],
-        ["draft.main.tree.nodes=4"],
-        ["draft.main.tree={depth=2, top_k=4, nodes=4, parallel=2}"],
+        ["eval.methods.main.tree.nodes=37"],
+        ["eval.methods.main.tree.nodes=4"],
+        ["eval.methods.main.tree={depth=2, top_k=4, nodes=4, parallel=2}"],
         ["draft.main.experts=3", "draft.main.experts_per_token=3"],
-        ["draft.main.tree={depth=1, top_k=4, nodes=5}"],
-        ["draft.main.tree={paths=[[0], [1]]}"],
+        ["eval.methods.main.tree={depth=1, top_k=4, nodes=5}"],
+        ["eval.methods.main.tree={paths=[[0], [1]]}"],
         ["train.global_batch=12"],
     ],
 )
@@ -210,7 +225,7 @@ def test_a_draft_without_a_kind_is_refused(recipe_file):
     recipe_file.write_text(MINIMAL.replace('kind = "eagle"', ""))
     message = refusal(recipe_file)
     assert "draft.other" in message
-    assert "'kind'" in message
+    assert "no key kind: expected 'copier', 'eagle'" in message
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------
@@ -226,7 +241,7 @@ def test_a_draft_without_a_kind_is_refused(recipe_file):
         ("data.source=a=b", lambda r: r.data.source, "a=b"),
         ("train.verify_checksums=false", lambda r: r.train.verify_checksums, False),
         ("eval.temperatures=[0.5]", lambda r: r.eval.temperatures, [0.5]),
-        ("draft.main.tree.depth=2", lambda r: r.draft["main"].tree.depth, 2),
+        ("eval.methods.main.tree.depth=2", lambda r: r.tree("main").depth, 2),
         ("eval.benchmarks.new.source=x.jsonl", lambda r: r.eval.benchmarks["new"].source, "x.jsonl"),
         ("train.deepspeed.zero_optimization.stage=2", lambda r: r.train.deepspeed["zero_optimization"], {"stage": 2}),
         ("draft.third={kind='eagle'}", lambda r: r.draft["third"].kind, "eagle"),
@@ -303,19 +318,32 @@ def test_the_recipe_beside_an_artifact_loads_again_with_the_same_hash(recipe_fil
 # -- hashes ----------------------------------------------------------------------------------------------------------
 
 
+def fields_of(section) -> list[str]:
+    return list(
+        type(section).model_fields if isinstance(section, Section) else [field.name for field in fields(section)]
+    )
+
+
+def with_key(section, key: str, value):
+    """A copy with another value, whatever the section thinks of it."""
+    changed = copy.copy(section)
+    changed.__dict__[key] = value
+    return changed
+
+
 def variants(section, prefix: str = ""):
     """(key, the section with that key changed to a value that no recipe has), for every leaf below a section."""
-    for key in type(section).model_fields:
+    for key in fields_of(section):
         value = getattr(section, key)
-        if isinstance(value, Section):
+        if isinstance(value, Section | Settings):
             for name, changed in variants(value, f"{prefix}{key}."):
-                yield name, section.model_copy(update={key: changed})
+                yield name, with_key(section, key, changed)
         elif isinstance(value, dict) and value:
             for entry, inner in value.items():
                 for name, changed in variants(inner, f"{prefix}{key}.{entry}."):
-                    yield name, section.model_copy(update={key: {**value, entry: changed}})
+                    yield name, with_key(section, key, {**value, entry: changed})
         else:
-            yield f"{prefix}{key}", section.model_copy(update={key: "changed"})
+            yield f"{prefix}{key}", with_key(section, key, "changed")
 
 
 def changing(recipe: Recipe, read) -> set[str]:
@@ -360,6 +388,7 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_the_train_hash_depends_on_what_weights_depend_on(tree):
+    tree["eval"]["methods"] = {"jakiro": {"tree": {"depth": 2, "top_k": 3, "nodes": 6}}}
     recipe = Recipe.model_validate(tree)
     apart = (
         "ranks",
@@ -375,11 +404,11 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     )
     schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
-    expected -= NOT_WHAT_SHARDS_HOLD | schedules | leaves(recipe, "draft.jakiro.tree.")
+    expected -= NOT_WHAT_SHARDS_HOLD | schedules
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
     assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
     watched = Recipe.model_validate({**tree, "train": {**tree["train"], "keep": "best"}})  # the estimated tau decides
-    expected |= {"train.validate_every"} | ANSWERED | leaves(recipe, "draft.jakiro.tree.")
+    expected |= {"train.validate_every"} | ANSWERED | leaves(recipe, "eval.methods.jakiro.tree.")
     assert changing(watched, lambda r: r.train_hash("jakiro")) == expected
 
 
@@ -463,7 +492,7 @@ def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):
     recipe = load_recipe(
-        recipe_file, ["draft.flat.kind=jakiro", "draft.flat.tree={depth=1, top_k=4, nodes=5, parallel=1}"]
+        recipe_file, ["draft.flat.kind=jakiro", "eval.methods.flat.tree={depth=1, top_k=4, nodes=5, parallel=1}"]
     )
     assert recipe.train_hash("flat") == recipe.train_hash("main")
     assert recipe.train_hash("other") != recipe.train_hash("main")

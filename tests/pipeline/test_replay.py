@@ -7,9 +7,9 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.recipe.sections import TreeConfig
-from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, shaped, taught
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, prompt_of, taught
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +19,18 @@ def text(loaded_target):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["eagle", "jakiro", "three-branches", "reduced"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "jakiro", "three-branches", "reduced", "eagle3, 3.1's norms", "jakiro on eagle-3"]
+)
 def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
-    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=60)
+    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=120 if "eagle3" in name else 60)
     prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
-    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
-    walk = replay.collect(draft, hidden_TD[:-2], tokens, len(prompt), 4, 24, draft.config.horizons)
-    horizons, taus = draft.config.horizons, set()
+    states, levels, taus = loaded_target.states(tokens[:-2], draft.needs.auxiliary), draft.config.levels, set()
+    largest = TreeConfig(depth=4, top_k=24, nodes=5, parallel=levels)
+    walk = replay.collect(draft, states, tokens, len(prompt), largest)
     for top_k, depth, nodes, parallel in [
         (1, 3, 4, 1),
         (4, 1, 5, 1),
@@ -39,9 +41,9 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         (4, 4, 14, 2),
         (3, 3, 9, 3),
     ]:
-        if parallel <= horizons:
-            draft.config = shaped(draft.config, top_k=top_k, depth=depth, nodes=nodes, parallel=parallel)
-            got = speculative(loaded_target, draft, prompt, sampling).acceptance
+        if parallel <= levels:
+            method = grown(draft, top_k=top_k, depth=depth, nodes=nodes, parallel=parallel)
+            got = speculative(loaded_target, method, prompt, sampling).acceptance
             assert replay.walk(walk.ranks(top_k, depth, parallel), nodes) == got
             taus.add(got.tau)
     assert len(taus) > 2 and max(taus) > 1.1
@@ -57,15 +59,19 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         ("jakiro", {"paths": "eagle-1", "parallel": 2}),
         ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
         ("reduced", {"depth": 2, "top_k": 2, "nodes": 4, "parallel": 2}),
+        ("eagle3, reduced", {"depth": 4, "top_k": 3, "nodes": 9}),
+        ("eagle3, 3.1's norms", {"paths": "eagle-1"}),
+        ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
+        ("by depth on eagle-3", {"depth": 3, "top_k": 3, "nodes": 9}),
     ],
 )
 def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, ends, text, name, tree):
-    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=60).with_tree(TreeConfig(**tree))
+    method = grown(taught(loaded_target, ends, VARIANTS[name], *text, steps=60), **tree)
     prompt, count = text[0], 40
-    want = speculative(loaded_target, draft, prompt, Sampling(count, NEVER))
+    want = speculative(loaded_target, method, prompt, Sampling(count, NEVER))
     tokens = prompt + want.tokens
-    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
-    got = replay.decoded(draft, hidden_TD[:-1], tokens, len(prompt))
+    states = loaded_target.states(tokens[:-1], method.draft.needs.auxiliary)
+    got = replay.decoded(method, states, tokens, len(prompt))
     assert got == want.acceptance and got.tau > 1.1
 
 
@@ -85,6 +91,6 @@ def test_a_draft_whose_logits_are_not_finite_is_refused_by_name(ends, loaded_tar
     with torch.no_grad():
         draft.fc.weight.fill_(float("nan"))
     tokens = text[0] + text[1][:9]
-    hidden_TD = loaded_target.capture(torch.tensor([tokens]))[0]
+    tree = TreeConfig(depth=2, top_k=3, nodes=3, parallel=1)
     with pytest.raises(PipelineError, match="draft 'broken': its logits are not finite"):
-        replay.collect(draft, hidden_TD, tokens, len(text[0]), 2, 3, 1)
+        replay.collect(draft, loaded_target.states(tokens), tokens, len(text[0]), tree)

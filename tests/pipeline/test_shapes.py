@@ -10,8 +10,9 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.drafts import build
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from tests.pipeline.families import FAMILIES, LLAMA_3, LONG, SMALL, YARN
 
 TWO_BASES = {

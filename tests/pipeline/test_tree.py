@@ -1,5 +1,7 @@
 """The token tree, on drafts whose answers are scripted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Sampler
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer
 from pipeline.decoding.generate import Sampling
-from pipeline.decoding.grow import draft_forwards
 from pipeline.decoding.tree import build_tree
-from pipeline.drafts.base import Answer
-from pipeline.recipe.sections import JakiroConfig, TreeConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 
@@ -99,7 +101,7 @@ def test_the_tree_is_the_brute_force_one(depth, top_k, nodes, parallel):
     spec = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=parallel)
     for seed in range(5):
         script, *ahead = (noise_by_path(100 * number + seed, 17) for number in range(3))
-        tree = ScriptedDraft(script, *ahead).grow(**spec.model_dump())
+        tree = ScriptedDraft(script, *ahead).grow(**spec.to_json())
         assert set(paths_of(tree)[1:]) == brute_force(script, ahead, spec)
 
 
@@ -135,11 +137,11 @@ def test_the_default_tree_is_the_papers_node_for_node():
         tree = draft.grow()
         assert set(paths_of(tree)[1:]) == released_eagle_2(sharp)
         deepest = max(deepest, *tree.depths)
-        assert len(tree.tokens) == 60 and 1 + draft.steps == draft_forwards(TreeConfig()) == 6
+        assert len(tree.tokens) == 60 and 1 + draft.steps == JakiroConfig().settle(TreeConfig(parallel=1)).forwards == 6
         assert set(paths_of(ScriptedDraft(sharp).grow(depth=5))[1:]) != released_eagle_2(sharp)
     assert deepest == 6
-    jakiro = JakiroConfig(kind="jakiro").tree
-    assert (jakiro.depth, jakiro.nodes, jakiro.parallel, draft_forwards(jakiro)) == (6, 60, 2, 5)
+    jakiro = JakiroConfig().settle(TreeConfig())
+    assert (jakiro.depth, jakiro.nodes, jakiro.parallel, jakiro.forwards) == (6, 60, 2, 5)
 
 
 def test_a_mixtures_child_never_outranks_its_parent():
@@ -187,7 +189,7 @@ def test_every_tree_is_well_formed(spec, seed, decimals):
     else:
         scripts = [noise_by_path(seed + number, vocabulary, decimals) for number in range(5)]
     draft = ScriptedDraft(*scripts[:3], experts=two_experts(*scripts[3:]))
-    tree = draft.grow(**spec.model_dump())
+    tree = draft.grow(**spec.to_json())
 
     assert len(tree.tokens) == len(tree.parents) == len(tree.depths) == spec.nodes
     assert tree.tokens_N.tolist() == tree.tokens
@@ -212,8 +214,8 @@ def test_every_tree_is_well_formed(spec, seed, decimals):
 @given(spec=specs(), seed=st.integers(0, 10**6))
 def test_siblings_stand_best_first(spec, seed):
     script, *ahead = (noise_by_path(seed + number, 9) for number in range(3))
-    spec = spec.model_copy(update={"candidates": "plain"})
-    tree = ScriptedDraft(script, *ahead).grow(**spec.model_dump())
+    spec = replace(spec, candidates="plain")
+    tree = ScriptedDraft(script, *ahead).grow(**spec.to_json())
     paths = paths_of(tree)
     for node, children in enumerate(tree.children()):
         if not children:
@@ -420,7 +422,7 @@ def test_every_static_tree_is_well_formed(paths, parallel, kind, seed, top_k):
     tree = draft.grow(processing=processing, chance=Sampler(seed), **spec)
     assert len(set(paths_of(tree))) == len(tree.tokens), "a sibling repeats a token"
     assert len(tree.tokens) <= 1 + len(paths) and (top_k or kind[1] == "best" or len(tree.tokens) == 1 + len(paths))
-    assert draft.steps == draft_forwards(TreeConfig(**spec)) - 1
+    assert draft.steps == TreeConfig(**{"parallel": 1, **spec}).forwards - 1
     assert (tree.proposals is None) == (kind[1] == "best")
     for node in range(1, len(tree.tokens)):
         assert 0 <= tree.tokens[node] < 7 and tree.depths[node] == tree.depths[tree.parents[node]] + 1
@@ -480,9 +482,9 @@ def test_growing_waits_for_the_device_once_however_many_nodes_there_are(spec):
     logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
 
     class Flat(ScriptedDraft):  # nothing of the script waits
-        def step(self, state, frontier, last=False):
+        def step(self, state, frontier, wanted):
             width = len(frontier.tokens_W)
-            return Answer(torch.zeros(width, 1), logits.expand(width, -1), [logits.expand(width, -1)])
+            return Answer(torch.zeros(width, 1), [logits.expand(width, -1)] * wanted.levels)
 
     with Waits() as waits:
         Flat(lambda path: logits, lambda path: logits).grow(parallel=1, **spec)

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import Draft, build
+from pipeline.drafts import TrainedDraft, build
+from pipeline.drafts.eagle import EagleConfig
 from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
-from pipeline.recipe.sections import EagleConfig, TrainConfig
+from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
 from pipeline.target.ends import Ends, LMHead
 from train.engine.engine import Engine, start_distributed
@@ -32,6 +33,7 @@ SHAPES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "max_position_embeddings": 128,
     "vocab_size": VOCABULARY,
+    "target_layers": 2,
 }
 
 
@@ -47,7 +49,7 @@ class Broken(torch.autograd.Function):
         return upstream * float("nan")
 
 
-def broken_loss(draft: Draft, batch: Batch):
+def broken_loss(draft: TrainedDraft, batch: Batch):
     loss, sums = type(draft).loss(draft, batch)
     return Broken.apply(loss), sums
 
@@ -67,7 +69,7 @@ def one_batch(step: int) -> list[Batch]:
     return [collate(rows, [1], "predicted", {1: 14})]
 
 
-def weights_of(engine: Engine, draft: Draft) -> dict[str, torch.Tensor]:
+def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
     engine.fill(twin := draft.twin())
     return {name: value.clone() for name, value in twin.state_dict().items()}
 

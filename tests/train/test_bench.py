@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pipeline.drafts import build
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.batch import collate
-from pipeline.recipe.sections import EagleConfig, JakiroConfig
 from tests.kit import override_arguments, run_warm, write_recipe
 from tests.pipeline.test_losses_batch import wide_rows
 from train.studies.bench import direct_loss

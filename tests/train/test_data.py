@@ -1,5 +1,7 @@
 """Which dialogues make up a step, and what the store's statistics are."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from pipeline.features.batch import trained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
 from pipeline.recipe.sections import TrainConfig
+from pipeline.target.states import Needs
 from train.input.data import Batches, coverage, frequent_tokens, packed, validation_batches
 
 WIDTH = 4
@@ -45,7 +48,7 @@ def config(**changes) -> TrainConfig:
 
 
 def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batches:
-    return Batches(store, config(**changes), list(horizons), seed, rank, ranks)
+    return Batches(store, config(**changes), SimpleNamespace(horizons=list(horizons), needs=Needs()), seed, rank, ranks)
 
 
 def dialogues_of(one: Batches, step: int) -> list[int]:
@@ -267,7 +270,14 @@ def test_a_global_batch_that_cannot_be_shared_out_is_refused(store, ranks, micro
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 4), (3, 2), (4, 1)])
 def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, count, ranks, micro):
     store = store_of(tmp_path, [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)])
-    shares = [list(validation_batches(store, config(micro_batch=micro), [1, 2], rank, ranks)) for rank in range(ranks)]
+    shares = [
+        list(
+            validation_batches(
+                store, config(micro_batch=micro), SimpleNamespace(horizons=[1, 2], needs=Needs()), 0, rank, ranks
+            )
+        )
+        for rank in range(ranks)
+    ]
     assert len({len(share) for share in shares}) == 1
     seen = []
     for share in shares:
@@ -282,7 +292,7 @@ def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, 
 
 def test_validation_has_no_noise(tmp_path):
     store = store_of(tmp_path, [dialogue(0), dialogue(1)], "train")
-    (batch,) = validation_batches(store, config(noise=0.5), [1], 0, 1)
+    (batch,) = validation_batches(store, config(noise=0.5), SimpleNamespace(horizons=[1], needs=Needs()), 0, 0, 1)
     for b in (0, 1):
         clean = dialogue(b).hidden_TD[:-1]
         assert torch.equal(batch.hidden_BTD[b, : len(clean)], clean)

@@ -1,5 +1,7 @@
 """The plan of training, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recip
     )
     monkeypatch.setattr("train.estimate.activation_bytes", lambda *_, **__: 0)
     with torch.device("meta"):
-        config = recipe.draft["jakiro"].model_copy(update={"vocabulary": None})
+        config = replace(recipe.draft["jakiro"], vocabulary=None)
         draft = build(config, {**shapes_of(load_config(recipe.target)), "vocab_size": 128_256})
     tokens = 4 * 2047
     rest = 2 * tokens * 32 * 2 + tokens * 32 * (2 * (1 + 2 * 2) + 4 * 2 * 2)
@@ -82,7 +84,7 @@ def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recip
 
 
 def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, ends):
-    config = tiny_recipe.draft["jakiro"].model_copy(update={"mixture_loss": 0.1, "vocabulary": None})
+    config = replace(tiny_recipe.draft["jakiro"], mixture_loss=0.1, vocabulary=None)
     draft = build(config, shapes_of(load_config(tiny_recipe.target)))
     draft.bind(ends)
     hidden_BTD, tokens_BT = torch.randn(1, 9, 32), torch.zeros(1, 9, dtype=torch.long)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pipeline.drafts import build, parameter_count
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.sections import EagleConfig, JakiroConfig, TreeConfig
 from pipeline.running.cores import cores
 from pipeline.target.model import load_config
 from train import acceptance, pace
@@ -21,7 +22,7 @@ SPEED = 1e9
 @pytest.fixture
 def draft(tiny_recipe):
     return build(
-        EagleConfig(kind="eagle", tree=TreeConfig(depth=2, top_k=2, nodes=4)),
+        EagleConfig(),
         shapes_of(load_config(tiny_recipe.target)),
     )
 

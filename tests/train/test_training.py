@@ -57,9 +57,9 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_
     assert facts["validation"]["estimated_tau"] == pytest.approx(max(taus), abs=1e-5)
     recipe = load_recipe(dumped[0], [f"output={tmp_path}"])
     answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
-    draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target), recipe.draft["jakiro"].tree)
+    draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
     draft.bind(load_ends(recipe.target))
-    again = acceptance.figures(acceptance.estimate(draft, answers, 0, 1))
+    again = acceptance.figures(acceptance.estimate(draft, recipe.tree("jakiro"), answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
 
 

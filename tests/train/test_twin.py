@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
@@ -53,9 +54,12 @@ def gathering(monkeypatch) -> list[int]:
     return sizes
 
 
+TREE = TreeConfig(depth=3, top_k=3, nodes=7)
+
+
 def estimated(draft, dumped) -> dict[str, float]:
-    spec = Manifest.load(dumped[1]).spec
-    return acceptance.figures(acceptance.estimate(draft, FeatureStore(dumped[1], ANSWERS, spec), 0, 1))
+    answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
+    return acceptance.figures(acceptance.estimate(draft, draft.config.settle(TREE), answers, 0, 1))
 
 
 def copied(draft):
@@ -111,7 +115,7 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     """In the target's dtype, with its own ends; the second time into the same storage."""
     recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
-    decoder = acceptance.Decoder(recipe, answers, draft)
+    decoder = acceptance.Decoder(recipe, answers, draft, draft.config.settle(TREE))
     Engine.fill(engine_of(draft, 0), twin := draft.twin())
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     first = decoder.tau(twin.state_dict(), quiet=True)

@@ -18,7 +18,7 @@ from transformers import get_scheduler
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sync, write_sealed
-from pipeline.drafts import Draft, parameter_count
+from pipeline.drafts import TrainedDraft, parameter_count
 from pipeline.features.batch import Batch
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
@@ -110,7 +110,9 @@ def require_dtype(dtype: str) -> None:
 class Engine:
     """A draft under DeepSpeed."""
 
-    def __init__(self, draft: Draft, config: TrainConfig, accumulation: int, steps: int, folder: Path, train_hash: str):
+    def __init__(
+        self, draft: TrainedDraft, config: TrainConfig, accumulation: int, steps: int, folder: Path, train_hash: str
+    ):
         """Continues from the resume state in `folder`, if there is one; then `step` and `progress` say where that is.
 
         Raises PipelineError for the state of another recipe.
@@ -281,7 +283,7 @@ class Engine:
         return self._engine.get_lr()[0]
 
     @torch.no_grad()
-    def fill(self, twin: Draft) -> None:
+    def fill(self, twin: TrainedDraft) -> None:
         """Gives the draft's `twin` its whole weights, on every rank; all take part. They are the very tensors that
         train where a rank holds these whole; under ZeRO-3 they are gathered, one after the other, into storage of the
         twin's own.
@@ -289,7 +291,7 @@ class Engine:
         if self._config.zero_stage < 3:
             twin.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
             return
-        if twin.fc.weight.is_meta:
+        if next(twin.parameters()).is_meta:
             twin.to(self.dtype).to_empty(device=self.device)
         self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
         kept = twin.state_dict()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
+from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import Batch, collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
@@ -27,9 +28,10 @@ WINDOW = 1024  # dialogues among which rows are packed
 class Batches:
     """One rank's micro-batches of every step."""
 
-    def __init__(self, store: FeatureStore, config: TrainConfig, horizons: list[int], seed: int, rank: int, ranks: int):
+    def __init__(self, store: FeatureStore, config: TrainConfig, draft: TrainedDraft, seed: int, rank: int, ranks: int):
         self.accumulation = config.accumulation(ranks)
-        self._store, self._config, self._horizons, self._seed = store, config, horizons, seed
+        self._store, self._config, self._horizons, self._seed = store, config, draft.horizons, seed
+        self._auxiliary = auxiliary_of(store, draft)
         self._rank, self._ranks = rank, ranks
         self._rows = packed(store, config.pack_tokens, seed) if config.pack_tokens else [[n] for n in range(len(store))]
         if len(self._rows) < config.global_batch:
@@ -74,7 +76,7 @@ class Batches:
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
-            batch = self._collate(rows[first : first + size], totals, epoch)
+            batch = replace(self._collate(rows[first : first + size], totals, epoch), step=step)
             out.append(batch.pinned() if torch.cuda.is_available() else batch)
         return out
 
@@ -90,7 +92,7 @@ class Batches:
             noises = (self._noise(number, row, epoch) for number, row in pairs)
         width = self._config.pack_tokens or 0
         dtype = DTYPES[self._config.dtype]
-        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype)
+        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype, self._auxiliary)
         return batch if width else replace(batch, begins_BT=None)
 
     def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
@@ -137,19 +139,25 @@ def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
 
 
 def validation_batches(
-    store: FeatureStore, config: TrainConfig, horizons: list[int], rank: int, ranks: int
+    store: FeatureStore, config: TrainConfig, draft: TrainedDraft, step: int, rank: int, ranks: int
 ) -> Iterator[Batch]:
     """This rank's share of the held-out dialogues; the same number of batches on every rank (ZeRO-3 needs that).
 
     Where a share is short, a batch without a trained position fills in.
     """
-    size = config.micro_batch
+    size, horizons, auxiliary = config.micro_batch, draft.horizons, auxiliary_of(store, draft)
     for first in range(0, len(store), size * ranks):
         begin = first + rank * size
         rows = [store.row(number) for number in range(begin, min(begin + size, len(store)))]
         totals = dict.fromkeys(horizons, 1)
-        batch = collate(rows or [store.row(0)], horizons, config.mask, totals)
+        batch = collate(rows or [store.row(0)], horizons, config.mask, totals, auxiliary=auxiliary)
+        batch = replace(batch, step=step)
         yield batch if rows else batch.emptied()
+
+
+def auxiliary_of(store: FeatureStore, draft: TrainedDraft) -> list[int]:
+    """Which of the stored auxiliary states the draft wants."""
+    return [store.spec.auxiliary_numbers.index(layer) for layer in draft.needs.auxiliary]
 
 
 def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import Draft
+from pipeline.drafts import TrainedDraft
 from pipeline.drafts.losses import Prediction
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
@@ -50,13 +50,15 @@ from train.loop import new_draft
 WAYS = ("step", "bare", "direct")
 
 
-def direct_loss(draft: Draft, batch: Batch) -> tuple[torch.Tensor, dict]:
-    """What `Draft.loss` computes, written down directly. Mixtures of softmaxes have no direct form here."""
+def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
+    """What `Draft.loss` computes, written down directly. Mixtures, own heads and other objectives have no direct form
+    here.
+    """
     total, sums = torch.zeros((), device=batch.tokens_BT.device), {}
     head, inputs = draft.ends.head, batch.tokens_BT.shape[1]
     found: dict[str, Prediction] = draft.predictions(batch)
-    for name, weights in draft.branch_losses().items():
-        horizon = found[name].horizon
+    for name, term in draft.terms(0).items():
+        horizon = term.horizon
         hidden_BTD = found[name].features[0][:, : inputs + 1 - horizon]
         label_BTD = batch.labels_BTD[:, horizon - 1 :]
         mask_BT = batch.trained[horizon][:, : inputs + 1 - horizon]
@@ -69,8 +71,7 @@ def direct_loss(draft: Draft, batch: Batch) -> tuple[torch.Tensor, dict]:
             "agree": ((logits_BTV.argmax(-1) == teacher_BTV.argmax(-1)) & mask_BT).sum(),
             "positions": mask_BT.sum(),
         }
-        weighted = weights.regression * sums[name]["regression"]
-        weighted = weighted + weights.classification * sums[name]["classification"]
+        weighted = sum(weight * sums[name][part] for part, weight in term.weights.items())
         total = total + weighted / max(batch.totals[horizon], 1)
     return total, {b: {name: value.detach() for name, value in parts.items()} for b, parts in sums.items()}
 
@@ -84,7 +85,7 @@ class Way:
         draft = new_draft(recipe, name, load_ends(recipe.target), store)
         if way == "direct":
             draft.loss = partial(direct_loss, draft)
-        self._batches = Batches(store, config, draft.horizons, recipe.seed, 0, 1)
+        self._batches = Batches(store, config, draft, recipe.seed, 0, 1)
         self._engine = Engine(draft, config, self._batches.accumulation, self._batches.steps, folder / way, way)
         draft.move_ends(self._engine.device, self._engine.dtype)
         self._draft = draft

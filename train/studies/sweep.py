@@ -39,7 +39,7 @@ def run(recipe_path: str, overrides: list[str], until: str) -> None:
 def results(recipe: Recipe, rate: float) -> list[dict]:
     """One line a draft."""
     out = []
-    for name in sorted(recipe.draft):
+    for name in recipe.trained:
         facts = checkpoint.require_trained_under(recipe, name).training
         measured = {key: facts["validation"][key] for key in SHOWN if key in facts["validation"]}
         out.append({"draft": name, "rate": rate, "trained_tokens": facts["trained_tokens"], **measured})

@@ -1,0 +1,97 @@
+"""The settings of a token tree."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.basics.settings import Settings
+
+# EAGLE-1's tree: 25 nodes below the root, each written as the ranks on its path.
+EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig(Settings):
+    """A token tree. ``nodes`` counts every token that the target verifies, the root included.
+
+    Dynamic (EAGLE-2): the `top_k` best nodes of a level propose `top_k` children each; of all, the best ``nodes - 1``
+    stay. The defaults are the released code's tree: its ``depth=5`` counts the levels after the first.
+    Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
+    """
+
+    depth: int = 6  # levels below the root
+    top_k: int = 10
+    nodes: int = 60
+    paths: Any = None  # "eagle-1", or lists of ranks
+    # the averaged head's; the experts' lists merged; their mixture's
+    candidates: Literal["plain", "decoupled", "mixture"] = "plain"
+    siblings: Literal["best", "drawn", "drawn-by-expert"] = "best"  # how a static tree takes them above temperature 0
+    parallel: int | None = None  # so many last levels come from one draft forward; default: as many as the draft offers
+
+    def __post_init__(self):
+        self.at_least(1, "depth", "top_k", "parallel")
+        self.at_least(2, "nodes")
+        if self.paths is not None:
+            self._follow_paths()
+        most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
+        if self.paths is None and self.nodes > most:
+            raise ValueError(
+                f"nodes={self.nodes}, but depth {self.depth} with top_k {self.top_k} scores at most {most}"
+            )
+        if self.nodes < self.depth + 1:
+            raise ValueError(
+                f"nodes={self.nodes} cannot hold a path of depth {self.depth}: use at least {self.depth + 1}"
+            )
+        if self.parallel is not None and self.parallel > self.depth:
+            raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
+        self._require_siblings()
+
+    def _follow_paths(self) -> None:
+        """Fills in what follows from `paths`. Raises ValueError for paths that make no tree."""
+        if self.paths != "eagle-1" and not _are_paths(self.paths):
+            raise ValueError(f"paths={self.paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
+        known = {tuple(path) for path in static_paths(self.paths)}
+        if len(known) < len(static_paths(self.paths)):
+            raise ValueError("paths names a node twice: siblings are different tokens")
+        for path in known:
+            missing = [p for p in (path[:-1], (*path[:-1], path[-1] - 1)) if p and p[-1] >= 0 and p not in known]
+            if missing:
+                raise ValueError(
+                    f"paths holds {list(path)} without {list(missing[0])}: a node needs its parent and the better "
+                    "siblings"
+                )
+        follows = {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
+        for key, value in follows.items():
+            given = getattr(self, key)
+            if given not in (value, type(self).__dataclass_fields__[key].default):
+                raise ValueError(f"{key}={given}, but paths make it {value}: leave it out")
+            self._set(key, value)
+
+    def _require_siblings(self) -> None:
+        if self.siblings != "best" and self.paths is None:
+            raise ValueError(
+                f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of what was drawn would "
+                "change the output's distribution"
+            )
+        drawn_from = {"drawn": ("plain", "mixture"), "drawn-by-expert": ("decoupled",)}
+        if self.candidates not in drawn_from.get(self.siblings, (self.candidates,)):
+            raise ValueError(
+                f"siblings={self.siblings!r} cannot be had with candidates={self.candidates!r}: 'drawn' takes one "
+                "distribution ('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
+            )
+
+    @property
+    def forwards(self) -> int:
+        """Draft forwards of one round, the one that takes in the accepted tokens included."""
+        assert self.parallel is not None, "the draft's config settles it: Method"
+        return self.depth - self.parallel + 1
+
+
+def _are_paths(paths: Any) -> bool:
+    lists = isinstance(paths, list) and bool(paths) and all(isinstance(path, list) and path for path in paths)
+    return lists and all(type(rank) is int and rank >= 0 for path in paths for rank in path)
+
+
+def static_paths(paths: list[list[int]] | str) -> list[list[int]]:
+    """The nodes below the root of a static tree, parents before children and siblings in the order of their ranks."""
+    found = [[int(rank) for rank in word] for word in EAGLE_1.split()] if isinstance(paths, str) else paths
+    return sorted(found, key=lambda path: (len(path), path))

@@ -1,0 +1,169 @@
+"""What decoding knows of a draft and of a target: two protocols and what passes between them.
+
+A draft that answers level by level has `start` and `step`, and `propose` grows its tree from these (grow.py). One that
+finds candidates in another way has a `propose` of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.tree import Tree
+from pipeline.target.states import Needs, States
+
+
+@dataclass
+class Verified:
+    """What a round begins with: the text so far and, of its tokens that the draft has not seen, the target's states."""
+
+    tokens: list[int]  # t_0 .. t_n, prompt and answer; the last one is the tree's root and has no states yet
+    states_TSD: Tensor  # of the T positions before it that are new to the draft, as its `Needs` say
+
+
+@dataclass
+class Frontier:
+    """The W nodes of one level that are forwarded together."""
+
+    tokens_W: Tensor  # target ids
+    carry_WD: Tensor  # what the answers to their parents carried
+    seen_WC: Tensor  # bool over the tree nodes forwarded so far and this level's own: ancestors and itself
+    depth: int  # of these nodes; the root's children have depth 1
+    prefix_W: Tensor | None = None  # how many verified inputs each sees, from the first on; all of them by default
+
+
+@dataclass
+class Answer:
+    """A forward's answer for W nodes; logits are over the draft's vocabulary."""
+
+    carry_WD: Tensor  # for the forward of each row's children; a tree only indexes it by row
+    logits_LWU: list[Tensor]  # of the next token; then, from a tree's last forward, of those after it
+    experts_WKU: Tensor | None = None  # the experts' own logits of the next token, where the tree wants them
+    log_weights_WK: Tensor | None = None  # their routing weights
+
+    def broken(self) -> Tensor:
+        """Whether a logit is not finite: a bool on the device, so that nobody waits for it here."""
+        logits = [*self.logits_LWU, *([] if self.experts_WKU is None else [self.experts_WKU])]
+        return ~torch.stack([part.sum(dtype=torch.float32) for part in logits]).isfinite().all()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a tree wants of a forward."""
+
+    levels: int = 1  # so many tokens ahead
+    experts: bool = False  # and each expert's own next token
+
+
+class Chance(Protocol):
+    """Where randomness enters: one seeded generator when decoding, every outcome in turn when proving."""
+
+    def accept(self, probability: float) -> bool: ...
+
+    def draw_rows(self, q_WV: Tensor) -> Tensor:
+        """One token of each row [W]."""
+
+
+class Processing(Protocol):
+    """How logits become the probabilities that siblings are drawn from (`generate.Sampling`)."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    def probabilities(self, logits_NV: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a tree wants whose siblings are drawn."""
+
+    processing: Processing
+    chance: Chance
+
+
+class Forwards(Protocol):
+    """A draft's forwards, as a tree asks for them."""
+
+    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
+
+    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+        """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
+
+
+class Settled(Protocol):
+    """A draft's settings, as far as trees go."""
+
+    def settle(self, tree: TreeConfig) -> TreeConfig:
+        """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
+
+
+class Draft(Forwards, Protocol):
+    """What decoding knows of a draft."""
+
+    name: str  # for messages
+    stepwise: bool  # it has `start` and `step`
+    token_ids_U: Tensor | None  # target ids of its vocabulary; None: it has the target's own
+    target_vocabulary: int
+
+    @property
+    def config(self) -> Settled: ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def open(self) -> Any:
+        """A state of one sequence."""
+
+    def propose(
+        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+    ) -> Tree:
+        """A tree below the last emitted token: a function of the text and of the draft alone, but for what is drawn.
+
+        `forwards` are the draft's own, timed. Raises PipelineError where logits are not finite.
+        """
+
+
+class Cache(Protocol):
+    """A target's keys and values of one sequence."""
+
+    length: int
+
+    def keep(self, prefix: int, path: list[int] = ...) -> None: ...
+
+
+class TargetModel(Protocol):
+    """What decoding knows of a target."""
+
+    device: torch.device
+    dtype: torch.dtype
+    positions: int  # most tokens of a sequence
+    compiled: bool
+
+    def new_cache(self, capacity: int) -> Any: ...
+
+    def forward(
+        self,
+        tokens_N: Tensor,
+        cache: Any,
+        positions_N: Tensor | None = None,
+        mask_NC: Tensor | None = None,
+        width: int = 1,
+        layers: tuple[int, ...] = (),
+    ) -> States: ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A draft with the tree that it grows: what is measured."""
+
+    draft: Draft
+    tree: TreeConfig
+
+    def __post_init__(self):
+        object.__setattr__(self, "tree", self.draft.config.settle(self.tree))

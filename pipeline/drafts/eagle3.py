@@ -1,0 +1,156 @@
+"""EAGLE-3 (arXiv 2503.01840): features fused from three layers of the target, a head of the draft's own, no regression.
+
+With g_i = fc([a_i; b_i; c_i]) of the outputs of three decoder layers, and e the embedding of t_{i+1}:
+
+    u = attention([norm(e); norm(g)]) + g,    f = u + MLP(norm(u)),    logits of t_{i+2} = head(norm(f))
+
+The next forward's feature is f. It is trained in up to 7 passes over its own features (the training-time test), pass s
+weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before fc (`fc_norm`), and the normed f as the
+next feature (`norm_output`). Tensor names are those that engines read.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.basics.errors import PipelineError
+from pipeline.drafts.layers import AttentionBlock, norm
+from pipeline.drafts.losses import OwnHead, Teacher
+from pipeline.drafts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
+from pipeline.target.ends import Ends, LMHead
+from pipeline.target.states import Needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3FrameConfig(OneLayerConfig):
+    next: Weights = Weights(classification=1.0)
+    ahead: Weights = Weights(classification=0.5)
+    rollout: int = 7
+    own: Weights = Weights(classification=1.0)
+    decay: float = 0.8
+    auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
+    fc_norm: bool = False  # EAGLE-3.1
+    norm_output: bool = False  # EAGLE-3.1
+    norm_before_residual: bool = False  # add norm(g) to the attention's output, not g
+    # The target's distribution over a reduced vocabulary. masked: renormalised, and positions whose likeliest token is
+    # not in it have no loss (the reference's); renormalised: every position; whole: with its own, lesser, mass.
+    teacher: Literal["masked", "renormalised", "whole"] = "masked"
+
+    def __post_init__(self):
+        super().__post_init__()
+        layers = self.auxiliary_layers
+        if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
+            raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+        if any(weights.regression for weights in (self.next, self.ahead, self.own)):
+            raise ValueError("regression: a fused feature has no label; leave it out, or set it to 0")
+
+    def needs(self, target_layers: int) -> Needs:
+        layers = self.auxiliary_layers or default_layers(target_layers)
+        if layers[-1] > target_layers:
+            raise PipelineError(
+                f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
+            )
+        return Needs(final=False, auxiliary=tuple(layers))
+
+
+def default_layers(target_layers: int) -> list[int]:
+    """The reference's, of targets with 7 layers and more; of smaller ones as many as there are."""
+    return sorted({min(2, target_layers), max(target_layers // 2, 1), max(target_layers - 3, 1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(Eagle3FrameConfig):
+    description: ClassVar = (
+        "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)), one dense layer on fused features,"
+    )
+
+    kind: Literal["eagle3"] = "eagle3"
+    mlp_width: int | None = None  # default: the target's
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "mlp_width")
+
+
+class Eagle3Frame(OneLayer):
+    config: Eagle3FrameConfig
+
+    def __init__(self, config: Any, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        width, sources = self.llama.hidden_size, len(self.needs.auxiliary)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm(self.llama) for _ in range(sources))
+        self.fc = nn.Linear(sources * width, width, bias=False)
+        self.midlayer = AttentionBlock(
+            self.llama,
+            inputs=2 * width,
+            **self.follow(self.llama),
+            input_layernorm=norm(self.llama),
+            hidden_norm=norm(self.llama),
+        )
+        self.norm = norm(self.llama)
+        self.lm_head = OwnHead(width, self.vocabulary_size)
+        self._whole_head: list[LMHead] = []  # the target's, over its whole vocabulary, for training
+
+    @property
+    def block(self) -> AttentionBlock:
+        return self.midlayer
+
+    def features(self, states_TSD: Tensor) -> Tensor:
+        if self.config.fc_norm:
+            normed = [own(states_TSD[..., place, :]) for place, own in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(normed, dim=-1))
+        return self.fc(states_TSD.flatten(-2))
+
+    def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        block: Any = self.midlayer
+        normed = block.hidden_norm(features)
+        both = torch.cat([block.input_layernorm(embedded), normed], dim=-1)
+        return both, normed if self.config.norm_before_residual else features
+
+    def carried(self, feature: Tensor) -> Tensor:
+        return self.norm(feature) if self.config.norm_output else feature
+
+    @property
+    def own_head(self) -> OwnHead:
+        return self.lm_head
+
+    def normed(self, features: Tensor) -> Tensor:
+        return self.norm(features)
+
+    # -- the teacher ----------------------------------------------------------------------------------------------
+
+    @property
+    def _asks_whole(self) -> bool:
+        return self.config.vocabulary is not None and self.config.teacher != "renormalised"
+
+    def bind(self, ends: Ends) -> None:
+        super().bind(ends)
+        self._whole_head = [ends.head] if self._asks_whole else []
+
+    def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().move_ends(device, dtype)
+        self._whole_head = [head.copied(device, dtype) for head in self._whole_head]
+
+    def _teacher(self) -> Teacher:
+        if not self._asks_whole:
+            return super()._teacher()
+        (head,), ids_U, masked = self._whole_head, self.token_ids_U, self.config.teacher == "masked"
+
+        def answer(labels_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            whole = head(labels_MD).float()
+            logits = whole[:, ids_U]
+            largest, best = logits.max(-1)
+            if masked:
+                mass = (largest >= whole.amax(-1))[:, None].float()
+                return logits.softmax(-1) * mass, best, mass
+            p = (logits - whole.logsumexp(-1, keepdim=True)).exp_()
+            return p, best, p.sum(-1, keepdim=True)
+
+        return answer
+
+
+class Eagle3(Dense, Eagle3Frame):
+    config: Eagle3Config

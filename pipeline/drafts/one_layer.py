@@ -1,0 +1,285 @@
+"""Drafts of one decoder layer over the target's features: cache, forwards, training's passes over their own features.
+
+A frame (EAGLE's in eagle.py, EAGLE-3's in eagle3.py) makes the layer's input from features and embeddings. What follows
+the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+from pipeline.basics.settings import Settings
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.layers import AttentionBlock, layer_config, rotary, swiglu
+from pipeline.drafts.losses import Objective, Prediction, Term
+from pipeline.features.batch import Batch
+from pipeline.target.attention import additive
+from pipeline.target.cache import TreeCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Settings):
+    """Of a term's two losses."""
+
+    regression: float = 0.0
+    classification: float
+
+    def of(self, scale: float = 1.0) -> dict[str, float]:
+        """By part; a part without weight is not formed."""
+        parts = {"regression": self.regression * scale, "classification": self.classification * scale}
+        return {name: weight for name, weight in parts.items() if weight or name == "classification"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneLayerConfig(DraftConfig):
+    """What both frames have; the weights' defaults are EAGLE's and Jakiro's."""
+
+    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
+    embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
+    objective: Objective = "soft-ce"  # of all classifications: cross-entropy, or the acceptance itself (losses.py)
+    next: Weights = Weights(regression=1.0, classification=0.1)
+    ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
+    # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).
+    rollout: int = 1
+    own: Weights = Weights(regression=1.0, classification=0.1)  # of each pass from the second on,
+    decay: float = 1.0  # times this for each pass before it
+
+    def __post_init__(self):
+        self.at_least(1, "vocabulary", "rollout")
+        if not self.embedding_scale > 0:
+            raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
+
+    @property
+    def levels(self) -> int:
+        """How many tokens ahead a forward predicts."""
+        return 1
+
+    def parallels(self, depth: int) -> list[int]:
+        return list(range(min(self.levels, depth), 0, -1))
+
+    def terms(self) -> dict[str, Term]:
+        """Of the next token, of those further ahead, of the passes on the draft's own features."""
+        names = ["next", "ahead", *(f"ahead_{horizon}" for horizon in range(3, self.levels + 1))][: self.levels]
+        weights = [self.next, *[self.ahead] * (self.levels - 1)]
+        found = {
+            name: Term(horizon, given.of(), self.objective)
+            for horizon, (name, given) in enumerate(zip(names, weights, strict=True), start=1)
+        }
+        passes = range(2, self.rollout + 1)
+        return found | {f"own_{n}": Term(1, self.own.of(self.decay ** (n - 1)), self.objective) for n in passes}
+
+
+@dataclass
+class DraftState:
+    """One sequence's draft cache: `verified` inputs with true features, then the current tree's forwarded nodes."""
+
+    cache: TreeCache = field(default_factory=TreeCache)
+    verified: int = 0
+
+
+@dataclass
+class Heads:
+    """What one forward predicts, before the LM head."""
+
+    ahead: list[Tensor]  # features (..., D) by horizon, from 1
+    # the K kept experts' own features for horizon 1, best-routed first
+    experts: list[Tensor] = field(default_factory=list)
+    log_weights: Tensor | None = None  # (..., K)
+    # the gate's scores (..., R), of all experts first, and the kept experts (..., K), best first
+    routed: tuple[Tensor, Tensor] | None = None
+
+
+class OneLayer(TrainedDraft):
+    """One decoder layer. In its frame: `block`, `features` and `inputs`; in the draft: `heads`."""
+
+    config: OneLayerConfig
+
+    def __init__(self, config: Any, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        self.llama = layer_config(shapes)
+        # Lists keep it out of the module tree: a cast to bf16 must not touch RoPE's frequencies.
+        self._rope = [rotary(self.llama)]
+
+    # -- the frame's and the draft's part ------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def block(self) -> AttentionBlock: ...
+
+    @abstractmethod
+    def features(self, states_TSD: Tensor) -> Tensor:
+        """The layer's own kind of feature (..., D) from the target's states (..., S, D)."""
+
+    @abstractmethod
+    def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes into the attention, and what is added to what comes out of it."""
+
+    @abstractmethod
+    def follow(self, llama: Any) -> dict[str, nn.Module]:
+        """What follows the attention, by name."""
+
+    @abstractmethod
+    def heads(self, u: Tensor, depth: int) -> Heads:
+        """From the attention's output; `depth` counts the draft's own features among the inputs (0: a true one)."""
+
+    # -- shared ---------------------------------------------------------------------------------------------------
+
+    def carried(self, feature: Tensor) -> Tensor:
+        """What of a prediction is the next forward's feature."""
+        return feature
+
+    def _share(self, other: Self) -> None:
+        other._rope = self._rope
+
+    def states_of(self, batch: Batch) -> Tensor:
+        """``states_BTSD`` of a batch's inputs, as `needs` says."""
+        final = [batch.hidden_BTD[:, :, None]] if self.needs.final else []
+        auxiliary = [batch.auxiliary_BTSD] if self.needs.auxiliary and batch.auxiliary_BTSD is not None else []
+        both = [*final, *auxiliary]
+        return both[0] if len(both) == 1 else torch.cat(both, dim=2)
+
+    def _trunk(
+        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
+    ) -> Tensor:
+        embedded = nn.functional.embedding(tokens_BT, self.ends.embedding_VD) * self.config.embedding_scale
+        x, residual = self.inputs(features_BTD, embedded.to(features_BTD.dtype))
+        rope = self._rope[0].to(x.device)
+        return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
+
+    @property
+    def passes(self) -> int:
+        return self.config.rollout
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return self.config.terms()
+
+    def predictions(self, batch: Batch) -> dict[str, Prediction]:
+        """Every trained term at every position.
+
+        In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention
+        sees what a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
+        """
+        true_BTD = self.features(self.states_of(batch))
+        heads, keys_values = self._pass(1, batch, true_BTD, ())
+        names = list(self.config.terms())
+        found = {name: Prediction([feature]) for name, feature in zip(names, heads.ahead, strict=False)}
+        found |= self.more_predictions(heads, batch)
+        for number in range(2, self.config.rollout + 1):
+            before_BTD = torch.cat([true_BTD[:, :1], self.carried(heads.ahead[0])[:, :-1]], dim=1)
+            if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
+                first = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
+                before_BTD = torch.where(first[:, :, None], true_BTD, before_BTD)
+            heads, keys_values = self._pass(number, batch, before_BTD, keys_values)
+            found[f"own_{number}"] = Prediction([heads.ahead[0]])
+        return found
+
+    def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
+        """Of the draft's further terms, from the first pass."""
+        return {}
+
+    def _pass(
+        self, number: int, batch: Batch, before_BTD: Tensor, keys_values: tuple[Tensor, ...]
+    ) -> tuple[Heads, tuple[Tensor, ...]]:
+        """Pass `number` of a roll-out on the features `before_BTD`: its heads, keys and values of all passes so far."""
+        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        mask = None
+        if number > 1 or begins_BT is not None:
+            mask = additive(rollout_sees(number, places, begins_BT), before_BTD.dtype)[:, None]
+
+        def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
+            cache = DynamicCache() if self.config.rollout > 1 else None  # a new one: it may run twice
+            if cache is not None and keys_values:
+                cache.update(keys_values[0], keys_values[1], 0)
+            positions = places[None] if begins_BT is None else places - begins_BT
+            u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
+            layer: Any = cache and cache.layers[0]
+            return self.heads(u, number - 1), (layer.keys, layer.values) if layer else ()
+
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)  # type: ignore[return-value]
+        return run(before_BTD, *keys_values)
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def open(self) -> DraftState:
+        return DraftState()
+
+    def _answer(self, u_WD: Tensor, depth: int, wanted: Wanted) -> Answer:
+        """One call of the head for all that the tree wants of this forward."""
+        heads = self.heads(u_WD, depth)
+        features, experts = heads.ahead[: wanted.levels], heads.experts if wanted.experts else []
+        several = len(features) + len(experts) > 1
+        logits = self.logits(torch.stack([*features, *experts])) if several else self.logits(features[0])[None]
+        own = logits[len(features) :].transpose(0, 1) if experts else None
+        weights = heads.log_weights if experts else None
+        return Answer(self.carried(heads.ahead[0]), list(logits[: len(features)]), own, weights)
+
+    @torch.inference_mode()
+    def start(self, state: DraftState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1})."""
+        past, count, device = state.verified, len(seen.states_TSD), seen.states_TSD.device
+        state.cache.keep(past)
+        features_TD = self.features(seen.states_TSD)
+        mask = None
+        if past and count > 1:
+            earlier = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+            mask = additive(earlier, features_TD.dtype)[None, None]
+        positions = torch.arange(past, past + count, device=device)[None]
+        tokens_T = torch.tensor(seen.tokens[-count:], device=device)
+        u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
+        state.verified = past + count
+        return self._answer(u[0, -places:], 0, wanted)
+
+    @torch.inference_mode()
+    def step(self, state: DraftState, frontier: Frontier, wanted: Wanted) -> Answer:
+        """One forward for the frontier's W nodes; each sees its verified prefix, its ancestors and itself."""
+        device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
+        if prefix_W is None:
+            prefix_W = torch.full((len(frontier.tokens_W),), state.verified, device=device)
+        prefix = torch.arange(state.verified, device=device) < prefix_W[:, None]
+        mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.carry_WD.dtype)[None, None]
+        positions = (prefix_W + (frontier.depth - 1))[None]
+        u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
+        return self._answer(u[0], frontier.depth, wanted)
+
+
+class Dense(OneLayer):
+    """A SwiGLU behind the attention. With more levels than one, each further one is ``f_h = u + D_h(a)`` from the same
+    activation a: what a second prediction from one forward is worth without experts.
+    """
+
+    def follow(self, llama: Any) -> dict[str, nn.Module]:
+        width = self.config.mlp_width or llama.intermediate_size  # type: ignore[attr-defined]
+        return {"mlp": swiglu(llama, width)}
+
+    def heads(self, u: Tensor, depth: int) -> Heads:
+        block: Any = self.block
+        n, further = block.post_attention_layernorm(u), getattr(block, "ahead_projs", ())
+        if not further:
+            return Heads([u + block.mlp(n)])
+        activation = block.mlp.act_fn(block.mlp.gate_proj(n)) * block.mlp.up_proj(n)
+        return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
+
+
+def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None) -> Tensor:
+    """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its
+    own dialogue only, where `begins_BT` says that a row holds several.
+    """
+    behind = places_T[:, None] - places_T[None, :]  # i - j
+    blocks = [behind >= number - 1, *(behind == number - earlier for earlier in range(2, number + 1))]
+    sees = torch.cat(blocks, dim=1)[None]
+    if begins_BT is None:
+        return sees
+    same = begins_BT[:, :, None] == begins_BT[:, None, :]
+    return sees & same.repeat(1, 1, number)

@@ -1,0 +1,41 @@
+"""What a forward of the target gives, and what a draft wants of it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a draft wants of its target's forwards, and whether it is trained at all."""
+
+    final: bool = True  # hidden states after the final norm
+    auxiliary: tuple[int, ...] = ()  # decoder layers, counted from 1, whose outputs follow these
+    training: bool = True
+
+
+@dataclass
+class States:
+    """What a forward of the target gives for N tokens."""
+
+    final_ND: Tensor
+    auxiliary_NSD: Tensor | None = None  # outputs of decoder layers
+    layers: tuple[int, ...] = ()  # which, counted from 1
+
+    def of(self, needs: Needs) -> Tensor:
+        """``states_NSD`` in the order of `needs`; S may be 0."""
+        final_NSD = self.final_ND[:, None] if needs.final else self.final_ND[:, None][:, :0]
+        if not needs.auxiliary:
+            return final_NSD
+        assert self.auxiliary_NSD is not None
+        places = [self.layers.index(layer) for layer in needs.auxiliary]
+        return torch.cat([final_NSD, self.auxiliary_NSD[:, places]], dim=1)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "States":
+        auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD.to(device, dtype)
+        return States(self.final_ND.to(device, dtype), auxiliary_NSD, self.layers)
+
+    def rows(self, nodes: list[int]) -> "States":
+        auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD[nodes]
+        return States(self.final_ND[nodes], auxiliary_NSD, self.layers)

@@ -1,0 +1,107 @@
+"""The copier: what followed the text's end before, and nothing else; lossless as every draft."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.decoding import replay
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method, Verified
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts import make
+from pipeline.drafts.copier import CopierConfig
+from pipeline.drafts.layers import shapes_of
+from tests.pipeline.scripted import paths_of
+from tests.pipeline.taught import NEVER, greedy, prompt_of
+
+SHAPES = {"vocab_size": 260, "target_layers": 2}
+
+
+def proposed(text, state=None, **settings):
+    tree = {key: settings.pop(key) for key in ("depth", "top_k", "nodes") if key in settings}
+    copier = make(CopierConfig(**settings), SHAPES)
+    spec = copier.config.settle(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
+    return copier.propose(state or copier.open(), Verified(list(text), torch.zeros(0, 0, 1)), spec, None)
+
+
+def test_what_followed_the_longest_suffix_comes_first():
+    """'ab' stands twice before the end: 'abx' after a longer match than the later 'b'."""
+    tree = proposed(b"zabxy..b!..zab", depth=2, nodes=5)
+    assert paths_of(tree)[1:] == [(ord("x"),), (ord("x"), ord("y")), (ord("!"),), (ord("!"), ord("."))]
+
+
+def test_of_equal_matches_the_latest_comes_first():
+    assert paths_of(proposed(b"a1 a2 a", depth=1, nodes=3, longest=1))[1:] == [(ord("2"),), (ord("1"),)]
+
+
+def test_continuations_that_begin_alike_share_their_nodes():
+    tree = proposed(b"qab1 qab2 q", depth=3, nodes=7)
+    assert paths_of(tree)[1:] == [tuple(b"a"), tuple(b"ab"), tuple(b"ab2"), tuple(b"ab1")]
+
+
+def test_a_text_that_repeats_nothing_has_a_tree_of_its_root():
+    assert proposed(b"abc").tokens == [ord("c")]
+    assert proposed(b"a").tokens == [ord("a")]
+
+
+def test_shorter_matches_than_asked_for_are_none():
+    assert proposed(b"xa1 ya", shortest=2).tokens == [ord("a")]
+    assert len(proposed(b"xa1 xa", shortest=2).tokens) > 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 3), st.integers(2, 9))
+def test_trees_keep_their_bounds_and_copy_what_stands_in_the_text(text, depth, top_k, nodes):
+    nodes = min(max(nodes, depth + 1), 1 + top_k + top_k * top_k * (depth - 1))
+    tree = proposed(text, depth=depth, top_k=top_k, nodes=nodes)
+    assert len(tree.tokens) <= nodes and max(tree.depths) <= depth
+    assert max(map(len, tree.children())) <= top_k
+    assert len(set(paths_of(tree))) == len(tree.tokens)
+    for path in paths_of(tree)[1:]:
+        whole = [text[-1], *path]
+        assert any(text[i : i + len(whole)] == whole for i in range(len(text)))
+
+
+@given(st.lists(st.integers(0, 2), min_size=4, max_size=40), st.integers(1, 3))
+def test_reading_on_is_reading_all(text, pieces):
+    copier = make(CopierConfig(), SHAPES)
+    state, spec = copier.open(), copier.config.settle(TreeConfig(depth=3, top_k=2, nodes=7))
+    for end in range(pieces, len(text) + 1, pieces):
+        found = copier.propose(state, Verified(text[:end], torch.zeros(0, 0, 1)), spec, None)
+        assert (found.tokens, found.parents) == (
+            (fresh := proposed(text[:end])).tokens,
+            fresh.parents,
+        )
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("tree", [{"depth": 5, "top_k": 3, "nodes": 12}, {"depth": 4, "top_k": 1, "nodes": 5}])
+def test_its_answers_are_plain_decodings(loaded_target, tree, settings):
+    method = Method(make(CopierConfig(), shapes_of(loaded_target.config)), TreeConfig(**tree))
+    accepted = 0
+    for seed in range(5):
+        prompt, sampling = prompt_of(seed, 20) * 3, Sampling(30, NEVER, **settings, seed=seed)
+        got = speculative(loaded_target, method, prompt, sampling)
+        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+        assert got.draft_forwards == 0
+        accepted += got.acceptance.tokens - got.acceptance.passes
+    assert accepted > 0 or settings
+
+
+def test_the_replay_counts_what_decoding_does(loaded_target):
+    copier, prompt = make(CopierConfig(), shapes_of(loaded_target.config)), prompt_of(3, 20) * 2
+    tokens = prompt + greedy(loaded_target, prompt, 40)
+    largest = TreeConfig(depth=5, top_k=10, nodes=6, parallel=1)
+    counted = replay.counter(copier, loaded_target.states(tokens), tokens, len(prompt), largest)
+    for depth, top_k, nodes in ((5, 1, 6), (3, 2, 7), (1, 3, 3)):
+        tree = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=1)
+        assert counted(tree) == speculative(loaded_target, Method(copier, tree), prompt, Sampling(40, NEVER)).acceptance
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="shortest=3 is more than longest=2"):
+        CopierConfig(longest=2, shortest=3)
+    with pytest.raises(ValueError, match="no ranks for a static tree"):
+        CopierConfig().settle(TreeConfig(paths="eagle-1"))
+    with pytest.raises(ValueError, match="needs several experts"):
+        CopierConfig().settle(TreeConfig(candidates="mixture"))
