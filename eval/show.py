@@ -66,8 +66,7 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
     if found.tokens != expected:
         raise PipelineError(
             f"the answer with {name} is not plain decoding's (in {recipe.eval.dtype}): there is nothing to show. In "
-            "float32 "
-            "(--set eval.dtype=float32) the two are the same"
+            "float32 (--set eval.dtype=float32) the two are the same"
         )
     parameters = saved.training["parameters"]
     where = embedded.HUB_NAME if recipe.target.model.startswith(embedded.PREFIX) else public_name(recipe.target.model)

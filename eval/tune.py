@@ -65,8 +65,7 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
     if not found:
         raise PipelineError(
             f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of "
-            "which the benchmarks "
-            f"use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
+            f"which the benchmarks use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
         )
     firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
     return [Unit("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
@@ -170,10 +169,8 @@ def tune(
     ratio = predicted / tuned["ms_per_token"]
     print(
         f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at "
-        f"{tuned['tau']:.2f} "
-        f"({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the recipe's tree "
-        f"{given['speedup']:.2f}x at "
-        f"{given['tau']:.2f}"
+        f"{tuned['tau']:.2f} ({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the "
+        f"recipe's tree {given['speedup']:.2f}x at {given['tau']:.2f}"
     )
     return {
         "tree": tree.to_json(),

@@ -59,10 +59,8 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise PipelineError(
             f"no GPU: torch {torch.__version__} sees no CUDA device here. Needed: one GPU with 30 GiB of free memory "
-            "(11 for a smaller "
-            "shape), its driver, and a build of torch for it. `--device cpu` runs every part on a tiny shape, without "
-            "figures that mean "
-            "anything"
+            "(11 for a smaller shape), its driver, and a build of torch for it. `--device cpu` runs every part on a "
+            "tiny shape, without figures that mean anything"
         )
 
 

@@ -3,6 +3,7 @@
     python -m pipeline run RECIPE
     python -m pipeline plan RECIPE
     python -m pipeline status RECIPE
+    python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
 
 Stages are separate processes with their own commands; this file imports none of them and knows their results only by
 what they leave on disk. A stage that is done is not started again, so a second `run` continues where the first stopped.
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.provenance import ROOT
 from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
 from pipeline.basics.display import Display, display
@@ -35,7 +37,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
 from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe, add_override_argument, add_recipe_arguments, hand_over, load_recipe
 from pipeline.running import children, entry, expect
 from pipeline.running.cores import require_few
 
@@ -79,9 +81,7 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
         saved = checkpoint.read_config(folder)
         fits = saved.train_hash == recipe.train_hash(name)
         done &= fits
-        parts.append(
-            f"{name}: {saved.training['trained_tokens']:,} trained tokens" if fits else f"{name}: of other settings"
-        )
+        parts.append(f"{name}: {saved.training_said}" if fits else f"{name}: of other settings")
     return done, "; ".join(parts)
 
 
@@ -272,8 +272,18 @@ def main() -> None:
     planned.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
     planned.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
     planned.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
+    imported = commands.add_parser("import")
+    imported.add_argument("folder", type=Path, help="a released checkpoint: config.json and its weights")
+    imported.add_argument("--recipe", required=True, help="of its target; its draft has the checkpoint's settings")
+    imported.add_argument("--draft", help="which of the recipe's; default: publish.draft")
+    add_override_argument(imported)
     arguments = parser.parse_args()
-    if arguments.command == "plan":
+    if arguments.command == "import":
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        name = arguments.draft or recipe.publish.draft
+        print("\n".join(import_draft(arguments.folder, recipe, name)))
+        print(f"{name}: in {recipe.draft_dir(name)}; measure it with python eval/main.py {arguments.recipe}")
+    elif arguments.command == "plan":
         known = {"preprocess": arguments.dump_speed, "train": arguments.train_speed, "eval": arguments.decode_ms}
         plan(arguments.recipe, arguments.overrides, known)
     elif arguments.command == "run":

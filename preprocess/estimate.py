@@ -161,7 +161,9 @@ def main() -> None:
     )
     memory = memory_bytes(recipe)
     print(f"dump   {counts['tokens']:,.0f} tokens in {counts['rows']:,.0f} documents")
-    print(f"       disk {size / 1e9:,.3f} GB ({recipe.stored_dtype}); free: {free / 1e9:,.0f} GB")
+    states = 1 + len(recipe.auxiliary_layers(load_config(recipe.target).num_hidden_layers))
+    stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
+    print(f"       disk {size / 1e9:,.3f} GB ({stored}); free: {free / 1e9:,.0f} GB")
     print(
         f"       {hours:,.2f} h with {recipe.features.workers} workers of {speed:,.0f} tokens/s, {memory / 1e9:,.1f} "
         "GB a worker"

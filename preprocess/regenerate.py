@@ -129,8 +129,7 @@ def regenerate(recipe: Recipe) -> list[str]:
         if parts.made_by != made_by:
             raise PipelineError(
                 f"{folder} holds answers of another target or other settings ({parts.made_by}, this recipe has "
-                f"{made_by}): "
-                "use the recipe that they were made with, or another output"
+                f"{made_by}): use the recipe that they were made with, or another output"
             )
         if not parts.complete:
             _run(recipe, folder, parts)
@@ -208,8 +207,7 @@ def _report(folder: Path, parts: Parts) -> list[str]:
     total = sum(counts["rejected"].values())
     lines.append(
         f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
-        f"({listed(counts['rejected'])}) + "
-        f"skipped ({listed(counts['skipped'])})"
+        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})"
     )
     answers, tokens = (sum(getattr(part, count) for part in parts.parts) for count in ("answers", "tokens"))
     lines.append(f"{answers:,} answers, {tokens:,} tokens generated; dialogues changed: {listed(counts['edits'])}")

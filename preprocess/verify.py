@@ -114,8 +114,8 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     if recipe_path is None and (rows or repair):
         raise PipelineError(
             f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped "
-            "with, --recipe RECIPE "
-            "(and the overrides, --set section.key=value). --rows 0 checks sizes and checksums without one"
+            "with, --recipe RECIPE (and the overrides, --set section.key=value). --rows 0 checks sizes and checksums "
+            "without one"
         )
     sets = [
         *overrides,
@@ -140,8 +140,7 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
         raise PipelineError(
             f"{recipe_path} is not the recipe that {folder} was dumped with (a copy in the folder has credentials cut "
-            "off): "
-            "give it with --recipe"
+            "off): give it with --recipe"
         )
     if recipe and recipe.features_dir.resolve() != folder.resolve():
         raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
@@ -170,8 +169,7 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
         of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
         print(
             f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed "
-            f"{ALLOWED_ROW}), "
-            f"of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
+            f"{ALLOWED_ROW}), of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
         )
         wrong = [name for name, (row, token) in errors.items() if not (row <= ALLOWED_ROW and token <= ALLOWED_TOKEN)]
         if wrong:

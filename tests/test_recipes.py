@@ -166,9 +166,55 @@ def test_drafts_of_the_papers_targets(name):
     assert counts == pinned
 
 
+ON_EAGLE_3 = {  # recipe: parameters of jakiro on EAGLE-3's frame, of eagle3
+    "gpt-oss-20b": [208_120_320, 232_992_000],
+    "llama2-chat-13b": [583_311_360, 638_341_120],
+    "llama2-chat-70b": [1_101_070_336, 1_403_027_456],
+    "llama2-chat-7b": [399_540_224, 434_126_848],
+    "llama3-instruct-70b": [1_101_070_336, 1_403_027_456],
+    "llama3-instruct-8b": [349_208_576, 424_689_664],
+    "llama3.1-instruct-8b": [349_208_576, 424_689_664],
+    "llama3.3-instruct-70b": [1_101_070_336, 1_403_027_456],
+    "qwen3-30b-a3b": [132_661_248, 145_235_968],
+    "qwen3-8b": [349_208_576, 399_523_840],
+    "vicuna-13b": [583_311_360, 638_341_120],
+    "vicuna-33b": [921_882_624, 1_013_868_544],
+    "vicuna-7b": [399_540_224, 434_126_848],
+}
+
+
+def on_eagle_3_by_hand(target: dict, vocabulary: int, mlp: int) -> list[int]:
+    """fc of three states, attention over [embedding; feature], four norms, an own head, and what follows: two experts
+    of the hidden size and four rows of the gate, or one MLP.
+    """
+    width, size = target["hidden_size"], target["head_dim"]
+    heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
+    attention = 2 * width * size * (heads + 2 * groups) + size * heads * width
+    shared = 3 * width**2 + attention + 4 * width + width * vocabulary
+    return [shared + 4 * width + 2 * 3 * width**2, shared + 3 * width * mlp]
+
+
+@pytest.mark.parametrize("name", sorted({*PAPER, *TODAY}))
+def test_drafts_on_eagle_3s_frame(name):
+    shapes_here = PAPER[name][0] if name in PAPER else shapes_of(AutoConfig.for_model(**TODAY[name][0]))
+    recipe = load_recipe(RECIPES / "eagle-3" / f"{name}.toml")
+    with torch.device("meta"):
+        counts = [parameter_count(build(recipe.draft[draft], shapes_here)) for draft in ("jakiro", "eagle3")]
+    print(f"{name}: jakiro on eagle-3 {counts[0] / 1e6:.1f}M, eagle3 {counts[1] / 1e6:.1f}M parameters")
+    vocabulary = recipe.draft["eagle3"].vocabulary or shapes_here["vocab_size"]
+    mlp = recipe.draft["eagle3"].mlp_width or shapes_here["intermediate_size"]
+    assert counts == ON_EAGLE_3[name] == on_eagle_3_by_hand(shapes_here, vocabulary, mlp)
+    assert vocabulary == 32_000 and recipe.stored_dtype == "float8_e4m3fn"
+    assert recipe.draft["eagle3"].rollout == recipe.draft["jakiro"].rollout == 7
+
+
 def test_every_recipe_is_covered_and_loads():
+    on_eagle_3 = {path.stem for path in RECIPES.glob("eagle-3/*.toml")}
+    assert on_eagle_3 == set(PAPER) | set(TODAY)
+    for path in RECIPES.glob("eagle-3/*.toml"):
+        assert load_recipe(path).name == f"{path.stem}-eagle-3"
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "ablations"}
+    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "ablations", "frames"}
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 

@@ -213,8 +213,7 @@ def main() -> None:
         facts = drafts[name]
         print(
             f"train  {name}: {facts['parameters']:,} parameters, {steps:,} steps, {facts['hours']:,.2f} h at "
-            f"{whole:,.0f} tokens/s "
-            f"with {ranks} ranks, {facts['memory_bytes'] / 1e9:,.1f} GB a rank"
+            f"{whole:,.0f} tokens/s with {ranks} ranks, {facts['memory_bytes'] / 1e9:,.1f} GB a rank"
         )
     print(json.dumps({"steps": steps, "hours": round(sum(d["hours"] for d in drafts.values()), 6), "drafts": drafts}))
 

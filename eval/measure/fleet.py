@@ -172,8 +172,8 @@ class _Fleet:
         if lost == ATTEMPTS:
             raise PipelineError(
                 f"{_name(worker)}: {ATTEMPTS} workers were lost, the last one because: {why} Finished prompts are "
-                "kept: look at the "
-                "nodes (memory, GPUs), raise eval.hang_seconds where it takes longer, and run the command again"
+                "kept: look at the nodes (memory, GPUs), raise eval.hang_seconds where it takes longer, and run the "
+                "command again"
             )
         self._workers[self._workers.index(worker)] = self._hire()
 
@@ -201,7 +201,6 @@ def _room_for(recipe: Recipe) -> float:
         if there.get(what, 0) < wanted:
             raise PipelineError(
                 f"eval.workers={workers} want {wanted:g} {what}s, but the Ray cluster has {there.get(what, 0):g}: "
-                "lower eval.workers or "
-                "eval.gpus_per_worker"
+                "lower eval.workers or eval.gpus_per_worker"
             )
     return each

@@ -86,8 +86,7 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
     if pooled.passes == 0:
         raise PipelineError(
             f"benchmark {drafted[0].benchmark}: no answer is longer than one token, so there is no pass to measure: "
-            "raise "
-            "eval.max_new_tokens, or look at what the target answers"
+            "raise eval.max_new_tokens, or look at what the target answers"
         )
     prompts, plain_prompts = _per_prompt(drafted), _per_prompt(baseline)
     passes = np.array([_sum(r, lambda g: g.acceptance.passes) for r in prompts.values()], float)
@@ -210,8 +209,8 @@ def table(entries: list[dict]) -> str:
         verdict = "" if gate["passed"] else "NO: "
         lines.append(
             f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | "
-            f"{speed} | {paid} | "
-            f"{verdict}{proof} | {'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
+            f"{speed} | {paid} | {verdict}{proof} | "
+            f"{'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
         )
     return "\n".join(lines)
 
@@ -219,31 +218,21 @@ def table(entries: list[dict]) -> str:
 def explain() -> str:
     return (
         "tau = tokens emitted by verification passes / verification passes, pooled over all answers; tokens after the "
-        "stop "
-        "token are not counted and the first token of an answer, which the prompt's forward gives, belongs to no pass. "
-        "Speed-up = plain decoding's time per token / the draft's, same process, kernels, cache, prompts and stop "
-        "rule, "
-        "methods taking turns; the prompt's own forward, which both share, is left out. Intervals: bootstrap over "
-        "prompts. "
-        "Lossless: the answers equal plain decoding's token for token, on so many of the prompts, above T = 0 with "
-        "the same random "
-        "numbers. Drift is the largest difference between logits of the tree's forward, in real rounds, and those of "
-        "an uncached forward "
-        "after the same tokens, over the largest one of plain decoding's own forwards along the same answers (allowed: "
+        "stop token are not counted and the first token of an answer, which the prompt's forward gives, belongs to no "
+        "pass. Speed-up = plain decoding's time per token / the draft's, same process, kernels, cache, prompts and "
+        "stop rule, methods taking turns; the prompt's own forward, which both share, is left out. Intervals: "
+        "bootstrap over prompts. Lossless: the answers equal plain decoding's token for token, on so many of the "
+        "prompts, above T = 0 with the same random numbers. Drift is the largest difference between logits of the "
+        "tree's forward, in real rounds, and those of an uncached forward after the same tokens, over the largest one "
+        "of plain decoding's own forwards along the same answers (allowed: "
         f"{DRIFT:g}). Near ties are answers that part although the draft's round chose as plain decoding chooses, "
-        "from logits that drift no "
-        "further than that, where plain decoding's choice between the two tokens was as close as its own drift of "
-        "their odds. "
-        "Trees of drawn candidates have plain decoding's distribution, not its tokens: fit is the p-value of the "
-        "emitted tokens' places "
+        "from logits that drift no further than that, where plain decoding's choice between the two tokens was as "
+        "close as its own drift of their odds. Trees of drawn candidates have plain decoding's distribution, not its "
+        "tokens: fit is the p-value of the emitted tokens' places "
         f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}), and error the largest difference "
-        "between the "
-        "distribution of a round's first token under the rule, over every draw from the recorded proposals and every "
-        "decision "
-        f"on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
+        "between the distribution of a round's first token under the rule, over every draw from the recorded proposals "
+        f"and every decision on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
         "The legacy count is that of the released scripts of this line of papers, given for comparison with their "
-        "tables only: the mean "
-        "over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new tokens hold the "
-        "prompt's own first one and "
-        "those after the stop token, and lack the last pass's last one."
+        "tables only: the mean over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new "
+        "tokens hold the prompt's own first one and those after the stop token, and lack the last pass's last one."
     )

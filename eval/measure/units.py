@@ -58,8 +58,7 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
             if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
                 raise PipelineError(
                     f"{recipe.tuned_file} was tuned for other weights of {draft}, or for {tuned['dtype']}: run "
-                    "eval/tune.py again, "
-                    "or remove it"
+                    "eval/tune.py again, or remove it"
                 )
             found[f"{draft}-tuned"] = Measured(draft, weights[draft], TreeConfig.from_json(tuned["tree"]))
     return found

@@ -59,8 +59,7 @@ class _Folder:
         if others and not (release / RELEASE).is_file():
             raise PipelineError(
                 f"{release} holds {others[0]} and no {RELEASE}, so it is no release that this version made. Nothing "
-                "in it was touched: "
-                "move it away and run again"
+                "in it was touched: move it away and run again"
             )
         self._release = release
         found = read_release(release)

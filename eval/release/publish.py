@@ -64,8 +64,7 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
         if not (source / name).is_file() or sha256(source / name) != mark:
             raise PipelineError(
                 f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove "
-                f"{source / REPORT} and run "
-                "python eval/main.py RECIPE again: prompts that are decoded are kept"
+                f"{source / REPORT} and run python eval/main.py RECIPE again: prompts that are decoded are kept"
             )
         shutil.copy(source / name, folder / name)
     return [folder / name for name in plots]
@@ -147,7 +146,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         tree=said(tree_of(recipe, measured)),
         tuned=measured["tuned"][recipe.publish.draft] if released_method(recipe, measured).endswith("-tuned") else None,
         data=public_name(recipe.data.source),
-        dialogues=saved.training["dialogues"],
+        dialogues=saved.training.get("dialogues"),
         training=saved.training,
         recipe_hash=recipe.hash,
         code_revision=provenance["code_revision"],

@@ -50,8 +50,7 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
     except _FAILED as error:
         raise PipelineError(
             f"{_why(error, repository, public_name(api.endpoint), asked.last)}. {_state(error, there)} The release "
-            f"stays in {release}: run "
-            "the same command again, it measures nothing twice"
+            f"stays in {release}: run the same command again, it measures nothing twice"
         ) from None
     lines = [f"uploaded: {found.commit_url}{_seen_by(hidden, private)}"]
     if (release / NEW_CARD).exists():

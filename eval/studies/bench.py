@@ -94,9 +94,8 @@ def said(entry_: dict) -> str:
     shares, (low, high) = entry_["time_shares"], entry_["speedup_interval"] or (entry_["speedup"],) * 2
     return (
         f"{place}  round {entry_['tau'] * entry_['ms_per_token']:6.1f} ms: draft {shares['draft']:5.1%} "
-        f"({entry_['draft_forwards_per_pass']:.1f} forwards), "
-        f"verify {shares['verify']:5.1%} (1 forward), bookkeeping {shares['bookkeeping']:4.1%};  "
-        f"{entry_['ms_per_token']:.1f} ms a token, plain "
+        f"({entry_['draft_forwards_per_pass']:.1f} forwards), verify {shares['verify']:5.1%} (1 forward), bookkeeping "
+        f"{shares['bookkeeping']:4.1%};  {entry_['ms_per_token']:.1f} ms a token, plain "
         f"{entry_['plain_ms_per_token']:.1f}: {entry_['speedup']:.2f}x [{low:.2f}, {high:.2f}], by repeat "
         + ", ".join(f"{x:.2f}" for x in entry_["speedup_by_repeat"])
     )

@@ -34,8 +34,7 @@ def read_counts(run: Path) -> tuple[dict[Cell, Counts], dict[tuple, list[list[in
     if damaged:
         raise PipelineError(
             f"{path}: line {damaged[0]} was changed or damaged after it was written. Remove {run / 'eval' / REPORT} "
-            "and run "
-            "python eval/main.py RECIPE again: it measures again what damaged lines held, and keeps the others"
+            "and run python eval/main.py RECIPE again: it measures again what damaged lines held, and keeps the others"
         )
     if not lines:
         raise PipelineError(f"{path} holds no records: evaluate the run first (python eval/main.py RECIPE)")
@@ -95,8 +94,8 @@ def main() -> None:
         between = "-" if result["interval"] is None else "[{:+.3f}, {:+.3f}]".format(*result["interval"])
         print(
             f"{benchmark:<12} T={temperature:g} {draft:<10} {result['prompts']:>4} prompts ({result['left_out']} left "
-            f"out)  tau {result['tau'][0]:.3f} -> "
-            f"{result['tau'][1]:.3f}  difference {result['difference']:+.3f} {between}"
+            f"out)  tau {result['tau'][0]:.3f} -> {result['tau'][1]:.3f}  difference {result['difference']:+.3f} "
+            f"{between}"
         )
     print(json.dumps(found))
 

@@ -37,7 +37,14 @@ class Saved:
     train_hash: str
     weights_sha256: str
     metrics_sha256: str | None
-    training: dict[str, Any]  # what was done to get here: steps, tokens, ...
+    training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
+
+    @property
+    def training_said(self) -> str:
+        """In a few words."""
+        if "imported" in self.training:
+            return f"imported from {self.training['imported']['from']}"
+        return f"{self.training['trained_tokens']:,} trained tokens"
 
 
 def save(
@@ -123,8 +130,8 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
         keys = changed(folder, recipe, name)
         raise PipelineError(
             f"{folder} holds a draft trained with other settings ({keys + '; ' if keys else ''}hash "
-            f"{saved.train_hash}, this recipe has "
-            f"{recipe.train_hash(name)}). Give this run another output folder, or remove that one"
+            f"{saved.train_hash}, this recipe has {recipe.train_hash(name)}). Give this run another output folder, or "
+            f"remove that one"
         )
     return saved
 
@@ -135,8 +142,7 @@ def metrics_of(folder: Path) -> Path:
     if path.exists() and sha256(path) != read_config(folder).metrics_sha256:
         raise PipelineError(
             f"{path} was changed or damaged after the training: its SHA-256 is not the one in {CONFIG}. Restore it, "
-            "or remove it: the "
-            "curves are then drawn without this draft"
+            "or remove it: the curves are then drawn without this draft"
         )
     return path
 
@@ -165,5 +171,5 @@ def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
     draft.name = folder.name
-    stored = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    return draft.to(*stored).eval().requires_grad_(False)
+    stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    return draft.to(stored).eval().requires_grad_(False)

@@ -30,8 +30,8 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
     if recipe.data.max_length > most < config.max_position_embeddings:
         raise PipelineError(
             f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch "
-            f"{recipe.target.model!r} turns all its "
-            f"positions otherwise (longrope), shorter dialogues' as well; set it to {most} or less"
+            f"{recipe.target.model!r} turns all its positions otherwise (longrope), shorter dialogues' as well; set it "
+            f"to {most} or less"
         )
     return FeatureSpec(
         hidden_size=config.hidden_size,

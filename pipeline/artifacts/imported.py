@@ -1,9 +1,9 @@
 """Drafts that others trained become ours: EAGLE-1/2 and Jakiro as their authors released them, EAGLE-3 as its authors,
 SpecForge or speculators write it.
 
-Guarantees: every tensor is taken over, renamed or dropped by name, and the list says so; what has no place in the recipe's
-draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own. Pickled
-weights are read with `weights_only` in a process of its own.
+Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
+draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.
+Pickled weights are read with `weights_only` in a process of its own.
 """
 
 import subprocess
@@ -26,7 +26,6 @@ from pipeline.basics.files import exclusive, read_json, sha256
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends
 from pipeline.target.model import load_config, load_ends
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.ckpt")
@@ -68,7 +67,7 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
     _require_fit(source, name, found.weights, wanted)
     dtype = next(x.dtype for x in found.weights.values() if x.is_floating_point())
     draft.to(dtype).load_state_dict(found.weights)
-    draft.bind(Ends(ends.embedding_VD, ends.head, ends.fingerprint))
+    draft.bind(ends)
     facts = {"parameters": sum(x.numel() for x in draft.parameters()), "imported": _facts(source, found)}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
@@ -108,14 +107,10 @@ def mapped(theirs: dict[str, Tensor], wanted: set[str]) -> Imported:
 def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Raises PipelineError that names tensors without a place, missing ones and ones of other shapes."""
     unknown, missing = sorted(set(got) - set(wanted)), sorted(set(wanted) - set(got))
-    other = [
-        f"{n} is {list(got[n].shape)}, expected {list(wanted[n].shape)}"
-        for n in wanted
-        if n in got and got[n].shape != wanted[n].shape
-    ]
+    both = [(key, list(got[key].shape), list(wanted[key].shape)) for key in wanted if key in got]
     said = [f"no place for {', '.join(unknown)}"] if unknown else []
     said += [f"{', '.join(missing)} missing"] if missing else []
-    said += other
+    said += [f"{key} is {mine}, expected {ours}" for key, mine, ours in both if mine != ours]
     if said:
         raise PipelineError(
             f"{source} does not fit draft.{name}: {'; '.join(said)}. Set the draft's keys as it was trained (fc_bias, "

@@ -51,7 +51,7 @@ def hardware(device: str) -> str:
 
 
 def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
-    versions = {}
+    versions: dict[str, str | None] = {}
     for library in LIBRARIES:
         try:
             versions[library] = importlib.metadata.version(library)

@@ -32,7 +32,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in _FULL:
             raise PipelineError(
-                f"no space to write {path.name} in {path.parent} ({os.strerror(error.errno)}): "
+                f"no space to write {path.name} in {path.parent} ({os.strerror(error.errno or 0)}): "
                 "free some, or point the recipe's output elsewhere, and run again; finished files are kept"
             ) from None
         raise
@@ -109,7 +109,7 @@ def _bytes_of(path: Path) -> bytes:
     except FileNotFoundError:
         raise PipelineError(f"{path} does not exist") from None
     except OSError as error:  # a folder, no permission
-        raise PipelineError(f"{path} cannot be read: {os.strerror(error.errno)}") from None
+        raise PipelineError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
 
 # -- JSON that seals itself: a changed or damaged one is refused by whoever reads it ----------------------------------

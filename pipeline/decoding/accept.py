@@ -110,7 +110,8 @@ def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int],
 
     ``following(node)`` is the target's token after a node: the argmax of its processed logits, or drawn from them.
     """
-    children, node, path = tree.children(), 0, []
+    path: list[int] = []
+    children, node = tree.children(), 0
     while True:
         token = following(node)
         match = next((child for child in children[node] if tree.tokens[child] == token), None)
@@ -122,10 +123,12 @@ def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int],
 
 def accept_drawn(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
     """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
-    children, node, path = tree.children(), 0, []
+    assert tree.proposals is not None
+    path: list[int] = []
+    children, node = tree.children(), 0
     p_NV = p_NV.double().cpu()  # the only wait for the device
     while True:
-        p_V, accepted = p_NV[node], None
+        p_V, accepted = p_NV[node], -1
         for child in children[node]:
             token, q_V = tree.tokens[child], tree.proposals[child]
             if chance.accept(min(1.0, (p_V[token] / q_V[token]).item())):
@@ -134,7 +137,7 @@ def accept_drawn(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], i
             rest_V = (p_V - q_V).clamp_min(0)
             if (mass := rest_V.sum()) > 0:  # otherwise p is q but for rounding, and this rejection has no probability
                 p_V = rest_V / mass
-        if accepted is None:
+        if accepted < 0:
             return path, int(chance.draw_rows(p_V[None])[0])
         path.append(accepted)
         node = accepted

@@ -4,6 +4,7 @@ A draft that answers level by level has `start` and `step`, and `propose` grows 
 finds candidates in another way has a `propose` of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,8 +106,11 @@ class Draft(Forwards, Protocol):
 
     name: str  # for messages
     stepwise: bool  # it has `start` and `step`
-    token_ids_U: Tensor | None  # target ids of its vocabulary; None: it has the target's own
     target_vocabulary: int
+
+    @property
+    def token_ids_U(self) -> Tensor | None:
+        """Target ids of its vocabulary; None where it has the target's own."""
 
     @property
     def config(self) -> Settled: ...
@@ -131,7 +135,7 @@ class Cache(Protocol):
 
     length: int
 
-    def keep(self, prefix: int, path: list[int] = ...) -> None: ...
+    def keep(self, prefix: int, path: Sequence[int] = ...) -> None: ...
 
 
 class TargetModel(Protocol):

@@ -50,7 +50,8 @@ class Sampling:
                 processors.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1:
                 processors.append(TopPLogitsWarper(self.top_p))
-        return processors(before_NL, logits_NV.float())
+        before: Any = before_NL  # none of the processors that are left looks at it where it is None
+        return processors(before, logits_NV.float())
 
     def scaled(self, logits_NV: Tensor) -> Tensor:
         """By temperature alone."""

@@ -125,8 +125,7 @@ def _grow_dynamic(grower: _Grower, root: int) -> Tree:
 def not_finite(draft: Draft) -> PipelineError:
     return PipelineError(
         f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: use "
-        "bfloat16 or float32 "
-        "(eval.dtype; in training train.dtype), or train it again"
+        "bfloat16 or float32 (eval.dtype; in training train.dtype), or train it again"
     )
 
 
@@ -300,7 +299,7 @@ def _collect(
             kept.append(number)
     tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
     if proposals is not None:
-        tree.proposals = [None, *proposals.cpu()[kept]]
+        tree.proposals = [proposals[:0], *proposals.cpu()[kept]]  # the root was not drawn
     return tree
 
 

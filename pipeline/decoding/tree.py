@@ -17,9 +17,8 @@ class Tree:
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
-    proposals: list[Tensor | None] | None = (
-        None  # drawn trees: what node n was drawn from, over target ids [V], on the host
-    )
+    # drawn trees: what node n was drawn from, over target ids [V], on the host; of the root nothing
+    proposals: list[Tensor] | None = None
 
     def children(self) -> list[list[int]]:
         out: list[list[int]] = [[] for _ in self.parents]
@@ -29,7 +28,7 @@ class Tree:
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root's child to `node`; empty for the root."""
-        path = []
+        path: list[int] = []
         while node > 0:
             path.insert(0, node)
             node = self.parents[node]

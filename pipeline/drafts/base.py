@@ -32,7 +32,11 @@ class DraftConfig(Settings):
 
     description: ClassVar[str]  # for the card: the paper and what it is
     trained: ClassVar[bool] = True
-    has_experts: ClassVar[bool] = False  # several a token, that expect the next one
+
+    @property
+    def has_experts(self) -> bool:
+        """Several a token, that expect the next one."""
+        return False
 
     def needs(self, target_layers: int) -> Needs:
         """What it wants of a target with so many decoder layers."""

@@ -47,7 +47,7 @@ class EagleFrame(OneLayer):
         super().__init__(config, shapes)
         width = self.llama.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        self.layers = nn.ModuleList([AttentionBlock(self.llama, **self.follow(self.llama))])
+        self.layers = nn.ModuleList([AttentionBlock(self.llama, self.follow(self.llama))])
 
     @property
     def block(self) -> AttentionBlock:

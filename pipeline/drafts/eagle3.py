@@ -83,13 +83,8 @@ class Eagle3Frame(OneLayer):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.llama) for _ in range(sources))
         self.fc = nn.Linear(sources * width, width, bias=False)
-        self.midlayer = AttentionBlock(
-            self.llama,
-            inputs=2 * width,
-            **self.follow(self.llama),
-            input_layernorm=norm(self.llama),
-            hidden_norm=norm(self.llama),
-        )
+        norms = {"input_layernorm": norm(self.llama), "hidden_norm": norm(self.llama)}
+        self.midlayer = AttentionBlock(self.llama, self.follow(self.llama) | norms, inputs=2 * width)
         self.norm = norm(self.llama)
         self.lm_head = OwnHead(width, self.vocabulary_size)
         self._whole_head: list[LMHead] = []  # the target's, over its whole vocabulary, for training

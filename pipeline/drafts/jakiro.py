@@ -78,11 +78,11 @@ class ExpertsConfig(Settings):
         return {"router": 2, "scalar": 2, "experts": self.experts_per_token, "none": 1}[self.contrast]
 
     @property
-    def has_experts(self) -> bool:  # type: ignore[override]
+    def has_experts(self) -> bool:
         return self.experts_per_token > 1 and self.contrast != "experts"
 
     def terms(self) -> dict[str, Term]:
-        found, objective, kept = super().terms(), self.objective, self.experts_per_token
+        found, objective, kept = super().terms(), self.objective, self.experts_per_token  # type: ignore[misc, attr-defined]
         if self.expert_loss:
             share = self.expert_loss.of(1 / kept)
             found |= {f"expert_{place}": Term(1, share, objective) for place in range(1, kept + 1)}
@@ -190,7 +190,7 @@ class Experts(OneLayer):
         return moe(u, n)
 
     def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
-        found = {}
+        found: dict[str, Prediction] = {}
         if self.config.expert_loss:
             found |= {f"expert_{place}": Prediction([f]) for place, f in enumerate(heads.experts, start=1)}
         if self.config.mixture_loss:

@@ -73,7 +73,7 @@ class AttentionBlock(nn.Module):
     features.
     """
 
-    def __init__(self, config: LlamaConfig, inputs: int | None = None, **parts: nn.Module):
+    def __init__(self, config: LlamaConfig, parts: dict[str, nn.Module], inputs: int | None = None):
         super().__init__()
         self.self_attn = LlamaAttention(config, layer_idx=0)
         if inputs:

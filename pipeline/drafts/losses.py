@@ -14,7 +14,7 @@ p is recomputed from the stored features: no logits are stored.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,9 @@ class _Classification(torch.autograd.Function):
                 begin, end = ends[term][number : number + 2]
                 places.append(slice(begin, end))
                 rows = index_of[term][begin:end] - first
-                mine = answer if end - begin == len(answer[0]) else tuple(x if x is None else x[rows] for x in answer)
+                mine: Any = (
+                    answer if end - begin == len(answer[0]) else tuple(x if x is None else x[rows] for x in answer)
+                )
                 differentiate = gradients_of[term][0] is not None
                 asked.append(_Asked(term, [part[begin:end] for part in parts], mine, differentiate))
             for term, loss, agree, accept, slopes in chunk.sums(asked):
@@ -219,11 +221,11 @@ class _Chunk:
     def _mixture(self, one: _Asked) -> _Sums:
         """The soft cross-entropy of q = sum_j w_j softmax(head(f_j)); the parts are log w (m, K), K features (m, D)."""
         p, best, _ = one.answer
-        weight, own = self._weight, self.slope_of_weight is not None
+        weight = self._weight
         with torch.enable_grad():
             log_weights, *features = (part.detach().requires_grad_(one.differentiate) for part in one.parts)
-            if own:
-                weight = weight.detach().requires_grad_()  # type: ignore[union-attr]
+            if weight is not None and self.slope_of_weight is not None:
+                weight = weight.detach().requires_grad_()
             head = self._plan.head if weight is None else partial(F.linear, weight=weight)
             log_q = torch.stack([head(feature).float().log_softmax(-1) for feature in features], dim=1)
             mixed = (log_q + log_weights.float()[:, :, None]).logsumexp(1)
@@ -231,7 +233,8 @@ class _Chunk:
         agree = (mixed.detach().argmax(-1) == best).sum()
         slopes: Sequence[Tensor] = []
         if one.differentiate:
-            slopes = torch.autograd.grad(loss, [log_weights, *features, *([weight] if own else [])])
+            trained = [] if weight is None or self.slope_of_weight is None else [weight]
+            slopes = torch.autograd.grad(loss, [log_weights, *features, *trained])
             if self.slope_of_weight is not None:
                 self.slope_of_weight += self._plan.shares[one.term] * slopes[-1]
         return one.term, loss.detach(), agree, torch.zeros((), device=p.device), slopes[: len(one.parts)]
@@ -319,7 +322,7 @@ def term_sums(
         features, label = tensors_of[place][-len(prediction.features) :], teacher_MD[rows_of[place]]
         sums[name] = {}
         if terms[name].weights.get("regression"):
-            hidden = features[0] if len(features) == 1 else sum(features) / len(features)
+            hidden: Any = features[0] if len(features) == 1 else sum(features) / len(features)
             each = F.smooth_l1_loss(hidden.float(), label.float(), reduction="none")
             sums[name]["regression"] = each.mean(-1).sum()
         sums[name] |= {"classification": found[place], "agree": found[len(said) + place]}

@@ -207,7 +207,7 @@ class OneLayer(TrainedDraft):
             return self.heads(u, number - 1), (layer.keys, layer.values) if layer else ()
 
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)  # type: ignore[return-value]
+            return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
         return run(before_BTD, *keys_values)
 
     # -- decoding -------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 Input i is the pair (f_i, t_{i+1}); a term of horizon h answers at i with f_{i+h} and t_{i+1+h}.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +30,9 @@ class Batch:
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
 
-    def _each(self, change) -> "Batch":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD")
-        tensors = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
+        tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
         return replace(self, **tensors, trained={h: change(mask) for h, mask in self.trained.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
@@ -125,4 +126,4 @@ def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ..
     length, width = row.hidden_TD.shape
     scale = half_width * (512 / length if scaling == "legacy" else 1.0)
     values = np.random.default_rng(seed).random((length - 1, width), dtype=np.float32)
-    return torch.from_numpy(values).mul_(2).sub_(1).mul_(np.float32(scale))
+    return torch.from_numpy(values).mul_(2).sub_(1).mul_(float(np.float32(scale)))

@@ -17,6 +17,7 @@ uint8 for float8_e4m3fn.
 
 import warnings
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +30,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 VERSION = 1
 POST_FINAL_NORM = "post-final-norm"
-_WORDS = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
+_WORDS: dict[str, tuple[torch.dtype, Any, Any]] = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
     "bfloat16": (torch.bfloat16, np.uint16, pa.uint16()),
     "float16": (torch.float16, np.uint16, pa.uint16()),
     "float32": (torch.float32, np.uint32, pa.uint32()),

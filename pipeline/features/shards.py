@@ -89,8 +89,7 @@ class Manifest:
             if not _is_named_rightly(record) or record.name in names:
                 raise PipelineError(
                     f"{path}: shard {record.name!r} (split {record.split!r}, index {record.index!r}) is not one that "
-                    "a dump writes, or is "
-                    f"there twice. {UNREADABLE}"
+                    f"a dump writes, or is there twice. {UNREADABLE}"
                 )
             names.add(record.name)
         return found

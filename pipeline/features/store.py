@@ -74,8 +74,7 @@ class Store:
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
                     f"features.store {self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it "
-                    "again: "
-                    f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+                    f"again: python -m preprocess.verify {folder} --recipe RECIPE --repair"
                 )
 
     def manifest(self) -> Manifest:

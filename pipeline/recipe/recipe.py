@@ -85,9 +85,8 @@ class Recipe(Section):
                     )
         if (self.features.gpus_per_worker or 0) > 1 and self.target.device != "spread":
             raise ValueError(
-                f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but "
-                f"target.device={self.target.device!r} uses one: "
-                "set target.device='spread'"
+                f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} "
+                f"uses one: set target.device='spread'"
             )
         try:
             self.train.accumulation(self.train.ranks or 1)
@@ -176,7 +175,7 @@ class Recipe(Section):
     def hash(self) -> str:
         """Hash of everything but what the run is called, where it lies and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
-        apart = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
+        apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
         return digest(self.model_dump(mode="json", exclude=apart))
 
     @property
@@ -313,6 +312,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 def add_recipe_arguments(parser) -> None:
     """The command line that every entry shares."""
     parser.add_argument("recipe", help="a recipe, for instance infra/recipes/demo.toml")
+    add_override_argument(parser)
+
+
+def add_override_argument(parser) -> None:
     parser.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action=_Overrides, default=[], help="override one key"
     )

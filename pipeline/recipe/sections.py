@@ -1,13 +1,13 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Dtype, Folder, Fraction, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
-from pipeline.drafts import DRAFTS, kind_of
+from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 
 
 class DataConfig(Section):
@@ -77,10 +77,11 @@ class RegenerateConfig(Section):
 
 
 # One draft's settings, by its kind (and frame): each draft's own file has them.
-AnyDraft = Annotated[
-    Union[tuple(Annotated[config, Tag(kind)] for kind, (config, _) in DRAFTS.items())],  # noqa: UP007
-    Discriminator(kind_of),
-]
+_DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, _) in DRAFTS.items())]  # noqa: UP007
+if TYPE_CHECKING:
+    AnyDraft = DraftConfig
+else:
+    AnyDraft = Annotated[_DRAFTS, Discriminator(kind_of)]
 
 
 class TrainConfig(Section):
@@ -124,8 +125,7 @@ class TrainConfig(Section):
         if self.global_batch % (self.micro_batch * ranks):
             raise PipelineError(
                 f"train.global_batch={self.global_batch} is no multiple of micro_batch x ranks = {self.micro_batch} x "
-                f"{ranks}: change one "
-                "of them"
+                f"{ranks}: change one of them"
             )
         return self.global_batch // (self.micro_batch * ranks)
 

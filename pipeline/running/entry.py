@@ -93,13 +93,12 @@ def refused(error: OSError) -> str | None:
     """What the file system refuses, and what to do; None for an error that is not of that kind."""
     if error.errno in _FULL:  # met in writing, which names no file
         return (
-            f"no space to write {error.filename or 'a file'} ({os.strerror(error.errno)}): free some, or point the "
-            "recipe's output "
-            "elsewhere, and run again; what is finished is kept"
+            f"no space to write {error.filename or 'a file'} ({os.strerror(error.errno or 0)}): free some, or point "
+            "the recipe's output elsewhere, and run again; what is finished is kept"
         )
     if not isinstance(error.filename, str | bytes):
         return None
-    path, why = Path(os.fsdecode(error.filename)), os.strerror(error.errno)
+    path, why = Path(os.fsdecode(error.filename)), os.strerror(error.errno or 0)
     if error.errno in _REFUSED:
         return (
             f"{path} cannot be read or written ({why}): change its permissions, or give another place (the "

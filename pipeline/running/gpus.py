@@ -24,8 +24,7 @@ def gpus_each(section: str, asked: float | None, device: str, there: bool) -> fl
     if asked == 0 and (there or device == "cuda"):
         raise PipelineError(
             f"{section}.gpus_per_worker=0, but target.device={device!r} would have every worker of a node on its "
-            "first GPU. Leave it out "
-            "(one GPU a worker), or set target.device='cpu'"
+            "first GPU. Leave it out (one GPU a worker), or set target.device='cpu'"
         )
     return asked
 

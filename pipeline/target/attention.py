@@ -73,8 +73,7 @@ def require_tree_attention(full: Any, name: str) -> None:
 def _refuse(name: str, what: str, why: str) -> None:
     raise PipelineError(
         f"target {name!r} has {what}: no token tree can be verified with it, since {why}. Supported are decoders "
-        "whose layers are all "
-        f"{FULL} or {SLIDING}"
+        f"whose layers are all {FULL} or {SLIDING}"
     )
 
 
@@ -155,16 +154,15 @@ def require_tree(target: "Target", name: str) -> None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
-            "in "
-            "pipeline/target/attention.py"
+            "in pipeline/target/attention.py"
         ) from None
-    error, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
+    apart, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
     if target.dtype != torch.float32:
         bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
-    if not error <= bound:
+    if not apart <= bound:
         raise PipelineError(
             f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a "
             "small tree are "
-            f"{error.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
+            f"{apart.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
             "pipeline/target/attention.py"
         )

@@ -3,7 +3,9 @@
 Nothing that was accepted is computed or copied twice: a round copies the accepted path's entries, not the prefix.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ class GrowingLayer(CacheLayerMixin):
         self._buffers = [x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states)]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
@@ -72,7 +74,8 @@ class FixedLayer(StaticLayer):
 
     def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
         if moved is not None:
-            for buffer in (self.keys, self.values):
+            buffers: Any = (self.keys, self.values)
+            for buffer in buffers:
                 buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
         if self.is_initialized:
             self.cumulative_length.fill_(prefix + count)
@@ -83,22 +86,25 @@ class TreeCache(Cache):
     memory is taken at once for as many tokens as are `expected`.
     """
 
-    def __init__(self, layers: int | None = None, capacity: int | None = None, expected: int = FIRST_CAPACITY):
+    layers: Any  # GrowingLayer or FixedLayer
+
+    def __init__(self, layers: int = 0, capacity: int | None = None, expected: int = FIRST_CAPACITY):
         if capacity is None:
-            super().__init__(layer_class_to_replicate=partial(GrowingLayer, expected))
+            growing: Any = partial(GrowingLayer, expected)
+            super().__init__(layer_class_to_replicate=growing)
         else:
             super().__init__(layers=[FixedLayer(capacity) for _ in range(layers)])
         self.length, self.capacity = 0, capacity
 
-    def keep(self, prefix: int, path: list[int] = ()) -> None:
+    def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
         """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `path`, in that
         order.
         """
         follow = list(path) == list(range(prefix, prefix + len(path)))
-        moved: dict[torch.device, Tensor] = {}  # one copy to each device, however many layers it has
+        moved: dict[Any, Tensor] = {}  # one copy to each device, however many layers it has
         for layer in self.layers:
             device = layer.keys.device if layer.is_initialized else None
             if not follow and device not in moved:
-                moved[device] = torch.tensor(path, device=device)
+                moved[device] = torch.tensor(list(path), device=device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

@@ -19,7 +19,8 @@ class LMHead(nn.Module):
         self, weight_VD: Tensor, bias_V: Tensor | None = None, scale: float = 1.0, softcap: float | None = None
     ):
         super().__init__()
-        self.linear = nn.Linear(*reversed(weight_VD.shape), bias=bias_V is not None, device="meta")
+        vocabulary, width = weight_VD.shape
+        self.linear = nn.Linear(width, vocabulary, bias=bias_V is not None, device="meta")
         self.linear.weight = nn.Parameter(weight_VD, requires_grad=False)
         if bias_V is not None:
             self.linear.bias = nn.Parameter(bias_V, requires_grad=False)
@@ -46,7 +47,7 @@ class LMHead(nn.Module):
         return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
 
 
-def head_effects(config: Any) -> dict[str, float | None]:
+def head_effects(config: Any) -> dict[str, Any]:
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     if getattr(config, "logits_scaling", None):  # Granite
         scale = 1.0 / config.logits_scaling

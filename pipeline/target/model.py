@@ -148,10 +148,11 @@ def weight_files(where: Source) -> dict[str, Path]:
     index = where.file(_INDEX)
     if index:
         names = read_json(index)["weight_map"]
-        paths = {shard: where.file(shard) for shard in sorted(set(names.values()))}
-        missing = [shard for shard, path in paths.items() if path is None]
-        if missing:
-            raise PipelineError(f"target {where.name}: {_INDEX} names {missing[0]}, which does not exist")
+        paths = {}
+        for shard in sorted(set(names.values())):
+            if (path := where.file(shard)) is None:
+                raise PipelineError(f"target {where.name}: {_INDEX} names {shard}, which does not exist")
+            paths[shard] = path
         return {tensor: paths[shard] for tensor, shard in names.items()}
     single = where.file(_SINGLE)
     if single is None:
@@ -227,27 +228,27 @@ class Target:
         place = placement(config)
         self.compiled = False
         self._caches: dict[int, TreeCache] = {}  # of a compiled target, by capacity
-        self._captured, self._hooked = threading.local(), set()  # by thread: layer -> output; layers that have a hook
+        self._captured = threading.local()  # by thread: layer -> output
+        self._hooked: set[int] = set()  # layers that have a hook
         with _loading(config):
-            self.model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 where.name,
                 dtype=DTYPES[dtype],
                 use_safetensors=True,
                 **place,
                 **where.options(),
             )
-        if config.device == "spread" and {"cpu", "disk"} & {str(place) for place in self.model.hf_device_map.values()}:
+        if config.device == "spread" and {"cpu", "disk"} & {str(place) for place in model.hf_device_map.values()}:
             raise PipelineError(
                 f"target {config.model!r} does not fit the {torch.cuda.device_count()} GPUs that are seen here: give "
-                "a worker more of "
-                "them (features.gpus_per_worker), or larger ones"
+                "a worker more of them (features.gpus_per_worker), or larger ones"
             )
-        self.model = self.model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         use_masks(self.model)
         self.positions, self._windows = most_positions(self.config), windows(self.config)
         self.dtype = DTYPES[dtype]
         self.decoder = self.model.base_model
-        output = self.model.get_output_embeddings()
+        output: Any = self.model.get_output_embeddings()
         self.device = (
             output.weight.device
         )  # of a spread target the last; its own hooks take inputs to where they belong
@@ -305,7 +306,8 @@ class Target:
         for layer in set(layers) - self._hooked:
             self.model.get_decoder().layers[layer - 1].register_forward_hook(partial(self._keep, layer))
             self._hooked.add(layer)
-        self._captured.outputs = found = {}
+        found: dict[int, Tensor] = {}
+        self._captured.outputs = found
         try:
             yield found
         finally:
@@ -334,7 +336,7 @@ class Target:
         not.
         """
         torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
-        graphs = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
+        graphs: Any = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
         self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
         self.compiled = True
 
@@ -361,13 +363,14 @@ class Target:
         if self.compiled and mask_NC is None:
             mask_NC = torch.ones(count, past + count, dtype=torch.bool, device=self.device).tril(past)
         if mask_NC is not None:
-            fixed = (width if past else count, cache.capacity) if self.compiled else None
+            fixed = (width if past else count, cache.capacity) if self.compiled and cache.capacity else None
             mask = masks(self._windows, mask_NC, positions_N, self.dtype, fixed)
-        decoder = self.decoder
+        decoder: Any = self.decoder
         if self.compiled and past:
             decoder = self._compiled
             tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
-        with self._capturing(layers) if layers else nullcontext({}) as found:
+        capturing: Any = self._capturing(layers) if layers else nullcontext({})
+        with capturing as found:
             out = decoder(
                 input_ids=tokens_N[None],
                 position_ids=positions_N[None],

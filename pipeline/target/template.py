@@ -5,7 +5,7 @@ fingerprint covers them, and rendering never reads the clock.
 """
 
 import json
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2.ext
 import jinja2.meta
@@ -30,7 +30,7 @@ _MACRO = (  # the clock's name, and always the same day, at midnight
 class _Generation(jinja2.ext.Extension):
     """transformers' tag around what the assistant says."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
         next(parser.stream)
@@ -56,7 +56,7 @@ def settle(tokenizer: Any, config: TargetConfig) -> None:
                 f"target.template_keywords.{name}: the chat template of {config.model} has no such keyword; it knows "
                 f"{', '.join(known) or 'none'}"
             )
-    given = dict(sorted(config.template_keywords.items()))
+    given: dict[str, Any] = dict(sorted(config.template_keywords.items()))
     if asks := any(name.name == CLOCK for name in parsed.find_all(nodes.Name)):
         formats = f"{source} {given.values()}"
         given[PINNED] = {f"%{d}": config.template_date.strftime(f"%{d}") for d in DIRECTIVES if f"%{d}" in formats}
@@ -90,7 +90,7 @@ def _keywords(parsed: nodes.Template) -> list[str]:
     """What the template reads without having set it, but for what is given. Jinja also names what all branches of an
     `if` set: a name that is set somewhere is a keyword only where the template asks whether it is defined.
     """
-    asking = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    asking: list[Any] = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asking += [found.node for found in parsed.find_all(nodes.Filter) if found.name in ("default", "d")]
     asked = {node.name for node in asking if isinstance(node, nodes.Name)}
     own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"} - asked

@@ -122,8 +122,7 @@ class AnswerWorker:
         if self._longest_prompt < 1:
             raise PipelineError(
                 f"regenerate.max_new_tokens={self._settings.max_new_tokens} leaves no room for a question in the "
-                "target's "
-                f"{target.positions} positions: lower it"
+                f"target's {target.positions} positions: lower it"
             )
         return target
 

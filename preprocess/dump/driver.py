@@ -150,14 +150,13 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
             f"data.source {scrubbed(recipe.data.source, recipe.data.source)} holds no usable dialogue: {plan.records} "
-            "records, "
-            f"rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
+            f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records (parts "
-            "ID_0, ID_1 of "
-            "one conversation stay together): raise it, or give the records ids that differ before the last underscore"
+            "ID_0, ID_1 of one conversation stay together): raise it, or give the records ids that differ before the "
+            "last underscore"
         )
     dialogues = [shard for shard in manifest.shards if shard.split != ANSWERS]
     rejected = [*plan.rejected, *(pair for shard in dialogues for pair in shard.rejected.items())]

@@ -203,8 +203,7 @@ class Pool:
         if self._lost_in_a_row > 10 + 3 * self._settings.workers:
             raise PipelineError(
                 f"{self._lost_in_a_row} workers were lost in a row, the last one because: {why} Finished shards are "
-                "kept: "
-                "look at the nodes (memory, GPUs) and run the job again to continue"
+                "kept: look at the nodes (memory, GPUs) and run the job again to continue"
             )
         queued = list(worker.tasks.values())
         log.warning("a worker was lost (%s): %s", _name(queued[0]) if queued else "idle", why)
@@ -243,8 +242,7 @@ class _History:
         if not suspects and seen_before.issuperset(busy):
             raise PipelineError(
                 f"{_name(task)} lost workers on the same dialogues again and again, the last one because: {why} Each "
-                "of them comes "
-                f"through alone, so the batch is too large: lower {self.batch_key} and run the job again"
+                f"of them comes through alone, so the batch is too large: lower {self.batch_key} and run the job again"
             )
         return replace(task, suspects=suspects)
 

@@ -55,8 +55,7 @@ class ShardTask:
         if record is not None and record.documents != self.fingerprint:
             raise PipelineError(
                 f"{record.name} was made from other dialogues than {scrubbed(recipe.data.source)} has now: the source "
-                "changed since this job "
-                "was started. Restore it, or use another output folder"
+                "changed since this job was started. Restore it, or use another output folder"
             )
         return record is not None
 

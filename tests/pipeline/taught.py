@@ -29,7 +29,7 @@ VARIANTS = {
     "eagle3, reduced": Eagle3Config(rollout=2, vocabulary=100, auxiliary_layers=[1, 2]),
     "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", rollout=3),
     "sparse on eagle-3": JakiroOnEagle3Config(
-        frame="eagle-3", experts=8, expert_width=16, rollout=2, vocabulary=100, balance_loss=0.01
+        frame="eagle-3", experts=8, expert_width=16, rollout=4, vocabulary=100, balance_loss=0.01
     ),
     "by depth on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", rollout=3
@@ -50,6 +50,12 @@ KINDS = {
         {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
     ),
     "jakiro, reduced vocabulary, drawn": ("reduced", {"paths": "eagle-1", "siblings": "drawn", "parallel": 1}),
+    "eagle-3": ("eagle3", {"depth": 4, "top_k": 4, "nodes": 20}),
+    "eagle-3, drawn": ("eagle3, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
+    "sparse on eagle-3, by expert": (
+        "sparse on eagle-3",
+        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
+    ),
     "jakiro, three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }
 VARIANTS["three-branches"] = JakiroConfig(kind="jakiro", experts=3, experts_per_token=3, contrast="experts")

@@ -49,11 +49,9 @@ VICUNA = (
 QWEN_2_5 = (
     "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
     "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
-    "assistant.<|im_end|>\n' }}"
-    "{% endif %}{% for message in messages %}"
+    "assistant.<|im_end|>\n' }}{% endif %}{% for message in messages %}"
     "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') "
-    "%}"
-    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MISTRAL = (
@@ -65,12 +63,10 @@ MISTRAL = (
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% "
-    "endif %}"
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% "
-    "endif %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 REASONING = (  # shows the last answer's thoughts only, as Qwen3 does
@@ -257,8 +253,7 @@ def test_answers_share_a_sequence_as_far_as_they_are_shown_alike():
     """Here only the third question changes how what comes before is shown."""
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if messages | length > 4 and loop.first %}LATE {% endif %}{{ "
-        "m.content }}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = tokenizer_with(template)
     one, other = chat.encode(tokenizer, [*TWO_TURNS, *TWO_TURNS], 1000)

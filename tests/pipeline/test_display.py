@@ -128,11 +128,8 @@ def test_two_reports_of_new_work_in_one_look_have_no_speed_yet(watched):
 def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
     """Through the channel that the stage is given; every look at the clock is half a minute after the last."""
     code = (
-        "import time\n"
-        "from pipeline.basics.progress import Progress\n"
-        "with Progress('train eagle', 4, 'steps') as progress:\n"
-        "    progress.advance(1, loss='0.5')\n"
-        "    time.sleep(1.5)\n"
+        "import time\nfrom pipeline.basics.progress import Progress\nwith Progress('train eagle', 4, 'steps') as "
+        "progress:\n    progress.advance(1, loss='0.5')\n    time.sleep(1.5)\n"
     )
     out, ticks = io.StringIO(), iter(range(0, 1_000_000, EVERY))
     recipe_file = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")

@@ -83,9 +83,9 @@ def losses(output: Path, draft: str = "jakiro") -> list[float]:
     return [line["loss"] for line in lines_of(output, "train", draft)]
 
 
-def largest_difference(one: Path, other: Path) -> float:
+def largest_difference(one: Path, other: Path, draft: str = "jakiro") -> float:
     """Of two loss curves, relative."""
-    return max(abs(a - b) / a for a, b in zip(losses(one), losses(other), strict=True))
+    return max(abs(a - b) / a for a, b in zip(losses(one, draft), losses(other, draft), strict=True))
 
 
 def wait_until_dead(mark: str) -> None:

@@ -88,8 +88,7 @@ def _merge(base: dict, over: dict, where: str) -> dict:
         elif key in base and value != base[key]:
             raise PipelineError(
                 f"{where}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of "
-                "[train]: set "
-                "those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
+                "[train]: set those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
             )
         else:
             out[key] = value
@@ -244,10 +243,8 @@ class Engine:
     def _not_finite(self, what: str) -> PipelineError:
         return PipelineError(
             f"step {self.step}: not finite: {what}. Features: dump that shard again (python -m preprocess.verify). "
-            "Else lower "
-            "train.learning_rate, or train in bfloat16 or float32 if this was float16; train.not_finite='skip' leaves "
-            "such batches out. "
-            "Run again to resume from the last saved state"
+            "Else lower train.learning_rate, or train in bfloat16 or float32 if this was float16; "
+            "train.not_finite='skip' leaves such batches out. Run again to resume from the last saved state"
         )
 
     def weights_finite(self) -> bool:
@@ -312,8 +309,8 @@ class Engine:
         if not self._finite_everywhere(torch.tensor(0.0 if self.weights_finite() else math.nan, device=self.device)):
             raise PipelineError(
                 f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train "
-                "in bfloat16 or "
-                "float32 if this was float16, in another output folder; the resume state before it is kept"
+                "in bfloat16 or float32 if this was float16, in another output folder; the resume state before it is "
+                "kept"
             )
         if self.rank == 0:  # of a save that was broken off, perhaps by another number of ranks
             shutil.rmtree(folder / tag, ignore_errors=True)
@@ -325,8 +322,7 @@ class Engine:
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
                 f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is "
-                "kept: make "
-                "room and run again"
+                "kept: make room and run again"
             ) from None
         files = {name: mark for share in self.gathered(mine) for name, mark in share.items()}
         if self.rank == 0:
@@ -363,16 +359,14 @@ class Engine:
         if len(set(seen)) > 1:
             raise PipelineError(
                 f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output`, or "
-                "`train.resume`, has to be one "
-                "folder that all nodes see"
+                "`train.resume`, has to be one folder that all nodes see"
             )
         if state is None:
             return None
         if state["train_hash"] != self._train_hash:
             raise PipelineError(
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run "
-                "has "
-                f"{self._train_hash}). Use the recipe it was started with, or another output folder"
+                f"has {self._train_hash}). Use the recipe it was started with, or another output folder"
             )
         with together():
             require_whole(folder, state["files"])
@@ -398,8 +392,7 @@ class Engine:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise PipelineError(
                     f"{self._folder / tag} was saved by another number of ranks and cannot be converted for "
-                    f"{self.ranks}: {last}. Resume "
-                    "with as many ranks as before, or start over in another output folder"
+                    f"{self.ranks}: {last}. Resume with as many ranks as before, or start over in another output folder"
                 )
         self.barrier()
         return made.name

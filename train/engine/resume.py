@@ -75,8 +75,7 @@ def require_whole(folder: Path, files: Marks) -> None:
         if path.stat().st_size != mark["bytes"] or sha256(path) != mark["sha256"]:
             raise PipelineError(
                 f"resume state {path} was changed or damaged after it was saved: its size or SHA-256 is not the one "
-                f"in {RESUME}. "
-                f"{_remedy(folder)}"
+                f"in {RESUME}. {_remedy(folder)}"
             )
 
 

@@ -120,8 +120,7 @@ def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
     if lengths.max() > tokens:
         raise PipelineError(
             f"train.pack_tokens={tokens}, but dialogue {store.row(int(lengths.argmax())).doc_id} has {lengths.max()} "
-            "inputs: raise it to "
-            "data.max_length"
+            "inputs: raise it to data.max_length"
         )
     order, rows = np.random.default_rng((seed, 0x7061636B)).permutation(len(store)), []
     for first in range(0, len(order), WINDOW):

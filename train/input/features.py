@@ -113,18 +113,16 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
         if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
             raise PipelineError(
                 f"{folder}: the target answers every calibration prompt with one token, its stop token: the chat "
-                "template is "
-                "not the one it was trained with. Set target.chat_template, and dump again into another folder"
+                "template is not the one it was trained with. Set target.chat_template, and dump again into another "
+                "folder"
             )
         return store, heldout, FeatureStore(folder, ANSWERS, expected)
     config = recipe.train
     if config.keep == "best" or config.patience or config.decode != "never":
         raise PipelineError(
             f"{folder} holds no answers to calibration prompts, by which train.keep, train.patience and train.decode "
-            "go: the "
-            "source had no held-out dialogues left for them, or data.calibration_prompts was 0. Set that and run the "
-            "dump again, which keeps the "
-            "rest; or raise data.heldout_fraction and dump into another folder"
+            "go: the source had no held-out dialogues left for them, or data.calibration_prompts was 0. Set that and "
+            "run the dump again, which keeps the rest; or raise data.heldout_fraction and dump into another folder"
         )
     return store, heldout, None
 
@@ -142,7 +140,6 @@ def require_shared(folder: Path) -> None:
         if not mark.exists():
             raise PipelineError(
                 f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need a folder that "
-                "all nodes see: "
-                "name one as train.resume, or as output"
+                "all nodes see: name one as train.resume, or as output"
             )
     mark.unlink(missing_ok=True)  # all have looked

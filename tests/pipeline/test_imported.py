@@ -1,0 +1,200 @@
+"""Released checkpoints become ours: names and shapes of the authors, SpecForge and speculators, random weights."""
+
+import json
+
+import jinja2
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.__main__ import main
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.imported import import_draft
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts import build
+from pipeline.drafts.layers import shapes_of
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.model import fingerprint
+from tests.kit import ROOT, call
+from tests.pipeline.taught import NEVER, prompt_of
+
+THEIRS = {  # what a released config.json says beside the target's own fields
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 2048,
+    "vocab_size": 260,
+    "num_hidden_layers": 1,
+    "architectures": ["Whatever"],
+    "model_type": "llama",
+}
+
+
+LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there
+    "eagle": ({"kind": "eagle", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
+    "eagle-2 with inv_freq": (
+        {"kind": "eagle"},
+        lambda n: n,
+        {"embed_tokens.weight": (260, 32), "layers.0.self_attn.rotary_emb.inv_freq": (4,)},
+    ),
+    "jakiro": ({"kind": "jakiro", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
+    "eagle-3 of its authors": ({"kind": "eagle3", "vocabulary": 64}, lambda n: n, {}),
+    "eagle-3 of speculators": (
+        {"kind": "eagle3", "vocabulary": 64, "norm_before_residual": True},
+        lambda n: n.replace("midlayer.", "layers.0."),
+        {"embed_tokens.weight": (260, 32)},
+    ),
+}
+
+
+@pytest.fixture
+def released(tiny_recipe, loaded_target, ends, tmp_path):
+    """released(settings, renamed, more) -> (recipe, folder, our weights): a released checkpoint of random weights."""
+
+    def factory(settings, renamed=lambda n: n, more=None, **config):
+        tree = tiny_recipe.model_dump(mode="json")
+        tree["draft"] = {"theirs": settings}
+        tree["publish"]["draft"] = "theirs"
+        tree["output"] = str(tmp_path / "run")
+        recipe = Recipe.model_validate(tree)
+        draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
+        draft.initialise(4)
+        ours = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
+        theirs = {renamed(name): x for name, x in ours.items() if name != "draft_token_ids"}
+        if draft.token_ids_U is not None:
+            ids = torch.arange(0, 256, 4)
+            ours["draft_token_ids"] = ids
+            theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
+        theirs |= {name: torch.randn(shape) for name, shape in (more or {}).items()}
+        folder = tmp_path / "released"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(THEIRS | config))
+        save_file({name: x.contiguous() for name, x in theirs.items()}, folder / "model.safetensors")
+        return recipe, folder, ours
+
+    return factory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, ends, layout):
+    settings, renamed, more = LAYOUTS[layout]
+    recipe, folder, ours = released(settings, renamed, more)
+    said = import_draft(folder, recipe, "theirs")
+    draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
+    assert draft.state_dict().keys() == ours.keys()
+    assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
+    assert draft.shapes["rms_norm_eps"] == 1e-5 and draft.shapes["rope_parameters"]["rope_theta"] == 5000.0
+    for name in more:
+        assert any(line.startswith(f"dropped {name}: ") for line in said)
+    assert len(said) >= 1 + len(more) + (2 if "vocabulary" in settings else 0)
+    draft.bind(ends)
+    method = Method(draft, recipe.tree("theirs"))
+    for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
+        got = speculative(loaded_target, method, prompt_of(1), sampling)
+        assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "complaint"),
+    [
+        ({"kind": "eagle"}, {"fc.bias": (32,)}, "no place for fc.bias"),
+        ({"kind": "eagle"}, {"layers.0.self_attn.q_proj.bias": (32,)}, "no place for layers.0.self_attn.q_proj.bias"),
+        (
+            {"kind": "jakiro"},
+            {"layers.0.mlp_moe.experts.0.fc1.weight": (48, 32)},
+            "no place for .*experts.0.fc1.weight",
+        ),
+    ],
+)
+def test_what_has_no_place_is_refused_by_its_name(released, settings, more, complaint):
+    recipe, folder, _ = released(settings, more=more)
+    with pytest.raises(PipelineError, match=complaint):
+        import_draft(folder, recipe, "theirs")
+    assert not (recipe.draft_dir("theirs") / checkpoint.CONFIG).exists()
+
+
+def test_a_tensor_of_another_shape_or_none_is_refused_by_its_name(released):
+    recipe, folder, _ = released({"kind": "eagle"}, lambda n: "layers.0.mlp.other.weight" if "up_proj" in n else n)
+    with pytest.raises(
+        PipelineError, match=r"no place for layers.0.mlp.other.weight; layers.0.mlp.up_proj.weight missing"
+    ):
+        import_draft(folder, recipe, "theirs")
+    settings = {"draft": {"theirs": {"kind": "eagle", "mlp_width": 9}}}
+    wide = Recipe.model_validate(recipe.model_dump(mode="json") | settings)
+    with pytest.raises(PipelineError, match=r"gate_proj.weight is \[64, 32\], expected \[9, 32\]"):
+        import_draft(folder, wide, "theirs")
+
+
+def test_another_targets_draft_is_refused(released):
+    recipe, folder, _ = released({"kind": "eagle"}, hidden_size=64)
+    with pytest.raises(PipelineError, match=r"hidden_size is 64.* trained for another target"):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_pickled_weights_are_read_as_weights_alone(released, tmp_path):
+    recipe, folder, ours = released({"kind": "eagle"})
+    (folder / "model.safetensors").unlink()
+    torch.save(ours, folder / "pytorch_model.bin")
+    import_draft(folder, recipe, "theirs")
+    draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
+    assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
+
+
+class Touching:
+    """What a pickle can do that is no weights."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_that_does_more_is_refused_and_does_nothing(released, tmp_path):
+    recipe, folder, _ = released({"kind": "eagle"})
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": Touching(tmp_path / "touched")}, folder / "pytorch_model.bin")
+    with pytest.raises(PipelineError, match=r"pytorch_model.bin cannot be read as weights alone"):
+        import_draft(folder, recipe, "theirs")
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_a_checkpoint_is_refused(released, missing):
+    recipe, folder, _ = released({"kind": "eagle"})
+    (folder / missing).unlink()
+    with pytest.raises(PipelineError, match="holds no"):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_a_draft_that_is_there_is_not_overwritten(released):
+    recipe, folder, _ = released({"kind": "eagle"})
+    import_draft(folder, recipe, "theirs")
+    with pytest.raises(PipelineError, match="holds a draft already"):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_the_command_says_what_it_did(released, tmp_path, capsys):
+    recipe, folder, _ = released({"kind": "eagle"}, more={"embed_tokens.weight": (260, 32)})
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(recipe.model_dump(mode="json")))
+    call(main, "import", str(folder), "--recipe", str(file))
+    printed = capsys.readouterr().out
+    assert "dropped embed_tokens.weight: the target's embedding is used" in printed and "theirs: in " in printed
+
+
+def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released):
+    recipe, folder, _ = released({"kind": "eagle"})
+    import_draft(folder, recipe, "theirs")
+    saved = checkpoint.read_config(recipe.draft_dir("theirs"))
+    assert saved.training_said == "imported from released"
+    text = (ROOT / "eval/release/card.md.jinja").read_text()
+    begin = text.index('{% if "imported" in training %}')
+    part = text[begin : text.index("{% endif %}", begin)] + "{% endif %}"
+    body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part)
+    assert saved.training["imported"]["sha256"] in body.render(training=saved.training)

@@ -1,0 +1,110 @@
+"""Drafts on EAGLE-3's frame, trained as users train them: features of several states a token, own head, experts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.features.schema import FP8
+from pipeline.features.shards import Manifest
+from pipeline.recipe.recipe import load_recipe
+from tests.kit import dump_here, recipe_tree, write_recipe, write_sharegpt
+from tests.train.runs import largest_difference, lines_of, run_training, train_here
+from train.loop import _Run
+
+pytestmark = pytest.mark.real
+APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
+DRAFTS = {
+    "eagle3": {"kind": "eagle3", "rollout": 3, "vocabulary": 128},
+    "jakiro": {
+        "kind": "jakiro",
+        "frame": "eagle-3",
+        "experts": 4,
+        "expert_width": 16,
+        "rollout": 2,
+        "vocabulary": 128,
+        "teacher": "whole",
+        "objective": "acceptance",
+        "mixture_loss": 0.1,
+        "balance_loss": 0.01,
+    },
+}
+
+
+def dumped_with(target: Path, folder: Path, dtype: str | None) -> tuple[Path, Path]:
+    """(recipe file, features folder) of a recipe with these drafts; 10 steps of 8 dialogues in 2 epochs."""
+    tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
+    tree["data"]["max_dialogues"] = 40
+    tree["draft"] = DRAFTS
+    tree["target"]["dtype"] = "float32"
+    if dtype:
+        tree["features"]["stored_dtype"] = dtype
+    path = write_recipe(tree, folder / "recipe")
+    recipe = load_recipe(path)
+    assert dump_here(recipe).total("train", "rows") == 40
+    return path, recipe.features_dir
+
+
+@pytest.fixture(scope="module")
+def dumped(tiny_target, tmp_path_factory):
+    return dumped_with(tiny_target, tmp_path_factory.mktemp("frames"), "float32")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dumped, tmp_path_factory):
+    output = tmp_path_factory.mktemp("undisturbed")
+    for draft in DRAFTS:
+        train_here(dumped, output, "train.decode=always", draft=draft)
+    return output
+
+
+def test_the_drafts_layers_are_stored_in_float8_unless_the_recipe_says_otherwise(tiny_target, tmp_path):
+    _, features = dumped_with(tiny_target, tmp_path, None)
+    spec = Manifest.load(features).spec
+    assert (spec.stored_dtype, spec.auxiliary_layers) == (FP8, "1 2")  # of the tiny target's two layers
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_estimate_of_tau_is_what_decoding_counts(undisturbed, draft):
+    decoded = lines_of(undisturbed, "decoded", draft)
+    assert len(decoded) > 1
+    assert [line["estimated_tau"] for line in decoded] == [line["decoded_tau"] for line in decoded]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_loss_falls_and_its_terms_are_told(undisturbed, draft):
+    lines = lines_of(undisturbed, "train", draft)
+    assert lines[-1]["loss"] < lines[0]["loss"] and {"classification", "agreement", "next_agreement"} <= lines[0].keys()
+    assert ("next_acceptance" in lines[0]) == ("balance_penalty" in lines[0]) == (draft == "jakiro")
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_zero_3_on_two_ranks_trains_alike(dumped, undisturbed, tmp_path, draft):
+    """An own head's weight is gathered for its loss, and experts without a token take part on every rank."""
+    sets = ["train.zero_stage=3", "train.micro_batch=2", *APART]
+    done = run_training(dumped, tmp_path / "run", *sets, ranks=2, draft=draft)
+    assert done.returncode == 0, done.stdout + done.stderr
+    worst = largest_difference(undisturbed, tmp_path / "run", draft)
+    print(f"{draft}: largest relative difference {worst:.1e}")
+    assert worst < 1e-5
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbed, tmp_path, monkeypatch, draft):
+    one_step = _Run._one_step
+
+    def broken_off(run, micro_batches):
+        if run._engine.step == 7:
+            raise KeyboardInterrupt
+        return one_step(run, micro_batches)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_Run, "_one_step", broken_off)
+        train_here(dumped, tmp_path, draft=draft)
+    state = json.loads((tmp_path / "drafts" / draft / "resume/resume.json").read_text())
+    assert state["step"] == 6
+    train_here(dumped, tmp_path, draft=draft)
+    want, got = (load_file(folder / "drafts" / draft / "model.safetensors") for folder in (undisturbed, tmp_path))
+    assert want.keys() == got.keys() and all(torch.equal(x, got[name]) for name, x in want.items())
