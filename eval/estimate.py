@@ -18,7 +18,8 @@ from eval.measure.prompts import HELDOUT, load_prompts
 from eval.measure.units import pack
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import DTYPES, Target, load_config, parameter_count_of
 

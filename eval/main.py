@@ -25,7 +25,8 @@ from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, kind_of, parameter_count
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import load_tokenizer
 from pipeline.target.template import template_settings

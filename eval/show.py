@@ -19,7 +19,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.public import public_name
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.chat import prompt_ids
 

@@ -36,7 +36,8 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draft, Method
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import entry
 

@@ -37,7 +37,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
 from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
-from pipeline.recipe.recipe import Recipe, add_override_argument, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.load import add_override_argument, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry, expect
 from pipeline.running.cores import require_few
 

@@ -27,7 +27,8 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import load_tokenizer, resolve_device
 from preprocess.dump.plan import Plan

@@ -32,7 +32,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.schema import token_bytes
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry
 from pipeline.target import chat

@@ -32,7 +32,7 @@ from pipeline.features.shards import (
     open_shard,
     prompts_damage,
 )
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.running import entry
 from pipeline.target.model import Target, fingerprint
 from preprocess.dump.driver import dump

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.basics.files import write_sealed
 from pipeline.features.shards import Manifest
-from pipeline.recipe.recipe import Recipe, override_arguments
+from pipeline.recipe.load import override_arguments
+from pipeline.recipe.recipe import Recipe
 from preprocess.dump.driver import dump
 from preprocess.dump.pool import Pool
 from preprocess.dump.task import ShardTask

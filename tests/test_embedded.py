@@ -13,7 +13,7 @@ from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.batch import collate, trained
 from pipeline.features.shards import ANSWERS, FeatureStore
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.target.chat import Unusable, encode
 from pipeline.target.config import TargetConfig

@@ -13,7 +13,7 @@ from infra import gpu_check
 from infra.gpu.parts import DEMO, PARTS, demo_sets, in_turns, shape_that_fits
 from infra.gpu.shapes import SHAPES, Given
 from pipeline.basics.errors import PipelineError
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.target.model import Target, load_ends
 from tests.kit import run_command
 

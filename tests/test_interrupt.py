@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from tests.kit import (
     PATIENCE,
     ROOT,

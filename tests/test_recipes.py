@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.target.chat import encode
 from tests.kit import ROOT, byte_tokenizer
 

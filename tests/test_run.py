@@ -22,7 +22,7 @@ from pipeline.__main__ import run, stages, status
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from preprocess.dump.driver import dump
 from tests.hub import Hub
 from tests.kit import (

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.store import Store
-from pipeline.recipe.recipe import add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running import entry
 from pipeline.target.model import source

@@ -33,7 +33,8 @@ from pipeline.drafts.layers import shapes_of
 from pipeline.drafts.losses import chunk_rows
 from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
 from pipeline.running.expect import steps_of
@@ -57,7 +58,7 @@ def memory_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
         bucket = config.bucket_elements(parameters) * size
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
-    ends = (draft.shapes["vocab_size"] + draft.vocabulary_size) * width * size
+    ends = (draft.target_vocabulary + draft.teacher_vocabulary) * width * size
     gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
     decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
     beside = decoding if config.decode == "always" else 0
@@ -73,15 +74,15 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     kept = activation_bytes(recipe, draft, recompute=False)
     if config.recompute:  # and one pass again
         kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.passes
-    batch = 2 * tokens * width * size  # features and labels
+    batch = (2 + len(draft.needs.auxiliary)) * tokens * width * size  # features, labels, auxiliary states
     rows = (
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
     )  # labels; features, gradients and float32 of each
     device = torch.device("cpu" if recipe.target.device == "cpu" else "cuda")  # also where this machine has none
     assumed = None if torch.cuda.is_available() else ASSUMED_GPU
     chunk = min(chunk_rows(draft.vocabulary_size, branches, device, assumed), tokens)
-    logits = (
-        chunk * draft.vocabulary_size * (2 * (size + 4) + branches * (2 * size + 4))
+    logits = chunk * (
+        draft.teacher_vocabulary * 2 * (size + 4) + draft.vocabulary_size * branches * (2 * size + 4)
     )  # of the teacher, of each branch (a mixture of K features: K)
     return batch + kept + rows + logits
 

@@ -51,8 +51,9 @@ def operations(draft: TrainedDraft) -> float:
     """
     with torch.device("meta"):  # ZeRO-3 has taken the draft's own tensors apart
         parameters = parameter_count(build(draft.config, draft.shapes))
-    head = draft.vocabulary_size * draft.shapes["hidden_size"]
-    return 6 * parameters * draft.passes + head * (2 + 4 * draft.trained_features)
+    width, features = draft.shapes["hidden_size"], draft.trained_features
+    teacher, heads = 2 * draft.teacher_vocabulary * width, 4 * features * draft.vocabulary_size * width
+    return 6 * parameters * draft.passes + teacher + heads
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:

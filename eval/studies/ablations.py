@@ -27,7 +27,8 @@ from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
 from pipeline.decoding.config import TreeConfig
 from pipeline.features.shards import link_features
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry
 
 Counts = dict[str, tuple[int, int]]  # by prompt: tokens and rounds, over all seeds

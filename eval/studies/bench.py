@@ -24,7 +24,8 @@ from eval.measure.harness import Harness, Unit, pooled
 from eval.measure.units import make_harness, methods_of, units_of
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import Target
 

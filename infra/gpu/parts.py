@@ -36,7 +36,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
-from pipeline.recipe.recipe import override_arguments
+from pipeline.recipe.load import override_arguments
 from pipeline.running import children, entry
 from pipeline.target.model import DTYPES, Target, load_config
 from preprocess.bench import Methods

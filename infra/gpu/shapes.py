@@ -24,7 +24,8 @@ from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import Manifest, write_shard
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.target.ends import Ends
 from pipeline.target.model import DTYPES, Target
 from preprocess.dump.task import ShardTask

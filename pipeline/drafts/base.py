@@ -134,6 +134,11 @@ class TrainedDraft(nn.Module):
         return self._vocabulary or self.target_vocabulary
 
     @property
+    def teacher_vocabulary(self) -> int:
+        """Tokens of the target's head that its teacher takes in training."""
+        return self.vocabulary_size
+
+    @property
     def horizons(self) -> list[int]:
         return sorted({term.horizon for term in self.terms(0).values()})
 

@@ -19,7 +19,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts.layers import AttentionBlock, norm
 from pipeline.drafts.losses import OwnHead, Teacher
 from pipeline.drafts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
-from pipeline.target.ends import Ends, LMHead
+from pipeline.target.ends import Ends
 from pipeline.target.states import Needs
 
 
@@ -87,7 +87,6 @@ class Eagle3Frame(OneLayer):
         self.midlayer = AttentionBlock(self.llama, self.follow(self.llama) | norms, inputs=2 * width)
         self.norm = norm(self.llama)
         self.lm_head = OwnHead(width, self.vocabulary_size)
-        self._whole_head: list[LMHead] = []  # the target's, over its whole vocabulary, for training
 
     @property
     def block(self) -> AttentionBlock:
@@ -122,17 +121,19 @@ class Eagle3Frame(OneLayer):
         return self.config.vocabulary is not None and self.config.teacher != "renormalised"
 
     def bind(self, ends: Ends) -> None:
+        """Its logits are its own head's: the target's is its teacher's, whole where the teacher is."""
         super().bind(ends)
-        self._whole_head = [ends.head] if self._asks_whole else []
+        if self._asks_whole:
+            self._ends = [ends]
 
-    def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().move_ends(device, dtype)
-        self._whole_head = [head.copied(device, dtype) for head in self._whole_head]
+    @property
+    def teacher_vocabulary(self) -> int:
+        return self.target_vocabulary if self._asks_whole else self.vocabulary_size
 
     def _teacher(self) -> Teacher:
         if not self._asks_whole:
             return super()._teacher()
-        (head,), ids_U, masked = self._whole_head, self.token_ids_U, self.config.teacher == "masked"
+        head, ids_U, masked = self.ends.head, self.token_ids_U, self.config.teacher == "masked"
 
         def answer(labels_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             whole = head(labels_MD).float()

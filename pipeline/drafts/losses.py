@@ -286,53 +286,48 @@ def term_sums(
     `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through. A mixture has no feature of its
     own: its regression is that of its features' mean.
     """
-    inputs = batch.labels_BTD.shape[1]
     said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
-    answered = {}  # term -> bool (B, T) over LABELS: the label of input i stands at i + h - 1
-    for name in said:
-        horizon = terms[name].horizon
-        mask_BT = torch.zeros_like(batch.trained[horizon])
-        mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : inputs + 1 - horizon]
-        answered[name] = mask_BT
-    any_BT = torch.stack(list(answered.values())).any(0)
+    inputs = batch.labels_BTD.shape[1]
+    labelled = [_labelled(batch, terms[name].horizon) for name in said]  # bool (B, T) over LABELS
+    any_BT = torch.stack(labelled).any(0)
+    rows_of = [mask_BT[any_BT] for mask_BT in labelled]
     teacher_MD = batch.labels_BTD[any_BT]
-    rows_of = [mask_BT[any_BT] for mask_BT in answered.values()]
     tensors_of = [_trained_rows(prediction, terms[name].horizon, batch, inputs) for name, prediction in said.items()]
-    plan = _Plan(
-        teacher_MD,
-        teacher,
-        head,
-        chunk,
-        rows_of,
-        [len(tensors) for tensors in tensors_of],
-        [terms[name].objective for name in said],
-        _shares([terms[name] for name in said], batch),
-    )
-    flat = []
-    for prediction, tensors in zip(said.values(), tensors_of, strict=True):
-        weights = tensors[: -len(prediction.features)]
-        features = tensors[-len(prediction.features) :]
-        flat += [*weights, *(features if normed is None else map(normed, features))]
+    sizes, objectives = [len(tensors) for tensors in tensors_of], [terms[name].objective for name in said]
+    shares = _shares([terms[name] for name in said], batch)
+    plan = _Plan(teacher_MD, teacher, head, chunk, rows_of, sizes, objectives, shares)
+    features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
+    flat: list[Tensor] = []
+    for tensors, features in zip(tensors_of, features_of, strict=True):
+        flat += [*tensors[: -len(features)], *(features if normed is None else map(normed, features))]
     if isinstance(head, OwnHead):
         found = head(None, lambda weight: _Classification.apply(plan, weight, *flat))
     else:
         found = _Classification.apply(plan, None, *flat)
     sums: dict[str, dict[str, Tensor]] = {}
-    for place, (name, prediction) in enumerate(said.items()):
-        features, label = tensors_of[place][-len(prediction.features) :], teacher_MD[rows_of[place]]
-        sums[name] = {}
-        if terms[name].weights.get("regression"):
-            hidden: Any = features[0] if len(features) == 1 else sum(features) / len(features)
-            each = F.smooth_l1_loss(hidden.float(), label.float(), reduction="none")
-            sums[name]["regression"] = each.mean(-1).sum()
+    for place, (name, features) in enumerate(zip(said, features_of, strict=True)):
+        term, label_MD = terms[name], teacher_MD[rows_of[place]]
+        sums[name] = {"regression": _regression(features, label_MD)} if term.weights.get("regression") else {}
         sums[name] |= {"classification": found[place], "agree": found[len(said) + place]}
-        if terms[name].objective == "acceptance":
+        if term.objective == "acceptance":
             sums[name]["accept"] = found[2 * len(said) + place]
-        sums[name]["positions"] = torch.tensor(len(label), device=label.device)
+        sums[name]["positions"] = torch.tensor(len(label_MD), device=label_MD.device)
     for name, term in terms.items():
         if (penalty := predictions[name].penalty) is not None:
             sums[name] = {"penalty": penalty, "positions": batch.trained[term.horizon].sum()}
     return sums
+
+
+def _labelled(batch: Batch, horizon: int) -> Tensor:
+    """Which labels (B, T) a term of this horizon answers: that of input i stands at i + h - 1."""
+    mask_BT = torch.zeros_like(batch.trained[horizon])
+    mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : mask_BT.shape[1] + 1 - horizon]
+    return mask_BT
+
+
+def _regression(features: list[Tensor], label_MD: Tensor) -> Tensor:
+    hidden: Any = features[0] if len(features) == 1 else sum(features) / len(features)
+    return F.smooth_l1_loss(hidden.float(), label_MD.float(), reduction="none").mean(-1).sum()
 
 
 def _shares(terms: list[Term], batch: Batch) -> list[float]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import scrubbed
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running.children import CHILD
 from pipeline.running.signals import leave_on_signals, raise_on_signals
 

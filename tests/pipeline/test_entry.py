@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.basics.errors import PipelineError
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
 from pipeline.running.cores import asked_threads, require_few
 from tests.kit import PATIENCE, ROOT, command_environment, recipe_tree, wait_until, write_recipe
@@ -136,7 +136,7 @@ from pathlib import Path
 from pipeline.running import entry
 from pipeline.__main__ import Stage, _run_stage
 from pipeline.basics.display import display
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 def main():
     recipe = load_recipe(sys.argv[1])
@@ -214,7 +214,7 @@ def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
 def test_an_output_where_nothing_can_be_made_is_one_message(tiny_target, tmp_path):
     code = (
         "import sys; from pipeline.artifacts import provenance; from pipeline.running import entry\nfrom "
-        "pipeline.recipe.recipe import load_recipe\n"
+        "pipeline.recipe.load import load_recipe\n"
         "entry.run(lambda: (load_recipe(sys.argv[1]).run_dir / 'logs').mkdir(parents=True))"
     )
     for output in ("/proc/here", "/sys/here"):

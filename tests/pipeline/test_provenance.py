@@ -7,7 +7,8 @@ import pytest
 from pipeline.artifacts.provenance import changed, hardware, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name, scrubbed
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from tests.kit import replace_once
 
 

@@ -13,7 +13,8 @@ from pipeline.artifacts.provenance import write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
 
 MINIMAL = """

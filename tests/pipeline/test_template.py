@@ -13,7 +13,8 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import RECIPE, public_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import require_same
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.target.chat import prompt_ids, render, template_fingerprint
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import load_tokenizer

@@ -16,7 +16,7 @@ from pipeline.__main__ import features_state
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
-from pipeline.recipe.recipe import load_recipe, override_arguments
+from pipeline.recipe.load import load_recipe, override_arguments
 from preprocess.dump.driver import dump
 from tests.kit import (
     BIN,
@@ -146,7 +146,7 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_p
         "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
         "from preprocess.dump.task import ShardTask; from preprocess.dump.worker import FeatureWorker; from "
-        "pipeline.recipe.recipe import load_recipe; from pipeline.artifacts.features import feature_spec; from "
+        "pipeline.recipe.load import load_recipe; from pipeline.artifacts.features import feature_spec; from "
         "pipeline.target.model import load_tokenizer; from preprocess.dump.plan import Plan; "
         "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline.running import entry; "
         "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); entry.run(lambda: FeatureWorker(r, "

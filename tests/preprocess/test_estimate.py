@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real

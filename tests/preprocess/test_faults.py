@@ -13,7 +13,7 @@ import pytest
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from preprocess.dump.pool import Pool, _first_line, _History
 from preprocess.dump.task import ShardTask
 from tests.kit import (
@@ -43,7 +43,7 @@ sys.path.insert(0, os.getcwd())
 clock, ahead = time.monotonic, []
 time.monotonic = lambda: clock() + sum(ahead)
 from pipeline.running import entry
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from preprocess.dump import driver
 from preprocess.dump import pool
 from preprocess.dump import worker

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.recipe.recipe import Recipe, load_recipe, override_arguments
+from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.recipe.recipe import Recipe
 from pipeline.target import chat
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import load_tokenizer

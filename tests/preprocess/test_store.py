@@ -16,7 +16,8 @@ from pipeline.basics.files import sha256
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, FeatureStore, Manifest, ShardRecord
 from pipeline.features.store import Store
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from preprocess import verify
 from preprocess.dump.driver import dump
 from tests.kit import (

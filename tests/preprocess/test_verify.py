@@ -11,7 +11,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from preprocess.verify import main
 from preprocess.verify import verify as check
 from tests.kit import (

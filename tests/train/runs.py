@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.artifacts.curves import METRICS, read_metrics
-from pipeline.recipe.recipe import load_recipe, override_arguments
+from pipeline.recipe.load import load_recipe, override_arguments
 from tests.kit import (
     PATIENCE,
     call,

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from pipeline.artifacts.features import feature_spec
 from pipeline.features.schema import Row
 from pipeline.features.shards import Manifest, write_shard
-from pipeline.recipe.recipe import load_recipe, override_arguments
+from pipeline.recipe.load import load_recipe, override_arguments
 from tests.kit import byte_tokenizer, run_command, train_command
 
 SHAPES = {

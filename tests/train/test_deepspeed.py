@@ -12,7 +12,7 @@ from filelock import FileLock
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
 from tests.kit import (
     flip,

@@ -14,7 +14,8 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest
-from pipeline.recipe.recipe import Recipe, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from tests.train.runs import losses, run_training
 from train import main
 from train.engine import ranks

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from pipeline.features.schema import FP8
 from pipeline.features.shards import Manifest
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from tests.kit import dump_here, recipe_tree, write_recipe, write_sharegpt
 from tests.train.runs import largest_difference, lines_of, run_training, train_here
 from train.loop import _Run

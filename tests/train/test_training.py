@@ -19,7 +19,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from pipeline.target.model import fingerprint, load_ends
 from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
 from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead

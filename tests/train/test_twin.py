@@ -12,7 +12,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
-from pipeline.recipe.recipe import load_recipe
+from pipeline.recipe.load import load_recipe
 from train import acceptance
 from train.engine.engine import Engine
 from train.loop import _Run

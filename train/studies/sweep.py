@@ -16,7 +16,8 @@ from pipeline.artifacts.features import fetch
 from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import link_features
-from pipeline.recipe.recipe import Recipe, add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry
 
 SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification": "cross-entropy"}

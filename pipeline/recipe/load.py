@@ -1,0 +1,168 @@
+"""Reading a recipe, with overrides; what is wrong in it is told by its key and the nearest valid one."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import SEAL, checked
+from pipeline.basics.public import scrubbed
+from pipeline.basics.settings import Settings
+from pipeline.drafts import DRAFTS
+from pipeline.recipe.recipe import Recipe
+
+_HANDED_OVER, _VARIABLE = "@environment", "JAKIRO_OVERRIDES"
+_AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings)."""
+    path = Path(path)
+    if path.is_dir():
+        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
+    if not path.exists():
+        shipped = sorted(str(p) for p in Path("infra/recipes").glob("*.toml"))
+        raise PipelineError(f"recipe {path} does not exist; the ones that come with the project: {', '.join(shipped)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise PipelineError(
+            f"recipe {path} cannot be parsed: byte {error.start} is not UTF-8 ({error.reason}). Save it as UTF-8 "
+            f"(iconv -f LATIN1 -t UTF-8)"
+        ) from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
+    if not isinstance(tree, dict):
+        raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
+    if SEAL in tree:  # the one beside an artifact
+        tree = checked(
+            tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
+        )
+    for override in overrides or []:
+        _apply(tree, override)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise PipelineError(f"recipe {path}:\n" + "\n".join(f"  {_explain(e)}" for e in error.errors())) from None
+
+
+def add_recipe_arguments(parser) -> None:
+    """The command line that every entry shares."""
+    parser.add_argument("recipe", help="a recipe, for instance infra/recipes/demo.toml")
+    add_override_argument(parser)
+
+
+def add_override_argument(parser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", metavar="section.key=value", action=_Overrides, default=[], help="override one key"
+    )
+
+
+class _Overrides(argparse.Action):
+    """Adds one override, or in its place those that the command which started this one handed over."""
+
+    def __call__(self, _parser, namespace, value, _option=None) -> None:
+        namespace.overrides = [*namespace.overrides, *(_taken_over() if value == _HANDED_OVER else [value])]
+
+
+def hand_over(recipe_path: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(arguments, environment) that give another command of the project this recipe. The overrides may hold
+    credentials, so they travel in the environment: command lines are shown in process lists and written to launchers'
+    logs.
+    """
+    if not overrides:
+        return [recipe_path], dict(os.environ)
+    return [recipe_path, *override_arguments([_HANDED_OVER])], {**os.environ, _VARIABLE: json.dumps(overrides)}
+
+
+def override_arguments(overrides: Iterable[str]) -> list[str]:
+    """The overrides as a user types them."""
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def _taken_over() -> list[str]:
+    """What `hand_over` gave; no process that this one starts sees it."""
+    text = os.environ.pop(_VARIABLE, None)
+    if text is None:
+        raise PipelineError(f"--set {_HANDED_OVER} is for commands that another one starts, with {_VARIABLE} set")
+    return json.loads(text)
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise PipelineError(f"--set {scrubbed(override, override)!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise PipelineError(f"--set {scrubbed(override, override)!r}: {parent} is a value, not a section")
+    tree[last] = value
+
+
+def _explain(error: Any) -> str:
+    location = error["loc"]
+    shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
+    where = ".".join(str(part) for part in shown)
+    if error["type"].startswith("union_tag"):
+        settings = error["input"] if isinstance(error["input"], dict) else {}
+        got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
+        return f"{where}: {got or 'no key kind'}: expected {', '.join(map(repr, DRAFTS))}"
+    if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
+        what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
+        return scrubbed(f"{where or 'recipe'}: {what}{got}", *_texts(error["input"]))
+    known = _fields_at(location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+    return f"{where}: unknown key {location[-1]!r}; {hint}"
+
+
+def _texts(value: Any) -> list[str]:
+    """All that may be addresses in a value, as they stand there and as they are shown in it."""
+    if isinstance(value, str):
+        return [value, repr(value)[1:-1]]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for one in inner for text in _texts(one)]
+
+
+def _fields_at(location: tuple) -> list[str]:
+    """Field names of the section that a pydantic error location points into."""
+    section: Any = Recipe
+    parts = list(location)
+    while parts:
+        annotation = _annotations(section)[parts.pop(0)]
+        if typing.get_origin(annotation) is dict and parts:
+            parts.pop(0)  # the name in a table of sections
+        inner = _sections_in(annotation)
+        section = inner[0] if len(inner) == 1 else DRAFTS[parts.pop(0)][0]
+    return sorted(_annotations(section))
+
+
+def _annotations(section: Any) -> dict[str, Any]:
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def _sections_in(annotation: Any) -> list[Any]:
+    plain_class = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
+    if plain_class and issubclass(annotation, BaseModel | Settings):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]
