@@ -80,11 +80,13 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     )  # labels; features, gradients and float32 of each
     device = torch.device("cpu" if recipe.target.device == "cpu" else "cuda")  # also where this machine has none
     assumed = None if torch.cuda.is_available() else ASSUMED_GPU
-    chunk = min(chunk_rows(draft.vocabulary_size, branches, device, assumed), tokens)
+    widest = max(draft.vocabulary_size * branches, draft.teacher_vocabulary)
+    chunk = min(chunk_rows(widest, 1, device, assumed), tokens)
     logits = chunk * (
         draft.teacher_vocabulary * 2 * (size + 4) + draft.vocabulary_size * branches * (2 * size + 4)
     )  # of the teacher, of each branch (a mixture of K features: K)
-    return batch + kept + rows + logits
+    own = draft.own_head.weight.numel() * (8 + size) if draft.own_head else 0  # its gradient while it is added up
+    return batch + kept + rows + logits + own
 
 
 def row_tokens(recipe: Recipe) -> int:

@@ -75,7 +75,8 @@ def measure_costs(
         before[name] = draft.open()
         opened[name] = draft.start(before[name], Verified(text[: context + 1], given.of(draft.needs)), Wanted())
 
-    wanted = {name: Wanted(method.tree.parallel or 1) for name, method in methods.items()}
+    trees = {name: method.tree for name, method in methods.items()}
+    wanted = {name: Wanted(tree.parallel or 1, tree.candidates != "plain") for name, tree in trees.items()}
 
     def verify(size: int) -> None:
         seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)

@@ -1,6 +1,7 @@
 """The draft-checkpoint contract: model.safetensors, config.json, provenance.json, recipe.json. No pickle.
 
-Embedding and head are the target's, referred to by fingerprint. Guarantees: weights are whole (written under a
+The embedding, and a head where a draft has none of its
+own, are the target's, referred to by fingerprint. Guarantees: weights are whole (written under a
 temporary name) and config.json, written last, names their SHA-256; a checkpoint for another target is refused.
 """
 
@@ -38,6 +39,12 @@ class Saved:
     weights_sha256: str
     metrics_sha256: str | None
     training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
+
+    @property
+    def own_head(self) -> bool:
+        """Whether it has an LM head of its own."""
+        with torch.device("meta"):
+            return build(self.config, self.shapes).own_head is not None
 
     @property
     def training_said(self) -> str:

@@ -9,6 +9,7 @@ Pickled weights are read with `weights_only` in a process of its own.
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_json, sha256
-from pipeline.drafts import build
+from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import load_config, load_ends
@@ -52,42 +53,47 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
 
     Raises PipelineError where it does not fit the recipe's target or draft, or one is there already.
     """
-    folder, config = recipe.draft_dir(name), recipe.draft[name]
+    if name not in recipe.trained:
+        raise PipelineError(f"--draft {name}: the recipe has {', '.join(recipe.trained)} that have weights")
+    folder = recipe.draft_dir(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
-    theirs = _their_config(source)
-    ends = load_ends(recipe.target)
-    draft = build(config, _shapes(theirs, recipe))
+    theirs, ends = _their_config(source), load_ends(recipe.target)
+    draft = build(recipe.draft[name], _shapes(theirs, recipe))
     draft.name = name
+    for key, (value, ours) in draft.released_facts(theirs).items():
+        if value != ours:
+            raise PipelineError(f"{source} was trained with {key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
     wanted = draft.state_dict()
-    found = mapped(_read(source), set(wanted))
+    found = mapped(_read(source), draft.released_name, ends.embedding_VD)
     if IDS in found.weights and IDS not in wanted:
         size = len(found.weights[IDS])
         raise PipelineError(f"{source} has a draft vocabulary of {size} tokens: set draft.{name}.vocabulary={size}")
     _require_fit(source, name, found.weights, wanted)
-    dtype = next(x.dtype for x in found.weights.values() if x.is_floating_point())
-    draft.to(dtype).load_state_dict(found.weights)
+    dtypes = {x.dtype for x in found.weights.values() if x.is_floating_point()}
+    if len(dtypes) > 1:
+        raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
+    draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
     draft.bind(ends)
-    facts = {"parameters": sum(x.numel() for x in draft.parameters()), "imported": _facts(source, found)}
+    facts = {"parameters": parameter_count(draft), "imported": _facts(source, found)}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
     return found.said()
 
 
-def mapped(theirs: dict[str, Tensor], wanted: set[str]) -> Imported:
-    """Their tensors under our names; `wanted` are ours."""
+def mapped(theirs: dict[str, Tensor], renamed: Callable[[str], str], embedding_VD: Tensor) -> Imported:
+    """Their tensors under our names. Raises PipelineError for another embedding than the target's."""
     found, offsets = Imported(), None
     for name, tensor in theirs.items():
-        ours = name.removeprefix("model.")
-        if "midlayer.hidden_norm.weight" in wanted:
-            ours = ours.replace("layers.0.", "midlayer.", 1) if ours.startswith("layers.0.") else ours
+        ours = renamed(name.removeprefix("model."))
         if ours == "d2t":
-            offsets = tensor
+            offsets = tensor.long()
             found.renamed[name] = f"{IDS}: offsets become ids"
         elif ours == "t2d":
             found.dropped[name] = "follows from d2t"
         elif ours == "embed_tokens.weight":
-            found.dropped[name] = "the target's embedding is used"
+            _require_embedding(name, tensor, embedding_VD)
+            found.dropped[name] = "it is the target's embedding"
         elif ours.endswith("rotary_emb.inv_freq"):
             found.dropped[name] = "follows from rope_theta"
         else:
@@ -97,11 +103,18 @@ def mapped(theirs: dict[str, Tensor], wanted: set[str]) -> Imported:
             else:
                 found.renamed[name] = ours
     if offsets is not None:
-        found.weights[IDS] = torch.arange(len(offsets)) + offsets.long()
-    if "lm_head.weight" in found.weights and "lm_head.weight" not in wanted:
-        del found.weights["lm_head.weight"]
-        found.dropped["lm_head.weight"] = "the target's head is used"
+        ids = torch.arange(len(offsets)) + offsets
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(embedding_VD):
+            raise PipelineError(f"d2t leads to token {int(ids.max())}, but the target has {len(embedding_VD)}")
+        found.weights[IDS] = ids
     return found
+
+
+def _require_embedding(name: str, tensor: Tensor, embedding_VD: Tensor) -> None:
+    """Up to rounding to half precision."""
+    same = tensor.shape == embedding_VD.shape
+    if not same or not torch.allclose(tensor.float(), embedding_VD.float(), rtol=2**-7, atol=1e-3):
+        raise PipelineError(f"{name} is not the target's embedding: a draft with one of its own has no place here")
 
 
 def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -126,7 +139,8 @@ def _their_config(source: Path) -> dict[str, Any]:
             f"{source} holds no config.json: expected a folder with config.json and {' or '.join(WEIGHTS)}"
         )
     raw = read_json(path)
-    return raw.get("transformer_layer_config", raw) | {k: raw[k] for k in ("target_hidden_size",) if k in raw}
+    inner = {**raw, **raw.get("eagle_config", {}), **raw.get("transformer_layer_config", {})}
+    return {key: value for key, value in inner.items() if key not in ("eagle_config", "transformer_layer_config")}
 
 
 def _shapes(theirs: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -137,6 +151,11 @@ def _shapes(theirs: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
     config = LlamaConfig(**known)
     shapes = shapes_of(config) | {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
+    if theirs.get("target_hidden_size", shapes["hidden_size"]) == target.hidden_size != shapes["hidden_size"]:
+        raise PipelineError(
+            f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
+            "is narrower than its target has no place here"
+        )
     if shapes["hidden_size"] != target.hidden_size:
         raise PipelineError(
             f"the checkpoint's hidden_size is {shapes['hidden_size']}, that of target {recipe.target.model!r} "

@@ -200,7 +200,7 @@ def speculative(
     layers = draft.needs.auxiliary
     cache, states, logits_V = _prefill(target, prompt, spare, layers)
     watch = Stopwatch(target.device, exact_split)
-    timed, draws = _Timed(draft, watch), Draws(sampling, sampler)
+    timed, draws = _Timed(draft, watch) if draft.stepwise else None, Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])

@@ -113,6 +113,17 @@ class TrainedDraft(nn.Module):
         """What an own head takes."""
         return features
 
+    # -- checkpoints that others released -----------------------------------------------------------------------
+
+    @classmethod
+    def released_name(cls, name: str) -> str:
+        """Our name of a released checkpoint's tensor."""
+        return name
+
+    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What a released config says that no tensor's shape shows: our key -> (its value, ours)."""
+        return {}
+
     # -- shared -------------------------------------------------------------------------------------------------
 
     def propose(
@@ -210,7 +221,7 @@ class TrainedDraft(nn.Module):
         """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by term."""
         terms, predictions = self.terms(batch.step), self.predictions(batch)
         device = batch.labels_BTD.device
-        chunk = chunk_rows(self.vocabulary_size, sum(term.features for term in terms.values()), device)
+        chunk = chunk_rows(max(self.vocabulary_size * self.trained_features, self.teacher_vocabulary), 1, device)
         own = self.own_head
         sums = term_sums(
             terms, predictions, batch, self._teacher(), chunk, own or self.ends.head, self.normed if own else None

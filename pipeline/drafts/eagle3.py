@@ -25,10 +25,10 @@ from pipeline.target.states import Needs
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3FrameConfig(OneLayerConfig):
-    next: Weights = Weights(classification=1.0)
-    ahead: Weights = Weights(classification=0.5)
+    next: Weights = Weights(regression=0.0, classification=1.0)
+    ahead: Weights = Weights(regression=0.0, classification=0.5)
     rollout: int = 7
-    own: Weights = Weights(classification=1.0)
+    own: Weights = Weights(regression=0.0, classification=1.0)
     decay: float = 0.8
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
     fc_norm: bool = False  # EAGLE-3.1
@@ -43,8 +43,8 @@ class Eagle3FrameConfig(OneLayerConfig):
         layers = self.auxiliary_layers
         if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
             raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
-        if any(weights.regression for weights in (self.next, self.ahead, self.own)):
-            raise ValueError("regression: a fused feature has no label; leave it out, or set it to 0")
+        if told := [name for name, term in self.terms().items() if term.weights.get("regression")]:
+            raise ValueError(f"regression of {told[0]!r}: a fused feature has no label, set it to 0")
 
     def needs(self, target_layers: int) -> Needs:
         layers = self.auxiliary_layers or default_layers(target_layers)
@@ -107,6 +107,19 @@ class Eagle3Frame(OneLayer):
     def carried(self, feature: Tensor) -> Tensor:
         return self.norm(feature) if self.config.norm_output else feature
 
+    @classmethod
+    def released_name(cls, name: str) -> str:
+        return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        found = super().released_facts(theirs)
+        flags = ("norm_before_residual", "norm_output")
+        found |= {key: (bool(theirs[key]), getattr(self.config, key)) for key in flags if key in theirs}
+        if layers := theirs.get("eagle_aux_hidden_state_layer_ids"):
+            mine = list(self.needs.auxiliary)
+            found["auxiliary_layers"] = (list(layers)[: len(mine)], mine)  # some list the last layer, too
+        return found
+
     @property
     def own_head(self) -> OwnHead:
         return self.lm_head
@@ -139,8 +152,10 @@ class Eagle3Frame(OneLayer):
             whole = head(labels_MD).float()
             logits = whole[:, ids_U]
             largest, best = logits.max(-1)
+            has = largest >= whole.amax(-1)  # the likeliest token of all
+            best = best.where(has, -1)  # no draft token agrees with another
             if masked:
-                mass = (largest >= whole.amax(-1))[:, None].float()
+                mass = has[:, None].float()
                 return logits.softmax(-1) * mass, best, mass
             p = (logits - whole.logsumexp(-1, keepdim=True)).exp_()
             return p, best, p.sum(-1, keepdim=True)

@@ -148,8 +148,9 @@ class MixtureOfExperts(nn.Module):
         slots = kept.reshape(-1)  # of all tokens, K each
         order = slots.argsort(stable=True)
         parts = n.reshape(-1, n.shape[-1])[order // self.kept].split(self._counts(slots))
-        # All ranks of a training run the same modules, also those that no token of theirs keeps.
-        used = [expert(x) for expert, x in zip(self.experts, parts, strict=True) if len(x) or torch.is_grad_enabled()]
+        # All ranks of a training, and of its validation, run the same modules, also those that they have no token for.
+        all_run = not torch.is_inference_mode_enabled()
+        used = [expert(x) for expert, x in zip(self.experts, parts, strict=True) if len(x) or all_run]
         return torch.cat(used)[order.argsort()].view(*kept.shape, n.shape[-1])
 
     def _counts(self, slots: Tensor) -> list[int]:
@@ -188,6 +189,10 @@ class Experts(OneLayer):
         if self.config.routing == "depth":
             return Heads([u + moe.experts[min(depth, moe.count - 1)](n)])
         return moe(u, n)
+
+    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        found, keys = super().released_facts(theirs), {"num_experts_per_tok": "experts_per_token"}
+        return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 
     def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
         found: dict[str, Prediction] = {}

@@ -103,7 +103,7 @@ class _Classification(torch.autograd.Function):
         accepted = [torch.zeros((), device=device) for _ in terms]
         gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
         gradients_of = _grouped(gradients, plan.sizes)
-        chunk = _Chunk(plan, weight)
+        chunk = _Chunk(plan, weight, any(x.requires_grad for x in tensors))
         index_of = [rows.nonzero()[:, 0] for rows in plan.rows_of]
         firsts = torch.arange(0, len(teacher_MD) + plan.chunk, plan.chunk, device=device)
         # once, not in every chunk
@@ -179,10 +179,10 @@ _Sums = tuple[int, Tensor, Tensor, Tensor, Sequence[Tensor]]  # term, loss, agre
 class _Chunk:
     """Works on a chunk of rows after the other; adds up the gradient of the draft's own head, where it has one."""
 
-    def __init__(self, plan: _Plan, weight: Tensor | None):
+    def __init__(self, plan: _Plan, weight: Tensor | None, differentiate: bool):
         self._plan, self._weight = plan, None if weight is None else weight.detach()
         self.slope_of_weight: Tensor | None = None
-        if weight is not None and weight.requires_grad:
+        if weight is not None and weight.requires_grad and differentiate:
             self.slope_of_weight = torch.zeros(weight.shape, device=weight.device)
 
     def _logits(self, features: Tensor) -> Tensor:

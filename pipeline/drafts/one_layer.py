@@ -27,7 +27,7 @@ from pipeline.target.cache import TreeCache
 class Weights(Settings):
     """Of a term's two losses."""
 
-    regression: float = 0.0
+    regression: float
     classification: float
 
     def of(self, scale: float = 1.0) -> dict[str, float]:
@@ -42,7 +42,8 @@ class OneLayerConfig(DraftConfig):
 
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
-    objective: Objective = "soft-ce"  # of all classifications: cross-entropy, or the acceptance itself (losses.py)
+    # of classifications, but for a mixture's: cross-entropy, or the acceptance itself (losses.py)
+    objective: Objective = "soft-ce"
     next: Weights = Weights(regression=1.0, classification=0.1)
     ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
     # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).

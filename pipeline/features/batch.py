@@ -42,6 +42,11 @@ class Batch:
         """In memory that a GPU reads by itself, so that `to` does not wait."""
         return self._each(Tensor.pin_memory)
 
+    @property
+    def states(self) -> list[Tensor]:
+        """All that came from shards, a row first."""
+        return [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
+
     def emptied(self) -> "Batch":
         """The same shape without content: its losses and gradients are 0."""
         empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() or x.dtype == torch.bool else x)

@@ -122,7 +122,8 @@ def _explain(error: Any) -> str:
     if error["type"].startswith("union_tag"):
         settings = error["input"] if isinstance(error["input"], dict) else {}
         got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
-        return f"{where}: {got or 'no key kind'}: expected {', '.join(map(repr, DRAFTS))}"
+        kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
+        return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")

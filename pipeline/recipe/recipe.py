@@ -148,7 +148,8 @@ class Recipe(Section):
     @property
     def stored_dtype(self) -> str:
         """Of the features: four states a token are worth half their size."""
-        return self.features.stored_dtype or (FP8 if self.auxiliary_layers(DEEPEST) else "bfloat16")
+        wants = any(config.needs(DEEPEST).auxiliary for config in self.draft.values())
+        return self.features.stored_dtype or (FP8 if wants else "bfloat16")
 
     def auxiliary_layers(self, target_layers: int) -> list[int]:
         """Of a target with so many: those that the recipe names or, unless it does, those that its drafts want."""

@@ -303,9 +303,12 @@ class Target:
     @contextmanager
     def _capturing(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
         """Fills the dictionary with the layers' outputs in a forward of this thread."""
-        for layer in set(layers) - self._hooked:
+        new = set(layers) - self._hooked
+        for layer in new:
             self.model.get_decoder().layers[layer - 1].register_forward_hook(partial(self._keep, layer))
             self._hooked.add(layer)
+        if new and self.compiled:
+            torch.compiler.reset()  # what is compiled does not look for new hooks
         found: dict[int, Tensor] = {}
         self._captured.outputs = found
         try:

@@ -8,11 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Needs:
-    """What a draft wants of its target's forwards, and whether it is trained at all."""
+    """What a draft wants of its target's forwards."""
 
     final: bool = True  # hidden states after the final norm
     auxiliary: tuple[int, ...] = ()  # decoder layers, counted from 1, whose outputs follow these
-    training: bool = True
 
 
 @dataclass

@@ -180,6 +180,15 @@ def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, 
             )
 
 
+def test_a_compiled_target_serves_drafts_of_other_layers_one_after_the_other(tiny_target, loaded_target, ends):
+    compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
+    compiled.compile(backend="eager")
+    prompt, sampling = prompt_of(1), Sampling(8, NEVER)
+    for name in ("eagle", "eagle3", "eagle", "eagle3, 3.1's norms"):
+        method = grown(make_draft(loaded_target, ends, VARIANTS[name]), depth=4, top_k=4, nodes=20)
+        assert speculative(compiled, method, prompt, sampling).tokens == greedy(loaded_target, prompt, 8)
+
+
 def test_plain_decoding_is_transformers_greedy_search(loaded_target):
     for seed in range(5):
         prompt = prompt_of(seed)

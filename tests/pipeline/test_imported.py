@@ -5,7 +5,7 @@ import json
 import jinja2
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
@@ -70,7 +70,9 @@ def released(tiny_recipe, loaded_target, ends, tmp_path):
             ids = torch.arange(0, 256, 4)
             ours["draft_token_ids"] = ids
             theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
-        theirs |= {name: torch.randn(shape) for name, shape in (more or {}).items()}
+        embedding = ends.embedding_VD.bfloat16()
+        random = {name: torch.randn(shape) for name, shape in (more or {}).items()}
+        theirs |= {name: embedding if name == "embed_tokens.weight" else x for name, x in random.items()}
         folder = tmp_path / "released"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(THEIRS | config))
@@ -185,7 +187,7 @@ def test_the_command_says_what_it_did(released, tmp_path, capsys):
     file.write_text(json.dumps(recipe.model_dump(mode="json")))
     call(main, "import", str(folder), "--recipe", str(file))
     printed = capsys.readouterr().out
-    assert "dropped embed_tokens.weight: the target's embedding is used" in printed and "theirs: in " in printed
+    assert "dropped embed_tokens.weight: it is the target's embedding" in printed and "theirs: in " in printed
 
 
 def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released):
@@ -198,3 +200,33 @@ def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released)
     part = text[begin : text.index("{% endif %}", begin)] + "{% endif %}"
     body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part)
     assert saved.training["imported"]["sha256"] in body.render(training=saved.training)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "complaint"),
+    [
+        ({"kind": "eagle3"}, {"norm_before_residual": True}, "norm_before_residual=True: set draft.theirs.norm_before"),
+        ({"kind": "eagle3"}, {"eagle_config": {"norm_output": True}}, "norm_output=True: set draft.theirs.norm_output"),
+        ({"kind": "eagle3"}, {"eagle_aux_hidden_state_layer_ids": [2, 1]}, r"auxiliary_layers=\[2, 1\]: set draft"),
+        ({"kind": "jakiro", "experts": 3}, {"num_experts_per_tok": 3}, "experts_per_token=3: set draft.theirs"),
+        ({"kind": "eagle"}, {"hidden_size": 24, "target_hidden_size": 32}, "narrower than its target has no place"),
+    ],
+)
+def test_what_no_shape_shows_is_compared(released, settings, config, complaint):
+    recipe, folder, _ = released(settings, **config)
+    with pytest.raises(PipelineError, match=complaint):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_an_embedding_of_its_own_is_refused(released):
+    recipe, folder, _ = released({"kind": "eagle"}, more={"model.embed_tokens.weight": (260, 32)})
+    with pytest.raises(PipelineError, match=r"model.embed_tokens.weight is not the target's embedding"):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_ids_beyond_the_target_are_refused(released, tmp_path):
+    recipe, folder, _ = released({"kind": "eagle3", "vocabulary": 64})
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"d2t": weights["d2t"] + 9}, folder / "model.safetensors")
+    with pytest.raises(PipelineError, match="d2t leads to token 261, but the target has 260"):
+        import_draft(folder, recipe, "theirs")

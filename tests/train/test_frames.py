@@ -21,7 +21,7 @@ DRAFTS = {
     "jakiro": {
         "kind": "jakiro",
         "frame": "eagle-3",
-        "experts": 4,
+        "experts": 8,
         "expert_width": 16,
         "rollout": 2,
         "vocabulary": 128,
@@ -36,7 +36,7 @@ DRAFTS = {
 def dumped_with(target: Path, folder: Path, dtype: str | None) -> tuple[Path, Path]:
     """(recipe file, features folder) of a recipe with these drafts; 10 steps of 8 dialogues in 2 epochs."""
     tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
-    tree["data"]["max_dialogues"] = 40
+    tree["data"] |= {"max_dialogues": 40, "validation_dialogues": 1}  # of two ranks one validates nothing
     tree["draft"] = DRAFTS
     tree["target"]["dtype"] = "float32"
     if dtype:

@@ -208,7 +208,7 @@ class Engine:
         mine = [
             f"the stored features of dialogue {' or '.join(ids)}"
             for batch in batches
-            for ids, *states in zip(batch.documents, batch.hidden_BTD, batch.labels_BTD, strict=True)
+            for ids, *states in zip(batch.documents, *batch.states, strict=True)
             if not all(state.isfinite().all() for state in states)
         ]
         named = ", ".join(doc_id for batch in batches for ids in batch.documents for doc_id in ids)
