@@ -23,7 +23,7 @@ from eval.measure.units import Method, make_harness
 from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.cores import require_few
+from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.gpus import gpus_each, hide_gpus
 from pipeline.running.signals import kept_handlers
 
@@ -98,6 +98,7 @@ def _start_ray(workers: int) -> None:
         ray.init(logging_level="warning")
         return
     require_few("eval.workers", workers)
+    workers_as_everyone()
     local = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False, "log_to_driver": False}
     runtime = {"env_vars": {"PYTHONPATH": str(ROOT)}}
     ray.init(**local, num_cpus=workers, logging_level="warning", runtime_env=runtime)

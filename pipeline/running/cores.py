@@ -14,6 +14,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def workers_as_everyone() -> None:
+    """A local Ray's workers get their share of the cores: at Ray's own niceness of 15 a worker beside a few busy
+    processes hardly runs at all, and takes half an hour to start. The user's RAY_worker_niceness wins.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
 def asked_threads() -> int | None:
     """Of OMP_NUM_THREADS, where the user set it.
 

@@ -24,7 +24,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import scrubbed
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
-from pipeline.running.cores import require_few
+from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.gpus import gpus_each, hide_gpus
 from pipeline.running.signals import kept_handlers
 from preprocess.dump.task import KILLS_WORKERS, ShardTask, Tell, Worker
@@ -277,6 +277,7 @@ def start_ray(recipe: Recipe) -> None:
             ray.init(logging_level="warning")
         else:
             require_few("features.workers", settings.workers)
+            workers_as_everyone()
             ray.init(
                 address="local",
                 _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
