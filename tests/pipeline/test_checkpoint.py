@@ -46,7 +46,15 @@ def change_config(folder, change):
         ("jakiro", {}),
         ("jakiro", {"vocabulary": None, "contrast": "scalar", "experts": 3}),
         ("eagle", {"kind": "eagle3", "vocabulary": 50, "fc_norm": True}),
-        ("jakiro", {"frame": "eagle-3", "experts": 4, "expert_width": 16, "expert_loss": {"classification": 0.1}}),
+        (
+            "jakiro",
+            {
+                "frame": "eagle-3",
+                "experts": 4,
+                "expert_width": 16,
+                "expert_loss": {"regression": 0, "classification": 0.1},
+            },
+        ),
     ],
 )
 def test_what_was_saved_is_loaded_bit_for_bit(make, ends, name, changes, dtype):

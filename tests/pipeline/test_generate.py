@@ -218,7 +218,7 @@ class Oracle:
     `position` counts the tokens of the whole sequence before the proposed one, `depth` is that of the proposal.
     """
 
-    token_ids_U, target_vocabulary, needs = None, 260, Needs()
+    stepwise, token_ids_U, target_vocabulary, needs = True, None, 260, Needs()
     config = EagleConfig(horizons=2)
     propose = TrainedDraft.propose
 

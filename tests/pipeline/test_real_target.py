@@ -33,7 +33,7 @@ class Knowing:
     the likeliest: right now and then.
     """
 
-    token_ids_U, config, needs = None, EagleConfig(), Needs()
+    stepwise, token_ids_U, config, needs = True, None, EagleConfig(), Needs()
     propose = TrainedDraft.propose
 
     def __init__(self, target: Target, prompt: list[int]):
