@@ -101,8 +101,7 @@ def predict(
 def largest(method: Method, depth: int) -> tuple[Draft, TreeConfig]:
     """The draft and the largest tree that is considered of it."""
     most = max(method.draft.config.parallels(depth))
-    kind = method.tree.candidates
-    return method.draft, TreeConfig(depth=depth, top_k=max(TOP_K), nodes=depth + 1, candidates=kind, parallel=most)
+    return method.draft, replay.largest_tree(depth, max(TOP_K), method.tree.candidates, most)
 
 
 def tree_of(given: TreeConfig, best: Prediction) -> TreeConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
+from pipeline.decoding.contract import Answer, Frontier, Method, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.target.model import Target
 
@@ -47,6 +47,59 @@ class Costs:
         )
 
 
+class _Parts:
+    """The parts of a round behind `context` tokens, ready to be timed. Each ends with its result on the host."""
+
+    def __init__(self, target: Target, methods: dict[str, Method], context: int, longest: int):
+        self._target, self._methods, self._context = target, methods, context
+        self._cache = target.new_cache(context + longest)
+        self._tokens = torch.arange(context + longest, device=target.device) % 1000 + 5
+        self._text = self._tokens.tolist()
+        needed = {layer for method in methods.values() for layer in method.draft.needs.auxiliary}
+        self._layers = tuple(sorted(needed))
+        given = target.forward(self._tokens[:context], self._cache, layers=self._layers)
+        self._two = given.rows([0, 1])
+        self._wanted = {
+            name: Wanted(method.tree.parallel or 1, method.tree.candidates != "plain")
+            for name, method in methods.items()
+        }
+        self.before: dict[str, Any] = {}  # by stepwise draft: its state behind the context
+        self._opened: dict[str, Answer] = {}
+        for name, method in methods.items():
+            if method.draft.stepwise:
+                state, seen = method.draft.open(), Verified(self._text[: context + 1], given.of(method.draft.needs))
+                self._opened[name] = method.draft.start(state, seen, Wanted())
+                self.before[name] = state
+
+    def tasks(self, sizes: list[int]) -> dict[tuple, Callable[..., None]]:
+        """By part; those of a draft take a copy of its state, which is not theirs to time."""
+        found: dict[tuple, Callable[..., None]] = {("verify", n): partial(self._verify, n) for n in sizes}
+        found |= {("step", name, w): partial(self._step, name, w) for name in self.before for w in WIDTHS}
+        return found | {("start", name): partial(self._start, name) for name in self.before} | {("plain",): self._plain}
+
+    def _verify(self, size: int) -> None:
+        context, device = self._context, self._target.device
+        seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
+        positions = torch.arange(size, device=device) + context
+        found = self._target.forward(self._tokens[:size], self._cache, positions, seen, size, self._layers)
+        self._target.head(found.final_ND).argmax(-1).tolist()
+        self._cache.keep(context)
+
+    def _plain(self) -> None:
+        self._target.head(self._target.forward(self._tokens[:1], self._cache).final_ND[0]).argmax(-1).tolist()
+        self._cache.keep(self._context)
+
+    def _start(self, name: str, state: Any) -> None:
+        draft = self._methods[name].draft
+        seen = Verified(self._text[: self._context + 3], self._two.of(draft.needs))
+        draft.start(state, seen, self._wanted[name]).logits_LWU[0].argmax(-1).tolist()
+
+    def _step(self, name: str, width: int, state: Any) -> None:
+        eye = torch.eye(width, dtype=torch.bool, device=self._target.device)
+        frontier = Frontier(self._tokens[:width], self._opened[name].carry_WD.expand(width, -1), eye, 1)
+        self._methods[name].draft.step(state, frontier, self._wanted[name]).logits_LWU[0].argmax(-1).tolist()
+
+
 @torch.inference_mode()
 def measure_costs(
     target: Target,
@@ -61,65 +114,30 @@ def measure_costs(
     measured once for all drafts, so that their trees are chosen on equal terms. A compiled target is compiled for each
     of `sizes`.
     """
-    device = target.device
     sizes = [size for size in sizes if size <= max_nodes]
-    cache = target.new_cache(context + max_nodes)
-    tokens = torch.arange(context + max_nodes, device=device) % 1000 + 5
-    drafts, text = {name: method.draft for name, method in methods.items()}, tokens.tolist()
-    layers = tuple(sorted({layer for draft in drafts.values() for layer in draft.needs.auxiliary}))
-    given = target.forward(tokens[:context], cache, layers=layers)
-    before, two, opened = {}, given.rows([0, 1]), {}
-    stepwise = [name for name, draft in drafts.items() if draft.stepwise]
-    for name in stepwise:
-        draft = drafts[name]
-        before[name] = draft.open()
-        opened[name] = draft.start(before[name], Verified(text[: context + 1], given.of(draft.needs)), Wanted())
-
-    trees = {name: method.tree for name, method in methods.items()}
-    wanted = {name: Wanted(tree.parallel or 1, tree.candidates != "plain") for name, tree in trees.items()}
-
-    def verify(size: int) -> None:
-        seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
-        found = target.forward(tokens[:size], cache, torch.arange(size, device=device) + context, seen, size, layers)
-        target.head(found.final_ND).argmax(-1).tolist()
-        cache.keep(context)
-
-    def start(name: str, state: Any) -> None:
-        seen = Verified(text[: context + 3], two.of(drafts[name].needs))
-        drafts[name].start(state, seen, wanted[name]).logits_LWU[0].argmax(-1).tolist()
-
-    def step(name: str, width: int, state: Any) -> None:
-        eye = torch.eye(width, dtype=torch.bool, device=device)
-        frontier = Frontier(tokens[:width], opened[name].carry_WD.expand(width, -1), eye, 1)
-        drafts[name].step(state, frontier, wanted[name]).logits_LWU[0].argmax(-1).tolist()
-
-    def plain() -> None:
-        target.head(target.forward(tokens[:1], cache).final_ND[0]).argmax(-1).tolist()
-        cache.keep(context)
-
-    tasks: dict[tuple, Callable[..., None]] = {("verify", n): partial(verify, n) for n in sizes}
-    tasks |= {("step", name, w): partial(step, name, w) for name in stepwise for w in WIDTHS}
-    tasks |= {("start", name): partial(start, name) for name in stepwise} | {("plain",): plain}
+    parts = _Parts(target, methods, context, max_nodes)
+    tasks = parts.tasks(sizes)
     times: dict[tuple, list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
-            states = [copy.deepcopy(before[key[1]])] if key[0] in ("start", "step") else []
+            states = [copy.deepcopy(parts.before[key[1]])] if key[0] in ("start", "step") else []
             begin = time.perf_counter()
             task(*states)
             times[key].append(time.perf_counter() - begin)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
-    out = {}
-    for name, method in methods.items():
-        rest = []
-        for sampling in samplings:
-            one = speculative(target, method, prompt, sampling, exact_split=True)
-            elsewhere = one.seconds - one.split.get("draft", 0.0) - one.split["verify"]
-            rest.append(elsewhere / max(one.acceptance.passes, 1))
-        out[name] = Costs(
+    return {
+        name: Costs(
             median[("plain",)],
             {n: median["verify", n] for n in sizes},
             {w: median.get(("step", name, w), 0.0) for w in WIDTHS},
             median.get(("start", name), 0.0),
-            statistics.fmean(rest),
+            statistics.fmean(_rest(target, method, sampling, prompt) for sampling in samplings),
         )
-    return out
+        for name, method in methods.items()
+    }
+
+
+def _rest(target: Target, method: Method, sampling: Sampling, prompt: list[int]) -> float:
+    """Seconds of a round beside draft and verification."""
+    one = speculative(target, method, prompt, sampling, exact_split=True)
+    return (one.seconds - one.split.get("draft", 0.0) - one.split["verify"]) / max(one.acceptance.passes, 1)

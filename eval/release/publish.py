@@ -141,7 +141,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         fingerprint=saved.target["fingerprint"],
         description=saved.config.description,
         parameters=saved.training["parameters"],
-        vocabulary=getattr(saved.config, "vocabulary", None),
+        vocabulary=saved.config.vocabulary,
         coverage=saved.training.get("vocabulary_coverage"),
         own_head=saved.own_head,
         tree=said(tree_of(recipe, measured)),

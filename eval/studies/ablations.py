@@ -25,7 +25,7 @@ from pipeline.artifacts.provenance import ROOT, provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding import replay
 from pipeline.features.shards import link_features
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -86,8 +86,7 @@ def replayed(
     for names in groups.values():
         trees = [methods[name].tree for name in names]
         depth, top_k, parallel = (max(getattr(tree, key) for tree in trees) for key in ("depth", "top_k", "parallel"))
-        kind = trees[0].candidates
-        largest = TreeConfig(depth=depth, top_k=2 * top_k, nodes=depth + 1, candidates=kind, parallel=parallel)
+        largest = replay.largest_tree(depth, 2 * top_k, trees[0].candidates, parallel)
         grown.append((harness.methods[names[0]].draft, largest))
     with Progress("replay", len(answers), "answers") as progress:
         for one in answers:

@@ -1,8 +1,8 @@
 """The draft-checkpoint contract: model.safetensors, config.json, provenance.json, recipe.json. No pickle.
 
-The embedding, and a head where a draft has none of its
-own, are the target's, referred to by fingerprint. Guarantees: weights are whole (written under a
-temporary name) and config.json, written last, names their SHA-256; a checkpoint for another target is refused.
+The embedding is the target's, and so is the head unless the draft has its own; the fingerprint names the target.
+Guarantees: weights are whole (written under a temporary name); config.json is written last and names their SHA-256; a
+checkpoint for another target is refused.
 """
 
 import shutil

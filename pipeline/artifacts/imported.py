@@ -65,7 +65,8 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
         if value != ours:
             raise PipelineError(f"{source} was trained with {key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
     wanted = draft.state_dict()
-    found = mapped(_read(source), draft.released_name, ends.embedding_VD)
+    path = _weights_file(source)
+    found = mapped(_read(path), draft.released_name, ends.embedding_VD)
     if IDS in found.weights and IDS not in wanted:
         size = len(found.weights[IDS])
         raise PipelineError(f"{source} has a draft vocabulary of {size} tokens: set draft.{name}.vocabulary={size}")
@@ -75,7 +76,7 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
     draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
     draft.bind(ends)
-    facts = {"parameters": parameter_count(draft), "imported": _facts(source, found)}
+    facts = {"parameters": parameter_count(draft), "imported": _facts(path, found)}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
     return found.said()
@@ -164,13 +165,17 @@ def _shapes(theirs: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return shapes
 
 
-def _read(source: Path) -> dict[str, Tensor]:
-    """Raises PipelineError where there are no weights, or they cannot be read."""
-    path = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
-    if path is None:
+def _weights_file(source: Path) -> Path:
+    found = [source / name for name in WEIGHTS if (source / name).is_file()]
+    if not found:
         raise PipelineError(
             f"{source} holds none of {', '.join(WEIGHTS)}: sharded weights are joined with save_pretrained"
         )
+    return found[0]
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Raises PipelineError where the weights cannot be read."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -186,7 +191,6 @@ def _read(source: Path) -> dict[str, Tensor]:
         raise PipelineError(f"{path} cannot be read: {error}") from None
 
 
-def _facts(source: Path, found: Imported) -> dict[str, Any]:
+def _facts(path: Path, found: Imported) -> dict[str, Any]:
     """For the card: where from, and the weights' own SHA-256."""
-    path = next(source / name for name in WEIGHTS if (source / name).is_file())
-    return {"from": source.name, "sha256": sha256(path), "dropped": sorted(found.dropped)}
+    return {"from": path.parent.name, "sha256": sha256(path), "dropped": sorted(found.dropped)}

@@ -1,7 +1,9 @@
 """Settings of drafts and trees: plain dataclasses, which need no recipe, and of which a recipe makes its sections."""
 
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, Self, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class Settings:
                 raise ValueError(f"{name}={value}: expected at least {least}")
 
     def _set(self, name: str, value: Any) -> None:
-        """Of what follows from other fields, while this is made."""
+        """Fills in what follows from other fields, while this is made."""
         object.__setattr__(self, name, value)
 
     def to_json(self) -> dict[str, Any]:
@@ -28,20 +30,5 @@ class Settings:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
-        """What `to_json` gave. Raises ValueError or TypeError for anything else."""
-        hints, given = get_type_hints(cls), {}
-        known = {field.name: field for field in fields(cls)}
-        if unknown := set(raw) - set(known):
-            raise ValueError(f"unknown key {min(unknown)!r}")
-        for name, field in known.items():
-            if name not in raw:
-                if field.default is MISSING and field.default_factory is MISSING:
-                    raise ValueError(f"{name} is missing")
-                continue
-            inner = [kind for kind in (hints[name], *getattr(hints[name], "__args__", ())) if _is_settings(kind)]
-            given[name] = inner[0].from_json(raw[name]) if inner and isinstance(raw[name], dict) else raw[name]
-        return cls(**given)
-
-
-def _is_settings(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Settings)
+        """What `to_json` gave. Raises ValueError for anything else, as a recipe would."""
+        return TypeAdapter(cls).validate_python(raw)

@@ -8,6 +8,8 @@ from pipeline.basics.settings import Settings
 # EAGLE-1's tree: 25 nodes below the root, each written as the ranks on its path.
 EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 
+DEFAULTS = {"depth": 6, "top_k": 10, "nodes": 60}  # of a dynamic tree
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(Settings):
@@ -18,9 +20,9 @@ class TreeConfig(Settings):
     Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
     """
 
-    depth: int = 6  # levels below the root
-    top_k: int = 10
-    nodes: int = 60
+    depth: int = None  # type: ignore[assignment]  # levels below the root; by default DEFAULTS', or what paths make it
+    top_k: int = None  # type: ignore[assignment]
+    nodes: int = None  # type: ignore[assignment]
     paths: Any = None  # "eagle-1", or lists of ranks
     # the averaged head's; the experts' lists merged; their mixture's
     candidates: Literal["plain", "decoupled", "mixture"] = "plain"
@@ -30,8 +32,11 @@ class TreeConfig(Settings):
     def __post_init__(self):
         self.at_least(1, "depth", "top_k", "parallel")
         self.at_least(2, "nodes")
-        if self.paths is not None:
-            self._follow_paths()
+        for key, value in (DEFAULTS if self.paths is None else self._made_by_paths()).items():
+            given = getattr(self, key)
+            if self.paths is not None and given not in (value, None):
+                raise ValueError(f"{key}={given}, but paths make it {value}: leave it out")
+            self._set(key, value if given is None else given)
         most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
         if self.paths is None and self.nodes > most:
             raise ValueError(
@@ -45,8 +50,8 @@ class TreeConfig(Settings):
             raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
         self._require_siblings()
 
-    def _follow_paths(self) -> None:
-        """Fills in what follows from `paths`. Raises ValueError for paths that make no tree."""
+    def _made_by_paths(self) -> dict[str, int]:
+        """What follows from `paths`. Raises ValueError for paths that make no tree."""
         if self.paths != "eagle-1" and not _are_paths(self.paths):
             raise ValueError(f"paths={self.paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
         known = {tuple(path) for path in static_paths(self.paths)}
@@ -59,12 +64,7 @@ class TreeConfig(Settings):
                     f"paths holds {list(path)} without {list(missing[0])}: a node needs its parent and the better "
                     "siblings"
                 )
-        follows = {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
-        for key, value in follows.items():
-            given = getattr(self, key)
-            if given not in (value, type(self).__dataclass_fields__[key].default):
-                raise ValueError(f"{key}={given}, but paths make it {value}: leave it out")
-            self._set(key, value)
+        return {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
 
     def _require_siblings(self) -> None:
         if self.siblings != "best" and self.paths is None:

@@ -2,8 +2,8 @@
 mixed, and their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
-says why each is lossless. Growing never asks the device for a number (a
-sparse draft's own forwards do); one copy at the end brings the tree to the host.
+says why each is lossless. Growing never asks the device for a number (a sparse draft's own forwards do); one copy at
+the end brings the tree to the host.
 """
 
 from collections.abc import Sequence

@@ -43,6 +43,11 @@ def decoded(method: Method, states: States, tokens: list[int], begin: int) -> Ac
     return out
 
 
+def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> TreeConfig:
+    """For `counter`, which selects trees of any number of nodes."""
+    return TreeConfig(depth=depth, top_k=top_k, nodes=depth + 1, candidates=candidates, parallel=parallel)
+
+
 Counter = Callable[[TreeConfig], Acceptance]  # what decoding one text counts with a tree
 
 

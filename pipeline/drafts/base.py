@@ -38,6 +38,13 @@ class DraftConfig(Settings):
         """Several a token, that expect the next one."""
         return False
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens of the draft's own vocabulary, where that is not the target's. A draft that can have one makes this a
+        key.
+        """
+        return None
+
     def needs(self, target_layers: int) -> Needs:
         """What it wants of a target with so many decoder layers."""
         return Needs()
@@ -79,7 +86,7 @@ class TrainedDraft(nn.Module):
         self.recompute = False  # in the backward, what the forward of a training pass kept
         # A list keeps them out of the module tree: the target's ends are neither trained nor saved.
         self._ends: list[Ends] = []
-        vocabulary = self._vocabulary
+        vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
         ids_U = torch.zeros(vocabulary, dtype=torch.long) if vocabulary else None
@@ -136,13 +143,8 @@ class TrainedDraft(nn.Module):
         return self.draft_token_ids  # type: ignore[return-value]
 
     @property
-    def _vocabulary(self) -> int | None:
-        """Of the draft, where it is smaller than the target's."""
-        return getattr(self.config, "vocabulary", None)
-
-    @property
     def vocabulary_size(self) -> int:
-        return self._vocabulary or self.target_vocabulary
+        return self.config.vocabulary or self.target_vocabulary
 
     @property
     def teacher_vocabulary(self) -> int:

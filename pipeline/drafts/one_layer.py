@@ -21,6 +21,7 @@ from pipeline.drafts.losses import Objective, Prediction, Term
 from pipeline.features.batch import Batch
 from pipeline.target.attention import additive
 from pipeline.target.cache import TreeCache
+from pipeline.target.states import States
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +141,6 @@ class OneLayer(TrainedDraft):
     def _share(self, other: Self) -> None:
         other._rope = self._rope
 
-    def states_of(self, batch: Batch) -> Tensor:
-        """``states_BTSD`` of a batch's inputs, as `needs` says."""
-        final = [batch.hidden_BTD[:, :, None]] if self.needs.final else []
-        auxiliary = [batch.auxiliary_BTSD] if self.needs.auxiliary and batch.auxiliary_BTSD is not None else []
-        both = [*final, *auxiliary]
-        return both[0] if len(both) == 1 else torch.cat(both, dim=2)
-
     def _trunk(
         self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
     ) -> Tensor:
@@ -170,7 +164,8 @@ class OneLayer(TrainedDraft):
         In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention
         sees what a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
         """
-        true_BTD = self.features(self.states_of(batch))
+        given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
+        true_BTD = self.features(given.of(self.needs))
         heads, keys_values = self._pass(1, batch, true_BTD, ())
         names = list(self.config.terms())
         found = {name: Prediction([feature]) for name, feature in zip(names, heads.ahead, strict=False)}

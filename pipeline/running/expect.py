@@ -90,7 +90,7 @@ def of_train(recipe: Recipe) -> Expected:
     settings = {
         "target": public_name(recipe.target.model),
         "drafts": parameters,
-        "vocabularies": {name: getattr(recipe.draft[name], "vocabulary", None) for name in recipe.trained},
+        "vocabularies": {name: recipe.draft[name].vocabulary for name in recipe.trained},
         "dtype": config.dtype,
         "max_length": recipe.data.max_length,
         "micro_batch": config.micro_batch,

@@ -16,20 +16,22 @@ class Needs:
 
 @dataclass
 class States:
-    """What a forward of the target gives for N tokens."""
+    """What a forward of the target gives for N tokens, or for every token of a batch: N may be two dimensions."""
 
     final_ND: Tensor
     auxiliary_NSD: Tensor | None = None  # outputs of decoder layers
     layers: tuple[int, ...] = ()  # which, counted from 1
 
     def of(self, needs: Needs) -> Tensor:
-        """``states_NSD`` in the order of `needs`; S may be 0."""
-        final_NSD = self.final_ND[:, None] if needs.final else self.final_ND[:, None][:, :0]
+        """``states_NSD`` in the order of `needs`; S may be 0. No copy where one of the two parts is all of it."""
+        final_NSD = self.final_ND[..., None, :]
         if not needs.auxiliary:
-            return final_NSD
-        assert self.auxiliary_NSD is not None
-        places = [self.layers.index(layer) for layer in needs.auxiliary]
-        return torch.cat([final_NSD, self.auxiliary_NSD[:, places]], dim=1)
+            return final_NSD if needs.final else final_NSD[..., :0, :]
+        auxiliary_NSD = self.auxiliary_NSD
+        assert auxiliary_NSD is not None
+        if needs.auxiliary != self.layers:
+            auxiliary_NSD = auxiliary_NSD[..., [self.layers.index(layer) for layer in needs.auxiliary], :]
+        return torch.cat([final_NSD, auxiliary_NSD], dim=-2) if needs.final else auxiliary_NSD
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "States":
         auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD.to(device, dtype)

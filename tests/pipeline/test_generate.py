@@ -475,7 +475,7 @@ def training_time(draft, features_TD, tokens_T, depth=0):
 def same_answer(draft, answer, row, branches, place):
     assert torch.allclose(answer.carry_WD[row], draft.carried(branches[0][place]), atol=1e-5, rtol=1e-5)
     for logits, branch in zip(answer.logits_LWU, branches, strict=False):
-        assert torch.allclose(logits[row], draft.logits(branch[place]), atol=1e-4, rtol=1e-4)
+        assert torch.allclose(logits[row], draft.logits(branch[place]), atol=1e-5, rtol=1e-5)
 
 
 def random_tokens(count, seed=0):

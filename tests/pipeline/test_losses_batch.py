@@ -467,9 +467,14 @@ def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
         assert len(calls) == 2 * draft.config.rollout
 
 
+def given_states(draft, batch):
+    """What the draft takes of a batch, in the batch's own memory."""
+    return batch.auxiliary_BTSD if draft.needs.auxiliary else batch.hidden_BTD
+
+
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     batch = batch_of(draft, wide_rows(), {1: 30, 2: 25})
-    draft.states_of(batch)[1, 2] = float("nan")
+    given_states(draft, batch)[1, 2] = float("nan")
     assert not torch.isfinite(draft.loss(batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
     assert loss == 0 and not gradient.any()
@@ -482,7 +487,7 @@ def test_padding_changes_no_sum(draft):
     batch = batch_of(draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
-    draft.states_of(batch)[0, n:] = 7.0
+    given_states(draft, batch)[0, n:] = 7.0
     padded, padded_sums = draft.loss(batch)
     alone, sums = draft.loss(batch_of(draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)

@@ -153,6 +153,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["eval.methods.main.tree={paths=[[0], [2]]}"], "paths holds [2] without [1]"),
         (["eval.methods.main.tree={paths=[[0], [1, 0]]}"], "paths holds [1, 0] without [1]"),
         (["eval.methods.main.tree={paths='eagle-1', depth=3}"], "depth=3, but paths make it 5: leave it out"),
+        (["eval.methods.main.tree={paths='eagle-1', depth=6}"], "depth=6, but paths make it 5: leave it out"),
         (["eval.methods.main.tree={siblings='drawn'}"], "siblings='drawn' needs a static tree"),
         (
             ["eval.methods.main.tree={paths='eagle-1', siblings='drawn', candidates='decoupled'}"],

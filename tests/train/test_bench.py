@@ -8,14 +8,16 @@ import sys
 import pytest
 import torch
 
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.layers import shapes_of
 from pipeline.features.batch import collate
 from tests.kit import override_arguments, run_warm, write_recipe
 from tests.pipeline.test_losses_batch import wide_rows
-from train.studies.bench import direct_loss
+from train.studies.bench import direct_loss, require_direct
 
 KINDS = {
     "eagle": EagleConfig(kind="eagle", horizons=3),
@@ -31,6 +33,7 @@ def test_the_direct_loss_is_the_same_loss(loaded_target, ends, config):
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
     draft.bind(ends)
+    require_direct(draft)
     found = []
     for loss_of in (draft.loss, lambda batch: direct_loss(draft, batch)):
         draft.zero_grad()
@@ -43,6 +46,20 @@ def test_the_direct_loss_is_the_same_loss(loaded_target, ends, config):
     for branch, sums in our_sums.items():
         for name, value in sums.items():
             assert value.item() == pytest.approx(direct_sums[branch][name].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Eagle3Config(kind="eagle3"),
+        JakiroConfig(kind="jakiro", mixture_loss=0.1),
+        JakiroConfig(kind="jakiro", experts=3, balance_loss=0.1),
+        EagleConfig(kind="eagle", objective="acceptance"),
+    ],
+)
+def test_a_loss_without_a_direct_form_is_refused(loaded_target, config):
+    with pytest.raises(PipelineError, match="no direct form of the loss"):
+        require_direct(build(config, shapes_of(loaded_target.config)))
 
 
 @pytest.mark.real

@@ -21,7 +21,8 @@ from tests.kit import (
     train_command,
 )
 from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
-from train.engine.engine import deepspeed_config, require_dtype
+from train.engine.config import deepspeed_config
+from train.engine.engine import require_dtype
 
 pytestmark = pytest.mark.real
 # ZeRO-3 keeps tensors as small as these whole unless it is told to take all apart.

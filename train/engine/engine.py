@@ -23,6 +23,7 @@ from pipeline.features.batch import Batch
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from pipeline.target.model import DTYPES
+from train.engine.config import deepspeed_config
 from train.engine.ranks import place_on_host, together
 from train.engine.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by
 
@@ -50,49 +51,6 @@ def start_distributed() -> None:
         deepspeed.init_distributed(timeout=PATIENCE)
     if get_accelerator().device_name() == "cpu":
         torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
-
-
-def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
-    half = config.dtype != "float32"
-    if half and accumulation > 1 and config.zero_stage == 0:
-        raise PipelineError(
-            f"train.zero_stage=0 would add the gradients of {accumulation} micro-batches up in {config.dtype}; set "
-            "train.zero_stage=1, which adds them in float32 (or train.dtype='float32', or more ranks)"
-        )
-    derived = {
-        "train_micro_batch_size_per_gpu": config.micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.clip_norm,
-        "steps_per_print": 1 << 30,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": config.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "bf16": {"enabled": config.dtype == "bfloat16"},
-        "fp16": {"enabled": config.dtype == "float16"},
-    }
-    if half and config.zero_stage:
-        derived["data_types"] = {"grad_accum_dtype": "fp32"}
-    settings = _merge(derived, config.deepspeed, "train.deepspeed")
-    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        settings["zero_optimization"].setdefault(bucket, config.bucket_elements(parameters))
-    return settings
-
-
-def _merge(base: dict, over: dict, where: str) -> dict:
-    """`over` beside `base`. Raises PipelineError when it changes what is derived from the recipe's own keys."""
-    out = dict(base)
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            out[key] = _merge(base[key], value, f"{where}.{key}")
-        elif key in base and value != base[key]:
-            raise PipelineError(
-                f"{where}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of "
-                "[train]: set those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
-            )
-        else:
-            out[key] = value
-    return out
 
 
 def require_dtype(dtype: str) -> None:

@@ -8,8 +8,7 @@ rank:
     step     ours: reading and collating ahead, forward, loss on trained positions in chunks, backward, clipping, AdamW
     bare     forward, the same loss and backward on random features of the same shapes that lie ready; no optimizer
     direct   as step, but with the loss written down as in the papers' code: logits of every branch and of its own
-    teacher at
-             every position, (B, T, V) tensors, then a mask
+             teacher at every position, (B, T, V) tensors, then a mask
 
 Ratios are of tokens per second; their intervals are over repeats. "waiting" is the share of a step in which the next
 batch was not there yet. Peak memory is what steps of each way add, in a process of its own, to weights and moments,
@@ -52,9 +51,7 @@ WAYS = ("step", "bare", "direct")
 
 
 def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
-    """What `Draft.loss` computes, written down directly. Mixtures, own heads and other objectives have no direct form
-    here.
-    """
+    """What `TrainedDraft.loss` computes, written down directly; for drafts that `require_direct` lets through."""
     total, sums = torch.zeros((), device=batch.tokens_BT.device), {}
     head, inputs = draft.ends.head, batch.tokens_BT.shape[1]
     found: dict[str, Prediction] = draft.predictions(batch)
@@ -77,6 +74,16 @@ def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
     return total, {b: {name: value.detach() for name, value in parts.items()} for b, parts in sums.items()}
 
 
+def require_direct(draft: TrainedDraft) -> None:
+    """Raises PipelineError for a draft whose loss has no direct form here."""
+    terms = draft.terms(0).values()
+    if draft.own_head or any(term.features != 1 or term.objective != "soft-ce" for term in terms):
+        raise PipelineError(
+            f"the bench has no direct form of the loss of {draft.name}: it has a head of its own, a mixture, a "
+            "penalty or another objective than 'soft-ce'. Give --draft another one"
+        )
+
+
 class Way:
     """One way to train, ready to take turns."""
 
@@ -84,6 +91,7 @@ class Way:
         self._way, config = way, recipe.train
         store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
         draft = new_draft(recipe, name, load_ends(recipe.target), store)
+        require_direct(draft)
         if way == "direct":
             draft.loss = partial(direct_loss, draft)
         self._batches = Batches(store, config, draft, recipe.seed, 0, 1)
@@ -179,8 +187,8 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = of_one_rank(load_recipe(arguments.recipe, arguments.overrides))
     name = arguments.draft or recipe.publish.draft
-    if name not in recipe.draft:
-        parser.error(f"--draft {name}: the recipe has {', '.join(sorted(recipe.draft))}")
+    if name not in recipe.trained:
+        parser.error(f"--draft {name}: the recipe has {', '.join(recipe.trained)}")
     bring(recipe, feature_spec(recipe))
     start_distributed()
     with tempfile.TemporaryDirectory() as folder:
