@@ -31,7 +31,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
-from pipeline.features.schema import token_bytes
+from pipeline.features.schema import FP8, token_bytes
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
@@ -139,6 +139,11 @@ def measured_speed(recipe: Recipe, documents: list[Document], seconds: float = 2
     return tokens / (time.perf_counter() - begin)
 
 
+def disk_warning(stored_dtype: str) -> str:
+    smaller = "" if stored_dtype == FP8 else f" set features.stored_dtype={FP8!r},"
+    return f"WARNING: the dump does not fit the disk: lower data.max_tokens,{smaller} or point output at a larger one"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
@@ -171,11 +176,8 @@ def main() -> None:
     )
     if recipe.features.store:
         print(f"       shards go to {public_name(recipe.features.store)}: the disk is that of whoever trains on them")
-    if size > free and not recipe.features.store:
-        print(
-            "WARNING: the dump does not fit the disk: lower data.max_tokens, set features.stored_dtype='float8_e4m3fn',"
-        )
-        print("or point output at a larger one")
+    elif size > free:
+        print(disk_warning(recipe.stored_dtype))
     figures = {
         **{key: round(value) for key, value in counts.items()},
         "disk_bytes": round(size),

@@ -6,11 +6,16 @@ import sys
 import pytest
 
 from pipeline.recipe.load import load_recipe
+from preprocess.estimate import disk_warning
 from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
-pytestmark = pytest.mark.real
+
+def test_a_full_disk_is_not_told_to_store_what_it_stores_already():
+    assert "stored_dtype='float8_e4m3fn'" in disk_warning("bfloat16")
+    assert "stored_dtype" not in disk_warning("float8_e4m3fn")
 
 
+@pytest.mark.real
 def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path):
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 200), tmp_path / "run")
     tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}

@@ -1,10 +1,11 @@
 """A target's shape without the target: its configuration, random ends, a dump of random features. What it is for:
 
-python -m tests.train.shaped 8b FOLDER         plan of infra/recipes/llama3-instruct-8b.toml, then one real step on its
-shapes
-python -m tests.train.shaped 70b FOLDER        the plan of the 70B recipe; --step for the step, too
+    python -m tests.train.shaped 8b FOLDER                    plan of infra/recipes/llama3-instruct-8b.toml, then one
+                                                              real step of each of its drafts
+    python -m tests.train.shaped 8b FOLDER --frame eagle-3    the same of the recipe on EAGLE-3's frame
+    python -m tests.train.shaped 70b FOLDER                   the plan of the 70B recipe; --step for the steps, too
 
-The folder takes 2 GB (4 GB for 70b), the step about 10 GB of memory; both drafts in bfloat16 on the CPU.
+The folder takes 2 GB (4 GB for 70b), a step 10 to 13 GB of memory; in bfloat16 on the CPU.
 """
 
 import argparse
@@ -61,6 +62,9 @@ def dump_random(recipe, dialogues: int, length: int) -> None:
             torch.randint(0, 128256, (length,), generator=generator).int().numpy(),
             (np.arange(length) >= length // 4).astype(np.uint8),
             torch.randn(length, spec.hidden_size, generator=generator).bfloat16(),
+            torch.randn(length, spec.auxiliary, spec.hidden_size, generator=generator).bfloat16()
+            if spec.auxiliary
+            else None,
         )
         for number in range(dialogues)
     ]
@@ -73,10 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--frame", choices=["eagle", "eagle-3"], default="eagle")
     parser.add_argument("--step", action="store_true", help="also for 70b")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     arguments = parser.parse_args()
-    target, path = arguments.folder / "target", Path(f"infra/recipes/llama3-instruct-{arguments.shape}.toml")
+    room = Path("infra/recipes") / ("eagle-3" if arguments.frame == "eagle-3" else "")
+    target, path = arguments.folder / "target", room / f"llama3-instruct-{arguments.shape}.toml"
     if not (target / "model.safetensors").exists():
         save_shaped_target(target, arguments.shape)
     sets = [f"target.model={target}", "data.source=embedded:sharegpt", *arguments.overrides]
