@@ -122,6 +122,7 @@ def draw_differences(results: list[dict], against: str, path: Path) -> Path:
         axis.axvline(0, color="grey", lw=1, ls="--")
         axis.set(title=f"{cell[0]}, T = {cell[1]:g}", xlabel=f"tau less {against}'s", yticks=range(len(names)))
         axis.set_yticklabels(names, fontsize=8)
+        axis.locator_params(axis="x", nbins=5)
     axes[0][0].invert_yaxis()
     _save(figure, path)
     plt.close(figure)
