@@ -85,7 +85,7 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     logits = chunk * (
         draft.teacher_vocabulary * 2 * (size + 4) + draft.vocabulary_size * branches * (2 * size + 4)
     )  # of the teacher, of each branch (a mixture of K features: K)
-    own = draft.own_head.weight.numel() * (8 + size) if draft.own_head else 0  # its gradient while it is added up
+    own = draft.own_head_parameters * (8 + size)  # its gradient while it is added up
     return batch + kept + rows + logits + own
 
 

@@ -53,7 +53,7 @@ def operations(draft: TrainedDraft) -> float:
         parameters = parameter_count(build(draft.config, draft.shapes))
     width, features = draft.shapes["hidden_size"], draft.trained_features
     teacher, heads = 2 * draft.teacher_vocabulary * width, 4 * features * draft.vocabulary_size * width
-    own = draft.own_head.weight.numel() if draft.own_head else 0  # counted with the heads
+    own = draft.own_head_parameters  # counted with the heads
     return 6 * (parameters - own) * draft.passes + teacher + heads * (1.5 if own else 1)
 
 

@@ -105,8 +105,8 @@ def mapped(theirs: dict[str, Tensor], renamed: Callable[[str], str], embedding_V
                 found.renamed[name] = ours
     if offsets is not None:
         ids = torch.arange(len(offsets)) + offsets
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(embedding_VD):
-            raise PipelineError(f"d2t leads to token {int(ids.max())}, but the target has {len(embedding_VD)}")
+        if len(odd := ids[(ids < 0) | (ids >= len(embedding_VD))]):
+            raise PipelineError(f"d2t leads to token {int(odd[0])}, but the target has {len(embedding_VD)}")
         found.weights[IDS] = ids
     return found
 

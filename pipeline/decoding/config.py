@@ -20,7 +20,7 @@ class TreeConfig(Settings):
     Static (EAGLE-1): `paths` names every node by the ranks on its path; depth, top_k and nodes follow from it.
     """
 
-    depth: int = None  # type: ignore[assignment]  # levels below the root; by default DEFAULTS', or what paths make it
+    depth: int = None  # type: ignore[assignment]  # levels below the root; default: DEFAULTS, or what paths make it
     top_k: int = None  # type: ignore[assignment]
     nodes: int = None  # type: ignore[assignment]
     paths: Any = None  # "eagle-1", or lists of ranks

@@ -116,6 +116,10 @@ class TrainedDraft(nn.Module):
         """Its own LM head, where it has one."""
         return None
 
+    @property
+    def own_head_parameters(self) -> int:
+        return self.own_head.weight.numel() if self.own_head else 0
+
     def normed(self, features: Tensor) -> Tensor:
         """What an own head takes."""
         return features

@@ -224,9 +224,10 @@ def test_an_embedding_of_its_own_is_refused(released):
         import_draft(folder, recipe, "theirs")
 
 
-def test_ids_beyond_the_target_are_refused(released, tmp_path):
+@pytest.mark.parametrize(("more", "token"), [(9, 261), (-1, -1)])
+def test_ids_beyond_the_target_are_refused(released, more, token):
     recipe, folder, _ = released({"kind": "eagle3", "vocabulary": 64})
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"d2t": weights["d2t"] + 9}, folder / "model.safetensors")
-    with pytest.raises(PipelineError, match="d2t leads to token 261, but the target has 260"):
+    save_file(weights | {"d2t": weights["d2t"] + more}, folder / "model.safetensors")
+    with pytest.raises(PipelineError, match=f"d2t leads to token {token}, but the target has 260"):
         import_draft(folder, recipe, "theirs")
