@@ -147,7 +147,7 @@ class Harness:
         compiling.
         """
         spare = self._config.max_new_tokens
-        sizes = [spare, *(spare + max(m.tree.nodes, m.tree.depth + 1) for m in self.methods.values())]
+        sizes = [spare, *(spare + method.room(True) for method in self.methods.values())]
         shape = tuple(fixed_capacity(len(ids) + size) for size in sizes) if self.target.compiled else ()
         if shape in self._warm:
             return
@@ -166,8 +166,7 @@ class Harness:
         return self._histories[prompt]
 
     def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
-        trees = [method.tree for method in self.methods.values()]
-        spare = max(max(tree.depth for tree in trees), max(tree.nodes for tree in trees) if self.target.compiled else 0)
+        spare = max(method.room(self.target.compiled) for method in self.methods.values())
         room = self.target.positions - self._config.max_new_tokens - spare
         messages, encoded = [], []
         for place, turn in enumerate(prompt.turns):

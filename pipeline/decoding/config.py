@@ -37,11 +37,6 @@ class TreeConfig(Settings):
             if self.paths is not None and given not in (value, None):
                 raise ValueError(f"{key}={given}, but paths make it {value}: leave it out")
             self._set(key, value if given is None else given)
-        most = 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
-        if self.paths is None and self.nodes > most:
-            raise ValueError(
-                f"nodes={self.nodes}, but depth {self.depth} with top_k {self.top_k} scores at most {most}"
-            )
         if self.nodes < self.depth + 1:
             raise ValueError(
                 f"nodes={self.nodes} cannot hold a path of depth {self.depth}: use at least {self.depth + 1}"
@@ -78,6 +73,11 @@ class TreeConfig(Settings):
                 f"siblings={self.siblings!r} cannot be had with candidates={self.candidates!r}: 'drawn' takes one "
                 "distribution ('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
             )
+
+    @property
+    def scored(self) -> int:
+        """Most nodes that one draft can fill it with, the root included."""
+        return self.nodes if self.paths else 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
 
     @property
     def forwards(self) -> int:

@@ -84,6 +84,21 @@ class Draws:
     chance: Chance
 
 
+@dataclass
+class Pool:
+    """Candidates of one source below the root, parents before children."""
+
+    tokens: list[int]  # target ids
+    parents: list[int]  # 0: the root; n: the pool's n-th candidate, from 1
+    scores: list[float]  # what its source ranks them by: of two at one depth the higher one is likelier
+
+    def depths(self) -> list[int]:
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return found[1:]
+
+
 class Forwards(Protocol):
     """A draft's forwards, as a tree asks for them."""
 
@@ -132,6 +147,17 @@ class Draft(Forwards, Protocol):
         `forwards` are the draft's own, timed. Raises PipelineError where logits are not finite.
         """
 
+    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
+        """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
+
+    def chance(self, depth: int, score: float) -> float:
+        """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing
+        was counted (calibration.py).
+        """
+
+    def reach(self, tree: TreeConfig) -> int:
+        """The deepest level that its trees of these settings can have."""
+
 
 class Cache(Protocol):
     """A target's keys and values of one sequence."""
@@ -174,3 +200,10 @@ class Method:
 
     def __post_init__(self):
         object.__setattr__(self, "tree", self.draft.config.settle(self.tree))
+
+    def room(self, compiled: bool) -> int:
+        """Positions behind the last token of an answer that its last round may need; a compiled target writes all of a
+        tree's rows.
+        """
+        deepest = self.draft.reach(self.tree)
+        return max(self.tree.nodes, deepest + 1) if compiled else deepest

@@ -196,9 +196,8 @@ def speculative(
     time.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
-    spare = sampling.max_new_tokens + (max(spec.nodes, spec.depth + 1) if target.compiled else spec.depth)
     layers = draft.needs.auxiliary
-    cache, states, logits_V = _prefill(target, prompt, spare, layers)
+    cache, states, logits_V = _prefill(target, prompt, sampling.max_new_tokens + method.room(target.compiled), layers)
     watch = Stopwatch(target.device, exact_split)
     timed, draws = _Timed(draft, watch) if draft.stepwise else None, Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)

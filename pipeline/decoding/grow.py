@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, static_paths
-from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Verified, Wanted
+from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Verified, Wanted
 from pipeline.decoding.tree import Tree, build_tree
 
 
@@ -26,9 +26,10 @@ def grow(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, draws: Draw
     `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises PipelineError
     where the draft's logits are not finite.
     """
-    grower = _Grower(draft, state, seen, tree, forwards)
     if tree.paths is None:
-        return _grow_dynamic(grower, seen.tokens[-1])
+        pool = best_pool(draft, state, seen, tree, tree.nodes - 1, forwards)
+        return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
+    grower = _Grower(draft, state, seen, tree, forwards)
     drawn = tree.siblings != "best" and draws is not None and draws.processing.temperature > 0
     return _grow_static(grower, seen.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
 
@@ -106,21 +107,25 @@ class _Level:
     first: int  # number of the first one in the pool
 
 
-def _grow_dynamic(grower: _Grower, root: int) -> Tree:
-    """Per level the `top_k` best nodes by cumulative log-probability are forwarded and each proposes `top_k` children;
-    of all candidates the best ``nodes - 1`` stay. A child never outranks its parent, so what stays is connected.
+def best_pool(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards) -> Pool:
+    """The best `count` candidates of a dynamic tree. Per level the `top_k` best nodes by cumulative log-probability are
+    forwarded and each proposes `top_k` children. A child never outranks its parent, so what stays is connected.
+
+    Raises PipelineError where the draft's logits are not finite.
     """
+    grower = _Grower(draft, state, seen, tree, forwards)
     levels = candidate_pool(grower)
     scores = torch.cat([level.scores for level in levels])
-    best = scores.sort(descending=True, stable=True).indices[: grower.tree.nodes - 1]
+    best = scores.sort(descending=True, stable=True).indices[:count]
     kept = best.sort().values  # parents come first in the pool
     tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
-    found = torch.stack([kept, tokens, parents, grower.broken.expand(len(kept))])
-    numbers, tokens, parents, failed = found.tolist()  # the only wait for the device
+    found = torch.stack([x.double() for x in (kept, tokens, parents, grower.broken.expand(len(kept)), scores[kept])])
+    *whole, gained = found.tolist()  # the only wait for the device
+    numbers, names, above, failed = ([int(x) for x in row] for row in whole)
     if failed[0]:
-        raise not_finite(grower.draft)
+        raise not_finite(draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
-    return build_tree(root, tokens, [places[parent] for parent in parents], scores.device)
+    return Pool(names, [places[parent] for parent in above], gained)
 
 
 def not_finite(draft: Draft) -> PipelineError:

@@ -8,8 +8,8 @@ selected from its scores. One simplification: a node that the small tree forward
 children here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draft, Frontier, Method, States, Verified, Wanted
+from pipeline.decoding.contract import Answer, Draft, Frontier, Method, Pool, States, Verified, Wanted
 from pipeline.decoding.grow import ahead_scores, candidates, not_finite, ranking, seen_by
+from pipeline.decoding.sources import CHAIN, POOL, Sources
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
@@ -51,15 +52,45 @@ def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> Tree
 Counter = Callable[[TreeConfig], Acceptance]  # what decoding one text counts with a tree
 
 
-def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
+def counter(
+    draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig, temperature: float = 0.0
+) -> Counter:
     """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
-    `states` are the target's of all tokens.
+    `states` are the target's of all tokens, `temperature` is that of the text.
     """
+    if isinstance(draft, Sources):
+        return Together(draft, states, tokens, begin, largest).counter(temperature)
     if not draft.stepwise:
         return lambda tree: decoded(Method(draft, tree), states, tokens, begin)
     found = collect(draft, states, tokens, begin, largest)
     ranks = cache(found.ranks)
     return lambda tree: walk(ranks(tree.top_k, tree.depth, tree.parallel or 1), tree.nodes)
+
+
+class Together:
+    """One text, and what several sources propose below each of its places."""
+
+    def __init__(self, sources: Sources, states: States, tokens: list[int], begin: int, largest: TreeConfig):
+        self.walk = collect(sources.draft, states, tokens, begin, largest)
+        self._sources, ends, state = sources, range(begin, len(tokens) - 1), sources.open()
+        seen = (Verified(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
+        self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
+        self.following = [tokens[end + 1 :] for end in ends]
+
+    def pools(self, tree: TreeConfig) -> Iterator[Pool]:
+        """What the draft proposes."""
+        return self.walk.pools(tree.top_k, tree.depth, tree.parallel or 1, POOL)
+
+    def counter(self, temperature: float) -> Counter:
+        @cache
+        def ranks(tree: TreeConfig) -> np.ndarray:
+            deepest, out = max(CHAIN, tree.depth), []
+            for drafted, copied, following in zip(self.pools(tree), self.copied, self.following, strict=True):
+                found = self._sources.merged(drafted, copied, tree, temperature).ranks(following)
+                out.append([*found, *[ABSENT] * (deepest - len(found))])
+            return np.array(out)
+
+        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
 
 @dataclass
@@ -74,6 +105,16 @@ class _Level:
 
 
 @dataclass
+class _Grown:
+    """One level of the candidates of a smaller tree, at A places, C of them each."""
+
+    tokens_AC: np.ndarray
+    parents_AC: np.ndarray  # number among all candidates of the place; -1: the root
+    scores_AC: np.ndarray  # cumulative; -inf: no candidate
+    true_AC: np.ndarray  # it lies on the target's path
+
+
+@dataclass
 class Walk:
     """One text: the draft's forwards below each of its A places, and the tokens that the target went on with."""
 
@@ -84,13 +125,20 @@ class Walk:
         """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT
         where the tree does not hold them. A tree of N nodes accepts those below N - 1.
         """
-        out, first = [], 0
+        return np.concatenate([_ranks(grown) for grown in self._grown(top_k, depth, parallel)])
+
+    def pools(self, top_k: int, depth: int, parallel: int, count: int) -> Iterator[Pool]:
+        """Place by place the best `count` candidates of such a tree."""
+        for grown in self._grown(top_k, depth, parallel):
+            yield from _pools(grown, count)
+
+    def _grown(self, top_k: int, depth: int, parallel: int) -> Iterator[Iterator[_Grown]]:
+        """By block of places."""
+        first = 0
         for block in self.levels:
             count = len(block[0].tokens[0])
-            following = self.following_AS[first : first + count, :depth]
-            out.append(_ranks(block, following, top_k, depth, parallel))
+            yield _grown(block, self.following_AS[first : first + count, :depth], top_k, depth, parallel)
             first += count
-        return np.concatenate(out)
 
 
 @torch.inference_mode()
@@ -151,33 +199,53 @@ def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: Tr
     return out
 
 
-def _ranks(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int, parallel: int) -> np.ndarray:
-    """See `Walk.ranks`."""
+def _grown(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int, parallel: int) -> Iterator[_Grown]:
+    """The levels of all candidates of such a tree, in the order of `grow.candidate_pool`."""
     places = len(following_AS)
     each = np.arange(places)[:, None]
-    # A level's nodes: their forward's row (-1: none), their cumulative score, and whether they lie on the target's
-    # path.
-    rows, scores, true = (np.full((places, 1), start) for start in (0, 0.0, True))
-    pool, on_path, last = [], [], depth - parallel
+    # A level's nodes: their forward's row (-1: none), their number among all candidates, their cumulative score, and
+    # whether they lie on the target's path.
+    rows, numbers, scores, true = (np.full((places, 1), start) for start in (0, -1, 0.0, True))
+    first, last = 0, depth - parallel
     for level in range(depth):
         forwarded, horizon = block[min(level, last)], max(level - last, 0)
         tokens, gained = (x[horizon][each, rows][:, :, :top_k] for x in (forwarded.tokens, forwarded.scores))
         children = tokens.shape[2]
         total = np.where(rows[:, :, None] < 0, -np.inf, scores[:, :, None] + gained).reshape(places, -1)
         children_true = ((tokens == following_AS[:, level, None, None]) & true[:, :, None]).reshape(places, -1)
-        pool.append(total)
-        on_path.append(np.where(children_true, total, -np.inf).max(1))
+        yield _Grown(tokens.reshape(places, -1), numbers.repeat(children, axis=1), total, children_true)
         order = np.argsort(-total, axis=1, kind="stable")[:, :top_k]
         scores, true = (np.take_along_axis(x, order, 1) for x in (total, children_true))
-        rows = np.take_along_axis(rows, order // children, 1)
+        rows, numbers = np.take_along_axis(rows, order // children, 1), first + order
         if level < last:
             below = block[level + 1].rows
             collected = forwarded.tokens[0].shape[2]
             rows = np.take_along_axis(below, rows * collected + order % children, 1)
         rows = np.where(np.isfinite(scores), rows, -1)
-    whole_AC, found_AS = np.concatenate(pool, axis=1), np.stack(on_path, axis=1)
+        first += total.shape[1]
+
+
+def _ranks(levels: Iterable[_Grown]) -> np.ndarray:
+    """See `Walk.ranks`."""
+    grown = list(levels)
+    found_AS = np.stack([np.where(one.true_AC, one.scores_AC, -np.inf).max(1) for one in grown], axis=1)
+    whole_AC = np.concatenate([one.scores_AC for one in grown], axis=1)
     ranks = (whole_AC[:, None, :] > found_AS[:, :, None]).sum(-1)
     return np.maximum.accumulate(np.where(np.isfinite(found_AS), ranks, ABSENT), axis=1)
+
+
+def _pools(levels: Iterable[_Grown], count: int) -> Iterator[Pool]:
+    """At each place the best `count` candidates, as `grow.best_pool` finds them."""
+    grown = list(levels)
+    tokens_AC, parents_AC, scores_AC = (
+        np.concatenate([getattr(one, name) for one in grown], axis=1)
+        for name in ("tokens_AC", "parents_AC", "scores_AC")
+    )
+    order_AC = np.argsort(-scores_AC, axis=1, kind="stable")[:, :count]
+    for tokens, parents, scores, order in zip(tokens_AC, parents_AC, scores_AC, order_AC, strict=True):
+        kept = np.sort(order[np.isfinite(scores[order])])
+        above = np.where(parents[kept] < 0, 0, np.searchsorted(kept, parents[kept]) + 1)
+        yield Pool(tokens[kept].tolist(), above.tolist(), scores[kept].tolist())
 
 
 def walk(ranks_AS: np.ndarray, nodes: int) -> Acceptance:

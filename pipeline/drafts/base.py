@@ -6,6 +6,7 @@
 Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of horizon h has its label at i + h.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Verified, Wanted
-from pipeline.decoding.grow import grow
+from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.layers import initialise
 from pipeline.drafts.losses import OwnHead, Prediction, Teacher, Term, chunk_rows, renormalised, term_sums
@@ -55,6 +56,10 @@ class DraftConfig(Settings):
 
     def settle(self, tree: TreeConfig) -> TreeConfig:
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
+        if tree.nodes > tree.scored:
+            raise ValueError(
+                f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {tree.scored}"
+            )
         choices = self.parallels(tree.depth)
         parallel = choices[0] if tree.parallel is None else tree.parallel
         if parallel not in choices:
@@ -141,6 +146,16 @@ class TrainedDraft(nn.Module):
         self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
     ) -> Tree:
         return grow(self, state, seen, tree, draws, forwards or self)
+
+    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
+        return best_pool(self, state, seen, tree, count, forwards or self)
+
+    def chance(self, depth: int, score: float) -> float:
+        """Its own probability of the path: the score is that one's logarithm."""
+        return math.exp(min(score, 0.0))
+
+    def reach(self, tree: TreeConfig) -> int:
+        return tree.depth
 
     @property
     def token_ids_U(self) -> Tensor | None:

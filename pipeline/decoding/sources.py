@@ -1,0 +1,185 @@
+"""One tree from several sources: a draft and, beside it, drafts that read nothing but the text (the copier).
+
+Each source proposes a pool of candidates, and what was counted of its scores (calibration.py) makes them probabilities
+of one kind. The pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All
+of it is a function of the text, so the tree is one of best candidates and the answer is plain decoding's
+(docs/lossless.md, section 1).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.decoding.calibration import Calibration
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.tree import Tree, build_tree
+from pipeline.target.states import Needs
+
+POOL = 64  # candidates of the draft that are looked at: its best ones
+CHAIN = 10  # tokens that are copied at once, at most
+BRANCHES = 3  # continuations of one text that are looked at
+
+COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
+
+Agreement = Literal["either", "max"]
+
+
+@dataclass
+class Merged:
+    """The nodes of all pools, parents before children, and how likely the target's text goes through each."""
+
+    tokens: list[int]
+    parents: list[int]  # 0: the root; n: the n-th node, from 1
+    chances: list[float]
+    order: list[int]  # the nodes from 1 on, likeliest first: any first part of it is connected
+
+    def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
+        """The likeliest ones; `nodes` counts the root."""
+        kept = self.order[: nodes - 1]
+        places = {number: place for place, number in enumerate(kept, start=1)} | {0: 0}
+        tokens, parents = [self.tokens[n - 1] for n in kept], [places[self.parents[n - 1]] for n in kept]
+        return build_tree(root, tokens, parents, device)
+
+    def ranks(self, following: list[int]) -> list[int]:
+        """The places in `order` of the nodes that a text goes through, from the root on; as far as there are any."""
+        above = zip(self.parents, self.tokens, strict=True)
+        children = {edge: node for node, edge in enumerate(above, start=1)}
+        place_of = {number: place for place, number in enumerate(self.order)}
+        found, node = [], 0
+        for token in following:
+            node = children.get((node, token), -1)
+            if node < 0:
+                break
+            found.append(place_of[node])
+        return found
+
+
+def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged:
+    """Pools with their candidates' probabilities, by path.
+
+    A node that several propose has probability 1 - (1 - a)(1 - b) ("either": as if they erred independently), or the
+    largest ("max"). None is likelier than its parent.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    known: dict[tuple[int, int], int] = {}
+    for pool, worth in pools:
+        node_of = [0]
+        for token, parent, chance in zip(pool.tokens, pool.parents, worth, strict=True):
+            key = (node_of[parent], token)
+            node = known.get(key)
+            if node is None:
+                tokens.append(token)
+                parents.append(key[0])
+                chances.append(chance)
+                node = known[key] = len(tokens)
+            elif agreement == "either":
+                chances[node - 1] = 1 - (1 - chances[node - 1]) * (1 - chance)
+            else:
+                chances[node - 1] = max(chances[node - 1], chance)
+            node_of.append(node)
+    for place, parent in enumerate(parents):
+        if parent:
+            chances[place] = min(chances[place], chances[parent - 1])
+    order = sorted(range(1, len(tokens) + 1), key=lambda node: -chances[node - 1])
+    return Merged(tokens, parents, chances, order)
+
+
+class _Whole:
+    """Forwards that take the state of all sources, for a draft that knows its own."""
+
+    def __init__(self, forwards: Forwards, state: Any):
+        self._forwards, self._state = forwards, state
+
+    def start(self, _: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        return self._forwards.start(self._state, seen, wanted, places)
+
+    def step(self, _: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+        return self._forwards.step(self._state, frontier, wanted)
+
+
+class _Settled:
+    """The draft's own settings, for trees of best candidates alone."""
+
+    def __init__(self, draft: Draft):
+        self._draft = draft
+
+    def settle(self, tree: TreeConfig) -> TreeConfig:
+        if tree.paths is not None:
+            raise ValueError("tree.paths: several sources have no ranks for a static tree: give depth, top_k and nodes")
+        most = tree.scored + COPIED.nodes - 1
+        if tree.nodes > most:
+            raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {most} with the root")
+        settled = self._draft.config.settle(replace(tree, nodes=min(tree.nodes, tree.scored)))
+        return replace(settled, nodes=tree.nodes)
+
+    def parallels(self, depth: int) -> list[int]:
+        return self._draft.config.parallels(depth)
+
+
+class Sources:
+    """A draft with others beside it, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        beside: dict[str, Draft],
+        calibration: Calibration | None = None,
+        agreement: Agreement = "either",
+    ):
+        self.draft, self.beside, self._agreement = draft, beside, agreement
+        self._calibration = calibration or Calibration()
+        self.name = " + ".join([draft.name, *beside])
+        self.config, self.stepwise = _Settled(draft), draft.stepwise
+        self.target_vocabulary = draft.target_vocabulary
+
+    @property
+    def token_ids_U(self) -> Tensor | None:
+        return self.draft.token_ids_U
+
+    @property
+    def needs(self) -> Needs:
+        return self.draft.needs
+
+    def open(self) -> Any:
+        return self.draft.open(), {name: source.open() for name, source in self.beside.items()}
+
+    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        return self.draft.start(state[0], seen, wanted, places)
+
+    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+        return self.draft.step(state[0], frontier, wanted)
+
+    def propose(
+        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+    ) -> Tree:
+        drafted = self.draft.pool(state[0], seen, tree, POOL, _Whole(forwards, state) if forwards else None)
+        temperature = draws.processing.temperature if draws else 0.0
+        found = self.merged(drafted, self.copied(state, seen), tree, temperature)
+        return found.tree(seen.tokens[-1], tree.nodes, seen.states_TSD.device)
+
+    def copied(self, state: Any, seen: Verified) -> dict[str, Pool]:
+        """What those beside the draft propose."""
+        return {name: one.pool(state[1][name], seen, COPIED, COPIED.nodes - 1) for name, one in self.beside.items()}
+
+    def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
+        found = [(drafted, self._worth("draft", self.draft, drafted, tree, temperature))]
+        for name, pool in copied.items():
+            found.append((pool, self._worth(name, self.beside[name], pool, COPIED, temperature)))
+        return merge(found, self._agreement)
+
+    def _worth(self, name: str, source: Draft, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
+        chance = self._calibration.of(name, temperature, tree, source.chance)
+        return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
+
+    def reach(self, tree: TreeConfig) -> int:
+        return max(self.draft.reach(tree), min(CHAIN, tree.nodes - 1))
+
+    def chance(self, depth: int, score: float) -> float:
+        raise AssertionError("several sources have a chance each")
+
+    pool = chance

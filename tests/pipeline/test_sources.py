@@ -1,0 +1,195 @@
+"""Several sources in one tree: what merging does, and that decoding, the replay and plain decoding agree."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.decoding import replay
+from pipeline.decoding.calibration import Calibration, Curve, levels
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method, Pool, Verified
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.sources import Sources, merge
+from pipeline.drafts import make
+from pipeline.drafts.copier import CopierConfig
+from pipeline.drafts.layers import shapes_of
+from tests.pipeline.scripted import paths_of
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
+
+LEFT = Pool([5, 6, 7], [0, 1, 0], [-0.1, -0.4, -2.0])
+RIGHT = Pool([5, 9, 7], [0, 1, 0], [2.0, 2.0, 1.0])
+
+
+def tree_of(found, nodes):
+    return paths_of(found.tree(1, nodes, torch.device("cpu")))[1:]
+
+
+def test_the_same_token_below_the_same_node_is_one_node():
+    found = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])], "either")
+    assert found.tokens == [5, 6, 7, 9] and found.parents == [0, 1, 0, 1]
+    assert found.chances == pytest.approx([1 - 0.2 * 0.5, 0.5, 1 - 0.9 * 0.7, 0.4])
+    assert tree_of(found, 5) == [(5,), (5, 6), (5, 9), (7,)]
+    assert tree_of(found, 3) == [(5,), (5, 6)]
+
+
+def test_the_largest_probability_instead():
+    found = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])], "max")
+    assert found.chances == [0.8, 0.5, 0.3, 0.4]
+
+
+def test_no_node_is_likelier_than_its_parent():
+    found = merge([(LEFT, [0.3, 0.9, 0.5])], "either")
+    assert found.chances == [0.3, 0.3, 0.5]
+    assert tree_of(found, 3) == [(7,), (5,)]
+
+
+pools = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.floats(0, 1)), max_size=7).map(
+    lambda rows: [(token, min(parent, place), chance) for place, (token, parent, chance) in enumerate(rows)]
+)
+
+
+def unique(rows):
+    """A pool in which no parent has a token twice."""
+    seen, number, out = set(), {0: 0}, []
+    for place, (token, parent, chance) in enumerate(rows, start=1):
+        if parent in number and (number[parent], token) not in seen:
+            seen.add((number[parent], token))
+            out.append((token, number[parent], chance))
+            number[place] = len(out)
+    return Pool([t for t, _, _ in out], [p for _, p, _ in out], [c for _, _, c in out])
+
+
+@given(pools, pools, st.integers(2, 12), st.sampled_from(["either", "max"]))
+def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(one, other, nodes, agreement):
+    one, other = unique(one), unique(other)
+    found = merge([(one, one.scores), (other, other.scores)], agreement)
+    tree = found.tree(99, nodes, torch.device("cpu"))
+    paths = paths_of(tree)
+    assert len(set(paths)) == len(paths) == min(nodes, len(found.tokens) + 1)
+    everything = paths_of(found.tree(99, 99, torch.device("cpu")))
+    for path in everything[1:]:
+        ranks = found.ranks([*path, 7])
+        assert len(ranks) == len(path)
+        assert sum(rank < nodes - 1 for rank in ranks) == sum(
+            path[:depth] in paths for depth in range(1, len(path) + 1)
+        )
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafts(loaded_target, ends):
+    prompt = prompt_of(3, 20) * 2
+    text = prompt, greedy(loaded_target, prompt, 12)
+    return {name: taught(loaded_target, ends, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
+
+
+def with_copier(target, draft, calibration=None, agreement="either"):
+    return Sources(draft, {"copier": make(CopierConfig(), shapes_of(target.config))}, calibration, agreement)
+
+
+TREES = [
+    {"depth": 1, "top_k": 3, "nodes": 4},
+    {"depth": 3, "top_k": 4, "nodes": 24},
+    {"depth": 3, "top_k": 2, "nodes": 9, "parallel": 2},
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("tree", TREES[:2])
+def test_answers_are_plain_decodings(loaded_target, drafts, tree, settings):
+    method = Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(**tree))
+    for seed in range(4):
+        prompt, sampling = prompt_of(seed, 20) * 2, Sampling(30, NEVER, **settings, seed=seed)
+        got = speculative(loaded_target, method, prompt, sampling)
+        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+        assert got.draft_forwards == got.acceptance.passes * tree["depth"]
+
+
+def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
+    """The text stood there before, so its continuation is likelier than what the draft adds on its last levels."""
+    draft, text = drafts["eagle"], [*range(40, 60), *range(40, 50)]
+    states = loaded_target.states(text[:-1]).of(draft.needs)
+    trees = []
+    for source, nodes in ((draft, 13), (with_copier(loaded_target, draft), 18)):
+        method = Method(source, TreeConfig(depth=2, top_k=3, nodes=nodes))
+        trees.append(paths_of(source.propose(source.open(), Verified(text, states), method.tree, None)))
+    alone, both = trees
+    chains = [tuple(range(50, end)) for end in range(51, 55)]
+    assert len(both) == 18 and set(chains) <= set(both) and not set(chains) & set(alone)
+    assert len(set(both) & set(alone)) > 3
+
+
+CALIBRATION = Calibration(
+    curves={
+        0.0: {
+            "draft": {"1": Curve(scores=[-3.0, 0.0], chances=[0.0, 0.5]), "2": Curve(scores=[-4.0], chances=[0.1])},
+            "copier": {"1": Curve(scores=[1.0, 8.0], chances=[0.3, 0.9])},
+        }
+    }
+)
+
+
+@pytest.mark.parametrize("calibration", [None, CALIBRATION])
+@pytest.mark.parametrize("agreement", ["either", "max"])
+def test_the_replay_counts_what_decoding_does(loaded_target, drafts, calibration, agreement):
+    prompt = prompt_of(3, 20) * 2
+    tokens = prompt + greedy(loaded_target, prompt, 40)
+    both = with_copier(loaded_target, drafts["jakiro"], calibration, agreement)
+    counted = replay.counter(
+        both, loaded_target.states(tokens), tokens, len(prompt), replay.largest_tree(3, 4, "plain", 2)
+    )
+    for shape in TREES:
+        tree = Method(both, TreeConfig(**{"parallel": 1, **shape})).tree
+        decoded = speculative(loaded_target, Method(both, tree), prompt, Sampling(40, NEVER)).acceptance
+        assert counted(tree) == decoded
+        assert replay.decoded(Method(both, tree), loaded_target.states(tokens), tokens, len(prompt)) == decoded
+
+
+def test_a_static_tree_is_refused(loaded_target, drafts):
+    with pytest.raises(ValueError, match="several sources have no ranks"):
+        Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(paths="eagle-1"))
+
+
+def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
+    with pytest.raises(ValueError, match="the sources propose at most 34"):
+        Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
+
+
+# -- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_linear_between_its_points_and_flat_beyond():
+    curve = Curve(scores=[-2.0, -1.0, 0.0], chances=[0.1, 0.2, 0.8])
+    assert [curve(score) for score in (-9, -2, -1.5, -0.5, 0, 3)] == pytest.approx([0.1, 0.1, 0.15, 0.5, 0.8, 0.8])
+
+
+@pytest.mark.parametrize(
+    "scores, chances",
+    [([], []), ([1.0], []), ([1.0, 1.0], [0.1, 0.2]), ([1.0, 2.0], [0.2, 0.1]), ([1.0], [1.5]), ([1.0], [-0.1])],
+)
+def test_curves_that_make_no_sense_are_refused(scores, chances):
+    with pytest.raises(ValueError, match="chances="):
+        Curve(scores=scores, chances=chances)
+
+
+def test_levels_say_how_far_a_forward_looked_ahead():
+    assert levels(TreeConfig(depth=4, top_k=2, nodes=5, parallel=1)) == ["1", "2", "3", "4"]
+    assert levels(TreeConfig(depth=4, top_k=2, nodes=5, parallel=3)) == ["1", "2", "3+1", "4+2"]
+
+
+def test_without_a_curve_the_sources_own_default_holds_and_the_nearest_temperature_counts():
+    tree = TreeConfig(depth=3, top_k=2, nodes=5, parallel=1)
+    chance = CALIBRATION.of("draft", 0.9, tree, lambda depth, score: 10 * depth + score)
+    assert (chance(1, 0.0), chance(2, -9.0), chance(3, -1.0)) == (0.5, 0.1, 29.0)
+    assert Calibration().of("draft", 0.0, tree, lambda depth, score: math.exp(score))(1, -1.0) == math.exp(-1)
+
+
+def test_a_calibration_survives_json():
+    import json
+
+    assert Calibration.from_json(json.loads(json.dumps(CALIBRATION.to_json()))) == CALIBRATION
