@@ -394,7 +394,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     recipe, run = copied
     sets = ["--set", f"output={run}"]
     tuned = run_warm(
-        [sys.executable, "eval/tune.py", str(recipe), *sets, "--draft", "jakiro", "--max-nodes", "8", "--depth", "3"]
+        [sys.executable, "eval/tune.py", str(recipe), *sets, "--method", "jakiro", "--max-nodes", "8", "--depth", "3"]
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
     figures = json.loads(tuned.stdout.splitlines()[-1])["drafts"]["jakiro"]

@@ -17,10 +17,8 @@ from eval.measure.gate import Gate, Gatekeeper
 from eval.measure.prompts import Prompt
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Method
+from pipeline.decoding.contract import Draft, Method, States
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.recipe.recipe import PLAIN, Recipe
 from pipeline.target.chat import prompt_ids
@@ -127,15 +125,9 @@ class Harness:
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
                     yield ids, answer
 
-    def counters(
-        self, grown: list[tuple[Draft, TreeConfig]], prompt: list[int], answer: list[int]
-    ) -> list[replay.Counter]:
-        """What each draft's trees, up to a largest one, count along an answer of the target's own, which is forwarded
-        once for all of them.
-        """
-        tokens = prompt + answer
-        states = self.target.states(tokens, [layer for draft, _ in grown for layer in draft.needs.auxiliary])
-        return [replay.counter(draft, states, tokens, len(prompt), tree) for draft, tree in grown]
+    def states(self, tokens: list[int], drafts: Iterable[Draft]) -> States:
+        """What all of these drafts want of the target along a text."""
+        return self.target.states(tokens, [layer for draft in drafts for layer in draft.needs.auxiliary])
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         if method == PLAIN:

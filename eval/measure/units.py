@@ -7,7 +7,7 @@ missing is done, or the command ends with an error.
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from pipeline.artifacts.reports import read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
 from pipeline.basics.progress import Progress
+from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draft, Method
+from pipeline.decoding.sources import Agreement, Sources
 from pipeline.drafts import TrainedDraft, make
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
@@ -37,35 +39,58 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """A method: a draft of the recipe, the weights that are in its folder now, and the tree it is measured with."""
+    """A method: a draft of the recipe, the weights that are in its folder now, the tree it is measured with, and what
+    stands beside it.
+    """
 
     draft: str
     weights_sha256: str | None  # None: it is not trained
     tree: TreeConfig
+    beside: tuple[str, ...] = ()  # drafts that read nothing but the text
+    agreement: Agreement = "either"
+    calibration: Calibration | None = None  # of their scores; None: the sources' defaults
 
 
 def methods_of(recipe: Recipe) -> dict[str, Measured]:
-    """Every draft as a method of its own name, those of ``eval.methods``, and with the one that eval/tune.py chose, if
-    it has.
+    """Every draft as a method of its own name, those of ``eval.methods``, and each with what eval/tune.py chose, if it
+    has.
 
     Raises PipelineError where a draft is missing, was trained under other settings, or tuned with other weights.
     """
     weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
     weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    found = {name: Measured(draft, weights[draft], recipe.tree(name)) for name, draft in recipe.methods.items()}
-    for draft, tuned in read_tuned(recipe).items():
-        if draft in weights:
-            if tuned["weights_sha256"] != weights[draft] or tuned["dtype"] != recipe.eval.dtype:
+    found = {}
+    for name, draft in recipe.methods.items():
+        given = recipe.method(name)
+        found[name] = Measured(draft, weights[draft], recipe.tree(name), tuple(given.beside), given.agreement)
+    for name, tuned in read_tuned(recipe).items():
+        if name in recipe.tunable:
+            if tuned["for"] != tuned_for(recipe, found[name]):
                 raise PipelineError(
-                    f"{recipe.tuned_file} was tuned for other weights of {draft}, or for {tuned['dtype']}: run "
-                    "eval/tune.py again, or remove it"
+                    f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
+                    "remove it"
                 )
-            found[f"{draft}-tuned"] = Measured(draft, weights[draft], TreeConfig.from_json(tuned["tree"]))
+            tree, counted = TreeConfig.from_json(tuned["tree"]), tuned["calibration"]
+            calibration = None if counted is None else Calibration.from_json(counted)
+            found[f"{name}-tuned"] = replace(found[name], tree=tree, calibration=calibration)
     return found
 
 
+def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
+    """What a tuned tree depends on."""
+    beside = {name: recipe.draft[name].to_json() for name in method.beside}
+    own = None if method.weights_sha256 else recipe.draft[method.draft].to_json()
+    return {
+        "weights_sha256": method.weights_sha256,
+        "dtype": recipe.eval.dtype,
+        "draft": own,
+        "beside": beside,
+        "agreement": method.agreement,
+    }
+
+
 def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By draft, what eval/tune.py found out; empty when it never ran."""
+    """By method, what eval/tune.py found out; empty when it never ran."""
     return read_tuned_trees(recipe.tuned_file)
 
 
@@ -108,13 +133,20 @@ def units_of(recipe: Recipe) -> list[Unit]:
 def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool = False) -> Harness:
     """Loads the target and every draft, in evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
-    drafts = load_drafts(recipe, target, sorted({method.draft for method in methods.values()}))
+    drafts = load_drafts(recipe, target, sorted({name for m in methods.values() for name in (m.draft, *m.beside)}))
     if recipe.eval.pack_linears:
         pack(target, drafts)
     if recipe.eval.compile:
         target.compile()
-    made = {name: Method(drafts[m.draft], m.tree) for name, m in methods.items()}
+    made = {name: Method(_source(m, drafts), m.tree) for name, m in methods.items()}
     return Harness(recipe, target, made, exact_split)
+
+
+def _source(method: Measured, drafts: dict[str, Draft]) -> Draft:
+    draft = drafts[method.draft]
+    if not method.beside:
+        return draft
+    return Sources(draft, {name: drafts[name] for name in method.beside}, method.calibration, method.agreement)
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:

@@ -74,23 +74,25 @@ def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
     return found
 
 
-def replayed(
-    harness: Harness, methods: dict[str, Measured], answers: list[Answered]
-) -> dict[tuple[str, float, str], Counts]:
+def replayed(harness: Harness, answers: list[Answered]) -> dict[tuple[str, float, str], Counts]:
     """By benchmark, temperature and method, each prompt's tokens and rounds."""
     out: dict[tuple[str, float, str], Counts] = {}
-    groups: dict[tuple[str, str], list[str]] = {}  # methods that grow selections of one large tree
+    methods = harness.methods
+    groups: dict[tuple[int, str], list[str]] = {}  # methods that grow selections of one large tree
     for name, method in methods.items():
-        groups.setdefault((method.draft, method.tree.candidates), []).append(name)
+        groups.setdefault((id(method.draft), method.tree.candidates), []).append(name)
     grown = []
     for names in groups.values():
         trees = [methods[name].tree for name in names]
         depth, top_k, parallel = (max(getattr(tree, key) for tree in trees) for key in ("depth", "top_k", "parallel"))
         largest = replay.largest_tree(depth, 2 * top_k, trees[0].candidates, parallel)
-        grown.append((harness.methods[names[0]].draft, largest))
+        grown.append((methods[names[0]].draft, largest))
     with Progress("replay", len(answers), "answers") as progress:
         for one in answers:
-            for names, counted in zip(groups.values(), harness.counters(grown, one.prompt, one.answer), strict=True):
+            tokens, begin = one.prompt + one.answer, len(one.prompt)
+            states = harness.states(tokens, [draft for draft, _ in grown])
+            for names, (draft, largest) in zip(groups.values(), grown, strict=True):
+                counted = replay.counter(draft, states, tokens, begin, largest, one.unit.temperature)
                 for name in names:
                     found = counted(methods[name].tree)
                     counts = out.setdefault((one.unit.benchmark, one.unit.temperature, name), {})
@@ -186,7 +188,7 @@ def main() -> None:
             raise PipelineError(f"method {odd[0]} has a static tree: only dynamic ones are selections of a larger tree")
         harness = make_harness(recipe, methods)
         answers = answers or answered(recipe, harness)
-        by_seed[seed] = replayed(harness, methods, answers)
+        by_seed[seed] = replayed(harness, answers)
     cells = list(by_seed[0])
     results = [result(cell, by_seed, arguments.against, methods) for cell in cells]
     results.sort(key=lambda r: list(methods).index(r["method"]))

@@ -24,7 +24,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from eval.measure import report
-from eval.measure.costs import SIZES, Costs, measure_costs
+from eval.tuning.costs import SIZES, Costs, measure_costs
 from infra.gpu.lossless import lossless
 from infra.gpu.shapes import GIB, SHAPES, Given, dump_tasks, new_methods, supported, write_random_features
 from pipeline.artifacts.provenance import LIBRARIES, ROOT, hardware, revision

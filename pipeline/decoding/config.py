@@ -75,11 +75,6 @@ class TreeConfig(Settings):
             )
 
     @property
-    def scored(self) -> int:
-        """Most nodes that one draft can fill it with, the root included."""
-        return self.nodes if self.paths else 1 + self.top_k + self.top_k * self.top_k * (self.depth - 1)
-
-    @property
     def forwards(self) -> int:
         """Draft forwards of one round, the one that takes in the accepted tokens included."""
         assert self.parallel is not None, "the draft's config settles it: Method"

@@ -115,6 +115,9 @@ class Settled(Protocol):
     def settle(self, tree: TreeConfig) -> TreeConfig:
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
 
+    def most(self, tree: TreeConfig) -> int:
+        """Nodes, the root included, that such a tree has candidates for; its own number apart."""
+
     def parallels(self, depth: int) -> list[int]:
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
 

@@ -59,38 +59,11 @@ def counter(
     `states` are the target's of all tokens, `temperature` is that of the text.
     """
     if isinstance(draft, Sources):
-        return Together(draft, states, tokens, begin, largest).counter(temperature)
+        walk = collect(draft.draft, states, tokens, begin, largest)
+        return Together(draft, walk, tokens, begin).counter(draft, temperature)
     if not draft.stepwise:
         return lambda tree: decoded(Method(draft, tree), states, tokens, begin)
-    found = collect(draft, states, tokens, begin, largest)
-    ranks = cache(found.ranks)
-    return lambda tree: walk(ranks(tree.top_k, tree.depth, tree.parallel or 1), tree.nodes)
-
-
-class Together:
-    """One text, and what several sources propose below each of its places."""
-
-    def __init__(self, sources: Sources, states: States, tokens: list[int], begin: int, largest: TreeConfig):
-        self.walk = collect(sources.draft, states, tokens, begin, largest)
-        self._sources, ends, state = sources, range(begin, len(tokens) - 1), sources.open()
-        seen = (Verified(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
-        self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
-        self.following = [tokens[end + 1 :] for end in ends]
-
-    def pools(self, tree: TreeConfig) -> Iterator[Pool]:
-        """What the draft proposes."""
-        return self.walk.pools(tree.top_k, tree.depth, tree.parallel or 1, POOL)
-
-    def counter(self, temperature: float) -> Counter:
-        @cache
-        def ranks(tree: TreeConfig) -> np.ndarray:
-            deepest, out = max(CHAIN, tree.depth), []
-            for drafted, copied, following in zip(self.pools(tree), self.copied, self.following, strict=True):
-                found = self._sources.merged(drafted, copied, tree, temperature).ranks(following)
-                out.append([*found, *[ABSENT] * (deepest - len(found))])
-            return np.array(out)
-
-        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
+    return collect(draft, states, tokens, begin, largest).counter()
 
 
 @dataclass
@@ -121,6 +94,10 @@ class Walk:
     levels: list[list[_Level]]  # by block of places, then by depth
     following_AS: np.ndarray  # -1 beyond the text's end
 
+    def counter(self) -> "Counter":
+        ranks = cache(self.ranks)
+        return lambda tree: walk(ranks(tree.top_k, tree.depth, tree.parallel or 1), tree.nodes)
+
     def ranks(self, top_k: int, depth: int, parallel: int) -> np.ndarray:
         """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT
         where the tree does not hold them. A tree of N nodes accepts those below N - 1.
@@ -139,6 +116,33 @@ class Walk:
             count = len(block[0].tokens[0])
             yield _grown(block, self.following_AS[first : first + count, :depth], top_k, depth, parallel)
             first += count
+
+
+class Together:
+    """One text, and what several sources propose below each of its places (the draft's is its `walk`)."""
+
+    def __init__(self, sources: Sources, walk: Walk, tokens: list[int], begin: int):
+        self.walk, ends, state = walk, range(begin, len(tokens) - 1), sources.open()
+        seen = (Verified(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
+        self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
+        self.following = [tokens[end + 1 :] for end in ends]
+
+    def pools(self, tree: TreeConfig) -> Iterator[Pool]:
+        """What the draft proposes."""
+        return self.walk.pools(tree.top_k, tree.depth, tree.parallel or 1, POOL)
+
+    def counter(self, sources: Sources, temperature: float) -> Counter:
+        """For these sources with any calibration."""
+
+        @cache
+        def ranks(tree: TreeConfig) -> np.ndarray:
+            deepest, out = max(CHAIN, tree.depth), []
+            for drafted, copied, following in zip(self.pools(tree), self.copied, self.following, strict=True):
+                found = sources.merged(drafted, copied, tree, temperature).ranks(following)
+                out.append([*found, *[ABSENT] * (deepest - len(found))])
+            return np.array(out)
+
+        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Settled, Verified, Wanted
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.target.states import Needs
 
@@ -102,23 +102,25 @@ class _Whole:
         return self._forwards.step(self._state, frontier, wanted)
 
 
-class _Settled:
-    """The draft's own settings, for trees of best candidates alone."""
+class SettledTogether:
+    """A draft's settings, where others stand beside it: its trees are of best candidates, and hold more nodes."""
 
-    def __init__(self, draft: Draft):
+    def __init__(self, draft: Settled):
         self._draft = draft
 
     def settle(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
             raise ValueError("tree.paths: several sources have no ranks for a static tree: give depth, top_k and nodes")
-        most = tree.scored + COPIED.nodes - 1
-        if tree.nodes > most:
-            raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {most} with the root")
-        settled = self._draft.config.settle(replace(tree, nodes=min(tree.nodes, tree.scored)))
+        if tree.nodes > self.most(tree):
+            raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
+        settled = self._draft.settle(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
         return replace(settled, nodes=tree.nodes)
 
+    def most(self, tree: TreeConfig) -> int:
+        return self._draft.most(tree) + COPIED.nodes - 1
+
     def parallels(self, depth: int) -> list[int]:
-        return self._draft.config.parallels(depth)
+        return self._draft.parallels(depth)
 
 
 class Sources:
@@ -131,11 +133,14 @@ class Sources:
         calibration: Calibration | None = None,
         agreement: Agreement = "either",
     ):
-        self.draft, self.beside, self._agreement = draft, beside, agreement
+        self.draft, self.beside, self.agreement = draft, beside, agreement
         self._calibration = calibration or Calibration()
         self.name = " + ".join([draft.name, *beside])
-        self.config, self.stepwise = _Settled(draft), draft.stepwise
+        self.config, self.stepwise = SettledTogether(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
+
+    def calibrated(self, calibration: Calibration) -> "Sources":
+        return Sources(self.draft, self.beside, calibration, self.agreement)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -170,7 +175,7 @@ class Sources:
         found = [(drafted, self._worth("draft", self.draft, drafted, tree, temperature))]
         for name, pool in copied.items():
             found.append((pool, self._worth(name, self.beside[name], pool, COPIED, temperature)))
-        return merge(found, self._agreement)
+        return merge(found, self.agreement)
 
     def _worth(self, name: str, source: Draft, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
         chance = self._calibration.of(name, temperature, tree, source.chance)

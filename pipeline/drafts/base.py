@@ -54,11 +54,15 @@ class DraftConfig(Settings):
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
         return [1]
 
+    def most(self, tree: TreeConfig) -> int:
+        """Nodes, the root included, that such a tree has candidates for."""
+        return tree.nodes if tree.paths else 1 + tree.top_k + tree.top_k * tree.top_k * (tree.depth - 1)
+
     def settle(self, tree: TreeConfig) -> TreeConfig:
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
-        if tree.nodes > tree.scored:
+        if tree.nodes > self.most(tree):
             raise ValueError(
-                f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {tree.scored}"
+                f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {self.most(tree)}"
             )
         choices = self.parallels(tree.depth)
         parallel = choices[0] if tree.parallel is None else tree.parallel

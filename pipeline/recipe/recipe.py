@@ -14,6 +14,8 @@ from pydantic import AfterValidator, Field, model_validator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Name, Section
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Settled
+from pipeline.decoding.sources import SettledTogether
 from pipeline.features.schema import FP8
 from pipeline.recipe.sections import (
     AnyDraft,
@@ -120,24 +122,41 @@ class Recipe(Section):
             raise ValueError(f"eval.methods.{name}: that name is taken; choose another")
         if draft not in self.draft:
             raise ValueError(f"eval.methods.{name}.draft={draft!r} is not one of the drafts {sorted(self.draft)}")
+        for other in method.beside:
+            if other not in self.draft or self.draft[other].trained or method.beside.count(other) > 1:
+                raise ValueError(
+                    f"eval.methods.{name}.beside={other!r}: expected drafts of the recipe that read nothing but the "
+                    "text, each once: add a section [draft.copier] with kind = 'copier'"
+                )
+        if method.beside and not self.draft[draft].trained:
+            raise ValueError(f"eval.methods.{name}.draft={draft!r} is not trained: nothing can stand beside it")
         try:
-            self.draft[draft].settle(method.tree or self.eval.tree)
+            self._settled(method, draft)
         except ValueError as error:
             raise ValueError(f"eval.methods.{name}: {error}") from None
 
+    def _settled(self, method: MethodConfig, draft: str) -> TreeConfig:
+        config: Settled = self.draft[draft]
+        return (SettledTogether(config) if method.beside else config).settle(method.tree or self.eval.tree)
+
     def tree(self, method: str) -> TreeConfig:
         """A method's tree, settled by its draft."""
-        given = self.eval.methods.get(method)
-        return self.draft[(given and given.draft) or method].settle(self._given_tree(method))
+        given = self.method(method)
+        return self._settled(given, given.draft or method)
 
-    def _given_tree(self, method: str) -> TreeConfig:
-        given = self.eval.methods.get(method)
-        return (given and given.tree) or self.eval.tree
+    def method(self, name: str) -> MethodConfig:
+        """One of `methods`; a draft by itself has no section of its own."""
+        return self.eval.methods.get(name, MethodConfig())
 
     @property
     def trained(self) -> list[str]:
         """The drafts that are trained."""
         return [name for name, config in sorted(self.draft.items()) if config.trained]
+
+    @property
+    def tunable(self) -> list[str]:
+        """The methods that eval/tune.py chooses a tree for: every draft, and those with others beside them."""
+        return sorted([*self.draft, *(name for name, method in self.eval.methods.items() if method.beside)])
 
     @property
     def methods(self) -> dict[str, str]:
@@ -212,7 +231,7 @@ class Recipe(Section):
         watched = self.train.keep == "best" or self.train.patience is not None
         train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
         config = self.draft[draft].to_json()
-        tree = self._given_tree(draft).to_json() if watched else None
+        tree = (self.method(draft).tree or self.eval.tree).to_json() if watched else None
         dump = self.answers_hash if watched else self.dump_hash
         return digest({"dump": dump, "seed": self.seed, "draft": config, "tree": tree, "train": train})
 

@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Dtype, Folder, Fraction, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.sources import Agreement
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 
 
@@ -154,9 +155,11 @@ class BenchmarkConfig(Section):
 
 
 class MethodConfig(Section):
-    """A draft and the tree that it grows."""
+    """A draft, what stands beside it, and the tree that they grow."""
 
     draft: str | None = None  # default: the one of the method's name
+    beside: list[str] = []  # drafts that read nothing but the text (kind = "copier"); docs/trees.md
+    agreement: Agreement = "either"  # what a node is worth that several propose (pipeline/decoding/sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree
 
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from eval.measure.costs import Costs
 from eval.tune import predict
+from eval.tuning.costs import Costs
 from pipeline.decoding.replay import ABSENT, walk
+from pipeline.drafts.jakiro import JakiroConfig
 
 
 def test_the_least_predicted_time_wins():
@@ -17,7 +18,7 @@ def test_the_least_predicted_time_wins():
     def best(per_node, step):
         sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
         costs = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
-        return predict([known], costs, lambda depth: [1, 2][:depth], 3, costs.sizes)
+        return predict([known], costs, JakiroConfig(), 3, costs.sizes, "plain")
 
     ranked = best(0.001, 0.01)
     assert (ranked[0].depth, ranked[0].nodes, ranked[0].parallel) == (

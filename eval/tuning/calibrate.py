@@ -1,0 +1,169 @@
+"""Counts what the scores of sources are worth on the target's own answers, and how far that holds on other prompts.
+
+A candidate counts as right where the target's text goes through it. Candidates of one source, at one depth and
+temperature, are sorted by score into bins of at least `LEAST` nodes; their shares of right ones, made monotone, are a
+curve's points. Reliability is counted crosswise: half of the prompts is predicted with curves from the other half.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from pipeline.decoding.calibration import Calibration, Curve, levels
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Pool
+from pipeline.decoding.replay import Together
+from pipeline.decoding.sources import COPIED
+
+LEAST = 50  # nodes of a bin that makes a point of a curve
+SHOWN = 100  # nodes of a bin that reliability is shown for
+BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
+
+Level = tuple[str, str]  # source, level
+Counted = dict[Level, tuple[np.ndarray, np.ndarray]]  # scores, and whether each candidate was right
+
+
+@dataclass
+class Answer:
+    """One of the target's answers: what the sources propose along it, its temperature, and whose prompt it answers."""
+
+    text: Together
+    temperature: float
+    prompt: int
+
+
+def right(pool: Pool, following: list[int]) -> list[bool]:
+    """Which candidates lie on the way of the text."""
+    found = [True]
+    for token, parent, depth in zip(pool.tokens, pool.parents, pool.depths(), strict=True):
+        found.append(found[parent] and depth <= len(following) and token == following[depth - 1])
+    return found[1:]
+
+
+def count(texts: Iterable[Together], trees: list[TreeConfig]) -> Counted:
+    """Every candidate once: of the draft in `trees`, of a level that several of these have in the first one, and of
+    those beside it.
+    """
+    found: dict[Level, tuple[list[float], list[bool]]] = defaultdict(lambda: ([], []))
+    named: dict[str, int] = {}
+    for number, tree in enumerate(trees):
+        for level in levels(tree):
+            named.setdefault(level, number)
+    for text in texts:
+        for number, tree in enumerate(trees):
+            wanted = [level if named[level] == number else None for level in levels(tree)]
+            if any(wanted):
+                for pool, following in zip(text.pools(tree), text.following, strict=True):
+                    _add(found, "draft", pool, following, wanted)
+        for copied, following in zip(text.copied, text.following, strict=True):
+            for name, pool in copied.items():
+                _add(found, name, pool, following, levels(COPIED))
+    return {key: (np.array(scores), np.array(hits)) for key, (scores, hits) in found.items()}
+
+
+def _add(found: dict, source: str, pool: Pool, following: list[int], wanted: list[str | None]) -> None:
+    """Where the text has ended nothing can be right or wrong: deeper candidates do not count."""
+    for depth, score, hit in zip(pool.depths(), pool.scores, right(pool, following), strict=True):
+        level = wanted[depth - 1]
+        if level is not None and depth <= len(following):
+            scores, hits = found[source, level]
+            scores.append(score)
+            hits.append(hit)
+
+
+def curve(scores: np.ndarray, hits: np.ndarray) -> Curve | None:
+    """None for too few candidates."""
+    if len(scores) < LEAST:
+        return None
+    values, which = np.unique(scores, return_inverse=True)
+    nodes = np.bincount(which)
+    # Bins of whole scores, each closed as soon as it holds enough; what is left joins the last one.
+    filled, place_of, place = 0, np.zeros(len(values), dtype=int), 0
+    for number, many in enumerate(nodes):
+        place_of[number] = place
+        filled += many
+        if filled >= LEAST and nodes[number + 1 :].sum() >= LEAST:
+            place, filled = place + 1, 0
+    bins = place_of[which]
+    weight = np.bincount(bins)
+    middle = np.bincount(bins, scores) / weight
+    share = (np.bincount(bins, hits) + 0.5) / (weight + 1)
+    rising = isotonic_regression(share, weights=weight).x
+    points = sorted({round(float(x), 4): round(float(y), 4) for x, y in zip(middle, rising, strict=True)}.items())
+    return Curve(scores=[x for x, _ in points], chances=[y for _, y in points])
+
+
+def fit(answers: list[Answer], trees: list[TreeConfig]) -> Calibration:
+    curves: dict[float, dict[str, dict[str, Curve]]] = {}
+    for temperature in sorted({answer.temperature for answer in answers}):
+        texts = [answer.text for answer in answers if answer.temperature == temperature]
+        by_source: dict[str, dict[str, Curve]] = defaultdict(dict)
+        for (source, level), counted in count(texts, trees).items():
+            if found := curve(*counted):
+                by_source[source][level] = found
+        curves[temperature] = dict(by_source)
+    return Calibration(curves=curves)
+
+
+@dataclass
+class Bin:
+    """Candidates that were predicted about alike."""
+
+    temperature: float
+    source: str
+    nodes: int
+    predicted: float
+    counted: float
+
+    @property
+    def error(self) -> float:
+        """The half-width of the counted share's 95% interval, as if candidates were independent."""
+        return 1.96 * (self.counted * (1 - self.counted) / self.nodes) ** 0.5
+
+
+def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Callable) -> list[Bin]:
+    """Of all candidates, predicted from the other half of the prompts. ``chance_of(source)`` is its default."""
+    halves = [[answer for answer in answers if answer.prompt % 2 == half] for half in (0, 1)]
+    found: dict[tuple[float, str], list[tuple[float, bool]]] = defaultdict(list)
+    for mine, others in (halves, halves[::-1]):
+        fitted = fit(others, trees)
+        for answer in mine:
+            for (source, level), (scores, hits) in count([answer.text], trees).items():
+                own = fitted.curves.get(answer.temperature, {}).get(source, {}).get(level)
+                depth, default = int(level.split("+")[0]), chance_of(source)
+                for score, hit in zip(scores.tolist(), hits.tolist(), strict=True):
+                    predicted = own(score) if own else default(depth, score)
+                    found[answer.temperature, source].append((predicted, hit))
+    out = []
+    for (temperature, source), pairs in sorted(found.items()):
+        predicted, hits = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
+        bins = np.digitize(predicted, BINS)
+        for number in np.unique(bins):
+            mine = bins == number
+            if mine.sum() >= SHOWN:
+                shares = float(predicted[mine].mean()), float(hits[mine].mean())
+                out.append(Bin(temperature, source, int(mine.sum()), *shares))
+    return out
+
+
+def draw(bins: list[Bin], path: Path) -> None:
+    """Predicted against counted, with the 95% interval of what was counted."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted({one.temperature for one in bins})
+    figure = Figure(figsize=(5 * len(temperatures), 5), layout="constrained")
+    for place, temperature in enumerate(temperatures, start=1):
+        axes = figure.add_subplot(1, len(temperatures), place, aspect="equal")
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for source in sorted({one.source for one in bins}):
+            mine = [one for one in bins if (one.temperature, one.source) == (temperature, source)]
+            x, y, error = ([getattr(one, key) for one in mine] for key in ("predicted", "counted", "error"))
+            axes.errorbar(x, y, error, marker="o", markersize=4, linestyle="none", capsize=2, label=source)
+        axes.set(title=f"T = {temperature:g}", xlim=(0, 1), ylim=(0, 1), xlabel="predicted chance")
+        axes.set_ylabel("share of candidates that were right")
+        axes.legend(loc="upper left")
+    figure.savefig(path, dpi=120)
