@@ -16,13 +16,20 @@ from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.units import make_harness, methods_of
+from eval.release import publish
 from eval.release.publish import build_release
 from eval.release.push import require_repository_name
+from eval.tune import main as tune
 from pipeline.__main__ import run, stages, status
+from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.sources import Sources
 from pipeline.recipe.load import load_recipe
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target, fingerprint
 from preprocess.dump.driver import dump
 from tests.hub import Hub
 from tests.kit import (
@@ -40,6 +47,7 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
+from tests.pipeline.taught import prompt_of
 from train.input.features import stores
 
 pytestmark = pytest.mark.real
@@ -397,7 +405,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         [sys.executable, "eval/tune.py", str(recipe), *sets, "--method", "jakiro", "--max-nodes", "8", "--depth", "3"]
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
-    figures = json.loads(tuned.stdout.splitlines()[-1])["drafts"]["jakiro"]
+    figures = json.loads(tuned.stdout.splitlines()[-1])["methods"]["jakiro"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
     assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
@@ -427,8 +435,57 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     assert "| 0 | tiny | target0 | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
 
     change_sealed(run / "drafts/jakiro/config.json", lambda raw: raw.update(weights_sha256="0" * 64))
-    with pytest.raises(PipelineError, match="was tuned for other weights of jakiro"):
+    with pytest.raises(PipelineError, match="jakiro was tuned for other weights or settings"):
         methods_of(load_recipe(recipe, [f"output={run}"]))
+
+
+def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
+    """Its calibration travels with the release, and what is released decodes as plain decoding does."""
+    recipe, run = copied
+    both = 'eval.methods.both={draft="jakiro", beside=["copier"]}'
+    sets = [f"output={run}", 'draft.copier={kind="copier"}', both]
+    flags = [word for one in sets for word in ("--set", one)]
+    shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
+    call(tune, str(recipe), *flags, *shape)
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["both"]
+    assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
+    kept = json.loads((run / "eval/tuned.json").read_text())["both"]
+    assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
+
+    call(evaluate, str(recipe), *flags)
+    table = capsys.readouterr().out
+    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("copier", "both", "both-tuned"))
+    found = load_recipe(recipe, sets)
+    monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
+    build_release(found)
+    assert "copier beside the draft, their chances counted" in (run / "release/README.md").read_text()
+    target, mark = Target(found.target, "float32"), fingerprint(found.target)
+    draft = checkpoint.load(run / "release", mark)
+    draft.bind(Ends(target.embedding_VD, target.head, mark))
+    method = checkpoint.read_config(run / "release").method(draft)
+    assert method.tree.to_json() == kept["tree"] and isinstance(method.draft, Sources)
+    sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
+    assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+
+    with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
+        methods_of(load_recipe(recipe, [*sets, 'eval.methods.both.agreement="max"']))
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that read nothing but"),
+        ('{draft="jakiro", beside=["copier", "copier"]}', "each once"),
+        ('{draft="copier", beside=["copier"]}', "draft='copier' is not trained"),
+        ('{draft="jakiro", beside=["copier"], tree={paths="eagle-1"}}', "several sources have no ranks"),
+    ],
+)
+def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):
+    with pytest.raises(PipelineError, match=said):
+        load_recipe(
+            write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
+            ['draft.copier={kind="copier"}', f"eval.methods.both={beside}"],
+        )
 
 
 def test_ablations_compare_methods_over_seeds(finished, tmp_path):

@@ -24,7 +24,7 @@ from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, wri
 from pipeline.basics.progress import Progress
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Method
+from pipeline.decoding.contract import Draft, Method, Source
 from pipeline.decoding.sources import Agreement, Sources
 from pipeline.drafts import TrainedDraft, make
 from pipeline.drafts.layers import shapes_of
@@ -142,18 +142,18 @@ def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool
     return Harness(recipe, target, made, exact_split)
 
 
-def _source(method: Measured, drafts: dict[str, Draft]) -> Draft:
+def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
     draft = drafts[method.draft]
     if not method.beside:
         return draft
     return Sources(draft, {name: drafts[name] for name in method.beside}, method.calibration, method.agreement)
 
 
-def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Draft]:
+def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
     """Drafts of the recipe, bound to the target, in evaluation's dtype."""
     mark = fingerprint(recipe.target)
     ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
-    drafts: dict[str, Draft] = {}
+    drafts: dict[str, Source] = {}
     for name in names:
         config = recipe.draft[name]
         if not config.trained:
@@ -165,7 +165,7 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, D
     return drafts
 
 
-def pack(target: Target, drafts: dict[str, Draft]) -> None:
+def pack(target: Target, drafts: dict[str, Source]) -> None:
     """The same packed kernels for everything that decodes. Raises PipelineError where there are none."""
     if target.device.type != "cpu":
         raise PipelineError(

@@ -41,11 +41,12 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         )
     if not report.lossless(measured["results"]):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
+    facts = measured["drafts"][released_method(recipe, measured)]
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     with exclusive(recipe.eval_dir, "evaluation"):
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        checkpoint.export(source, building, tree_of(recipe, measured), recipe.eval_dir / RECIPE)
+        checkpoint.export(source, building, tree_of(facts), beside_of(recipe, facts), recipe.eval_dir / RECIPE)
         shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
         if recipe.target.chat_template:
             shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
@@ -71,18 +72,27 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
 
 
 def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
-    """The released draft with its tuned tree or with the recipe's: the one that was measured to be faster."""
+    """How the released draft decodes by default: of the recipe's tree and the tuned one, alone and with others beside
+    it, what was measured to be fastest.
+    """
     name = recipe.publish.draft
-    tuned = f"{name}-tuned"
-    if tuned not in measured["drafts"]:
-        return name
-    speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in (name, tuned)}
+    own = [method for method in recipe.tunable if recipe.methods[method] == name]
+    both = [method for each in own for method in (each, f"{each}-tuned") if method in measured["drafts"]]
+    speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in both}
     return max(speeds, key=lambda method: sum(speeds[method]))
 
 
-def tree_of(recipe: Recipe, measured: dict[str, Any]) -> TreeConfig:
-    """What the released draft grows by default."""
-    return TreeConfig.from_json(measured["drafts"][released_method(recipe, measured)]["tree"])
+def tree_of(facts: dict[str, Any]) -> TreeConfig:
+    return TreeConfig.from_json(facts["tree"])
+
+
+def beside_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Beside | None:
+    """What stands beside the draft in a method of the report."""
+    if not facts["beside"]:
+        return None
+    return checkpoint.Beside.from_json(
+        facts | {"drafts": {name: recipe.draft[name].to_json() for name in facts["beside"]}}
+    )
 
 
 def settings_said(recipe: Recipe) -> str:
@@ -95,8 +105,9 @@ def settings_said(recipe: Recipe) -> str:
     return ", ".join([*said, *(["compiled, fixed shapes"] if config.compile else [])])
 
 
-def said(tree: TreeConfig) -> str:
-    """A tree in words."""
+def said(facts: dict[str, Any]) -> str:
+    """A method's tree in words."""
+    tree = tree_of(facts)
     shape = "dynamic" if tree.paths is None else "static"
     words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
     if tree.forwards < tree.depth:
@@ -109,6 +120,9 @@ def said(tree: TreeConfig) -> str:
         )
     if tree.siblings != "best":
         words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
+    if facts["beside"]:
+        counted = "their chances counted" if facts["calibration"] else "with default chances"
+        words.append(f"{' and '.join(facts['beside'])} beside the draft, {counted}")
     return ", ".join(words)
 
 
@@ -130,7 +144,7 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         tags=["speculative-decoding", "draft-model", kind_of(saved.config)],
     )
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
-    provenance = measured["provenance"]
+    provenance, method = measured["provenance"], released_method(recipe, measured)
     body = environment.from_string(TEMPLATE.read_text()).render(
         name=f"{recipe.name}-{recipe.publish.draft}",
         kind=kind_of(saved.config),
@@ -144,8 +158,8 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         vocabulary=saved.config.vocabulary,
         coverage=saved.training.get("vocabulary_coverage"),
         own_head=saved.own_head,
-        tree=said(tree_of(recipe, measured)),
-        tuned=measured["tuned"][recipe.publish.draft] if released_method(recipe, measured).endswith("-tuned") else None,
+        tree=said(measured["drafts"][method]),
+        tuned=measured["tuned"][method.removesuffix("-tuned")] if method.endswith("-tuned") else None,
         data=public_name(recipe.data.source),
         dialogues=saved.training.get("dialogues"),
         training=saved.training,
@@ -174,10 +188,10 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
             | {
                 "name": name,
                 "same": facts["draft"] == recipe.publish.draft,
-                "tree": said(TreeConfig.from_json(facts["tree"])),
+                "tree": said(facts),
             }
             for name, facts in measured["drafts"].items()
-            if name != released_method(recipe, measured)
+            if name != method
         ],
         plots=plots,
         max_length=recipe.data.max_length,

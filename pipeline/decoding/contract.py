@@ -150,6 +150,13 @@ class Draft(Forwards, Protocol):
         `forwards` are the draft's own, timed. Raises PipelineError where logits are not finite.
         """
 
+    def reach(self, tree: TreeConfig) -> int:
+        """The deepest level that its trees of these settings can have."""
+
+
+class Source(Draft, Protocol):
+    """A draft whose candidates can stand in one tree with those of others (sources.py)."""
+
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
 
@@ -157,9 +164,6 @@ class Draft(Forwards, Protocol):
         """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing
         was counted (calibration.py).
         """
-
-    def reach(self, tree: TreeConfig) -> int:
-        """The deepest level that its trees of these settings can have."""
 
 
 class Cache(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Settled, Verified, Wanted
+from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Settled, Source, Verified, Wanted
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.target.states import Needs
 
@@ -128,8 +128,8 @@ class Sources:
 
     def __init__(
         self,
-        draft: Draft,
-        beside: dict[str, Draft],
+        draft: Source,
+        beside: dict[str, Source],
         calibration: Calibration | None = None,
         agreement: Agreement = "either",
     ):
@@ -177,14 +177,9 @@ class Sources:
             found.append((pool, self._worth(name, self.beside[name], pool, COPIED, temperature)))
         return merge(found, self.agreement)
 
-    def _worth(self, name: str, source: Draft, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
+    def _worth(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
         chance = self._calibration.of(name, temperature, tree, source.chance)
         return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
 
     def reach(self, tree: TreeConfig) -> int:
         return max(self.draft.reach(tree), min(CHAIN, tree.nodes - 1))
-
-    def chance(self, depth: int, score: float) -> float:
-        raise AssertionError("several sources have a chance each")
-
-    pool = chance

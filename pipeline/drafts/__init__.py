@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.decoding.contract import Draft
+from pipeline.decoding.contract import Source
 from pipeline.drafts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.copier import Copier, CopierConfig
 from pipeline.drafts.eagle import Eagle, EagleConfig
@@ -28,7 +28,7 @@ def kind_of(settings: Any) -> str:
     return str(kind) if frame in (None, "eagle") else f"{kind} on {frame}"
 
 
-def make(config: DraftConfig, shapes: dict[str, Any]) -> Draft:
+def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
     """A draft in the shapes of its target (`layers.shapes_of`); a trained one's weights are not initialised."""
     return DRAFTS[kind_of(config)][1](config, shapes)
 

@@ -123,7 +123,7 @@ def test_the_methods_tree_is_saved_and_a_release_has_its_own(make, tiny_recipe, 
     folder, _ = make("jakiro")
     assert read_config(folder).tree == tiny_recipe.tree("jakiro")
     (tmp_path / "release").mkdir()
-    export(folder, tmp_path / "release", TreeConfig(depth=4, top_k=2, nodes=9), folder / "recipe.json")
+    export(folder, tmp_path / "release", TreeConfig(depth=4, top_k=2, nodes=9), None, folder / "recipe.json")
     assert read_config(tmp_path / "release").tree == TreeConfig(depth=4, top_k=2, nodes=9, parallel=2)
 
 
@@ -226,7 +226,7 @@ def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tmp_path, 
     (tmp_path / "there").mkdir()
     replace_once(folder / name, '"tiny"', '"tina"')
     with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
-        export(folder, tmp_path / "there", TreeConfig(), folder / "recipe.json")
+        export(folder, tmp_path / "there", TreeConfig(), None, folder / "recipe.json")
 
 
 def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):

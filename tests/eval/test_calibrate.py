@@ -1,0 +1,93 @@
+"""What the tuner counts of scores: curves that rise, and a reliability that tells right from wrong ones."""
+
+import numpy as np
+import pytest
+
+from eval.tuning.calibrate import LEAST, SHOWN, Answer, Bin, count, curve, draw, fit, reliability, right
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Pool
+
+TREES = [
+    TreeConfig(depth=2, top_k=2, nodes=3, parallel=1),
+    TreeConfig(depth=1, top_k=2, nodes=2, parallel=1),
+    TreeConfig(depth=2, top_k=2, nodes=3, parallel=2),
+]
+
+
+def test_right_is_what_the_text_goes_through():
+    pool = Pool([5, 6, 6, 7], [0, 1, 0, 3], [0.0] * 4)
+    assert right(pool, [5, 6, 9]) == [True, True, False, False]
+    assert right(pool, [6, 7]) == [False, False, True, True]
+    assert right(pool, [5]) == [True, False, False, False]
+
+
+class Scripted:
+    """Places at which a draft's and a copier's first candidate are right with known chances."""
+
+    def __init__(self, seed, places, honest=True):
+        drawn = np.random.default_rng(seed)
+        self.following, self.copied, self._pools = [], [], []
+        for _ in range(places):
+            chance, length = drawn.random(), int(drawn.integers(1, 9))
+            hit, copied = drawn.random() < (chance if honest else 0.2), drawn.random() < length / 10
+            self.following.append([1 if hit else 2 if copied else 3, 4])
+            self._pools.append(Pool([1, 4], [0, 1], [float(np.log(chance)), float(np.log(chance * 0.9))]))
+            self.copied.append({"copier": Pool([2 if not hit else 3], [0], [float(length)])})
+
+    def pools(self, tree):
+        return iter(self._pools)
+
+
+def test_each_level_is_counted_once():
+    found = count([Scripted(0, 30)], TREES)
+    assert {key: len(scores) for key, (scores, _) in found.items()} == {
+        ("draft", "1"): 30,
+        ("draft", "2"): 30,
+        ("draft", "2+1"): 30,
+        ("copier", "1"): 30,
+    }
+
+
+def test_what_lies_behind_the_texts_end_is_neither_right_nor_wrong():
+    text = Scripted(0, 2)
+    text.following = [[1], []]
+    assert {key: hits.tolist() for key, (_, hits) in count([text], TREES).items() if key[0] == "draft"} == {
+        ("draft", "1"): [True]
+    }
+
+
+def test_a_curve_rises_and_is_near_what_was_counted():
+    drawn = np.random.default_rng(0)
+    scores = drawn.random(4000)
+    found = curve(scores, drawn.random(4000) < scores**2)
+    assert all(a <= b for a, b in zip(found.chances, found.chances[1:], strict=False))
+    assert found(0.2) == pytest.approx(0.04, abs=0.05) and found(0.9) == pytest.approx(0.81, abs=0.08)
+
+
+def test_few_candidates_make_no_curve_and_a_bin_is_never_smaller():
+    assert curve(np.arange(LEAST - 1.0), np.ones(LEAST - 1, dtype=bool)) is None
+    assert len(curve(np.arange(LEAST + 10.0), np.ones(LEAST + 10, dtype=bool)).scores) == 1
+    whole = curve(np.repeat([1.0, 2.0, 3.0], [LEAST, 5, LEAST]), np.zeros(2 * LEAST + 5, dtype=bool))
+    assert whole.scores[0] == 1.0 and len(whole.scores) == 2
+
+
+def answers(honest=True):
+    return [Answer(Scripted(seed, 100, honest), 0.0, seed) for seed in range(60)]
+
+
+def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
+    fitted = reliability(answers(), TREES, lambda source: lambda depth, score: 0.0)
+    assert all(one.nodes >= SHOWN and abs(one.predicted - one.counted) < 0.03 + 1.5 * one.error for one in fitted)
+    assert {one.source for one in fitted} == {"draft", "copier"}
+    known = fit(answers(), TREES).curves[0.0]
+    assert known["draft"]["1"](float(np.log(0.5))) == pytest.approx(0.5, abs=0.12)
+    few = [Answer(Scripted(seed, 15), 0.0, seed) for seed in range(2)]  # too few for a curve: the default predicts
+    assert reliability(few, TREES, lambda source: lambda depth, score: 0.9) == []
+    lied = reliability([Answer(Scripted(9, 400, False), 0.0, 0)], TREES, lambda source: lambda depth, score: 0.9)
+    assert all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in lied if one.source == "draft")
+    assert lied
+
+
+def test_the_plot_is_drawn(tmp_path):
+    draw([Bin(0.0, "draft", 100, 0.3, 0.35), Bin(1.0, "copier", 400, 0.5, 0.5)], tmp_path / "calibration.png")
+    assert (tmp_path / "calibration.png").read_bytes()[:4] == b"\x89PNG"
