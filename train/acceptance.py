@@ -15,7 +15,8 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import decoded
-from pipeline.drafts import TrainedDraft
+from pipeline.decoding.sources import Sources
+from pipeline.drafts import TrainedDraft, make
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
@@ -23,6 +24,8 @@ from pipeline.running.cores import asked_threads, cores
 from pipeline.target.ends import Ends
 from pipeline.target.model import Target
 from pipeline.target.states import States
+
+TREE, CHAIN = "tree", "chain"
 
 
 def chain_of(tree: TreeConfig) -> TreeConfig:
@@ -32,12 +35,25 @@ def chain_of(tree: TreeConfig) -> TreeConfig:
     )
 
 
-def estimate(
-    draft: TrainedDraft, tree: TreeConfig, answers: FeatureStore, rank: int, ranks: int
-) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, for the tree and for its chain. The draft holds whole weights."""
-    methods = {"tree": Method(draft, tree), "chain": Method(draft, chain_of(tree))}
+def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, Method]:
+    """The draft with its tree, and with the tree's chain."""
+    return {TREE: Method(draft, tree), CHAIN: Method(draft, chain_of(tree))}
+
+
+def beside(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Method]:
+    """The recipe's methods in which others stand beside this draft; nothing is counted of their chances yet."""
+    out = {}
+    for method, of in recipe.methods.items():
+        if of == name and (given := recipe.method(method)).beside:
+            others = {other: make(recipe.draft[other], draft.shapes) for other in given.beside}
+            out[method] = Method(Sources(draft, others, agreement=given.agreement), recipe.tree(method))
+    return out
+
+
+def estimate(methods: dict[str, Method], answers: FeatureStore, rank: int, ranks: int) -> dict[str, Acceptance]:
+    """Counts of this rank's share of the answers, by method. The draft holds whole weights."""
     out = {name: Acceptance() for name in methods}
+    draft = methods[TREE].draft
     for number in range(rank, len(answers), ranks):
         row = answers.row(number)
         states, tokens = states_of(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
@@ -54,9 +70,12 @@ def states_of(row: Row, spec: FeatureSpec) -> States:
 
 def figures(found: dict[str, Acceptance]) -> dict[str, float]:
     """What goes into metrics.jsonl: taus, and the acceptance at each depth given the depth before it."""
-    out = {"estimated_tau": found["tree"].tau, "estimated_chain_tau": found["chain"].tau}
+    out = {"estimated_tau": found[TREE].tau, "estimated_chain_tau": found[CHAIN].tau}
     for name, counts in found.items():
-        out |= {f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)}
+        if name in (TREE, CHAIN):
+            out |= {f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)}
+        else:
+            out[f"estimated_tau_of_{name}"] = counts.tau
     return out
 
 

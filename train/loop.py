@@ -108,7 +108,7 @@ class _Run:
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
         self._engine, self._draft, self._batches = engine, draft, batches
-        self._heldout, self._answers, self._tree = heldout, answers, recipe.tree(name)
+        self._name, self._heldout, self._answers, self._tree = name, heldout, answers, recipe.tree(name)
         self._trained_tokens = engine.progress.get("trained_tokens", 0)
         self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
         self._validation: dict[str, float] = engine.progress.get("validation", {})
@@ -236,7 +236,8 @@ class _Run:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
         with together():
-            mine = acceptance.estimate(draft, self._tree, self._answers, self._engine.rank, self._engine.ranks)
+            watched = acceptance.both(draft, self._tree) | acceptance.beside(self._recipe, self._name, draft)
+            mine = acceptance.estimate(watched, self._answers, self._engine.rank, self._engine.ranks)
         found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():

@@ -44,7 +44,8 @@ def finished(done: subprocess.CompletedProcess) -> None:
 def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_path):
     """Under ZeRO-3, where no rank holds whole weights."""
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2"]
-    finished(run_training(dumped, tmp_path, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
+    both = ('draft.copier={kind="copier"}', 'eval.methods.both={draft="jakiro", beside=["copier"]}')
+    finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
     held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
     taus = [line["estimated_tau"] for line in held]
     print(f"estimated tau {taus}")
@@ -55,12 +56,14 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_
     facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
     assert facts["steps"] == held[best]["step"] and facts["trained_tokens"] == held[best]["trained_tokens"]
     assert facts["validation"]["estimated_tau"] == pytest.approx(max(taus), abs=1e-5)
-    recipe = load_recipe(dumped[0], [f"output={tmp_path}"])
+    recipe = load_recipe(dumped[0], [f"output={tmp_path}", *both])
     answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
     draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
     draft.bind(load_ends(recipe.target))
-    again = acceptance.figures(acceptance.estimate(draft, recipe.tree("jakiro"), answers, 0, 1))
+    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.beside(recipe, "jakiro", draft)
+    again = acceptance.figures(acceptance.estimate(watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
+    assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)
 
 
 def test_training_ends_when_tau_stays_where_it_is(dumped, tmp_path):
