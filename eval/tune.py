@@ -21,44 +21,25 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from eval.measure.harness import PLAIN, Harness, Unit, pooled
+from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.units import make_harness, methods_of, read_tuned, tuned_for
-from eval.tuning.calibrate import Answer, Bin, draw, fit, reliability
-from eval.tuning.costs import Costs, measure_costs
-from pipeline.artifacts.provenance import provenance
+from eval.measure.units import make_harness, methods_of, read_tuned
+from eval.tuning.calibrate import Answer, Bin, draw
+from eval.tuning.choose import Replays, largest, tune
+from eval.tuning.costs import measure_costs
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
-from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.calibration import Calibration
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Settled
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import entry
-
-TOP_K = (1, 2, 3, 4, 6, 8, 10)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a tree is expected to do."""
-
-    depth: int
-    top_k: int
-    nodes: int
-    parallel: int
-    tau: float
-    speedup: float  # over plain decoding
 
 
 def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
@@ -75,69 +56,6 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
         )
     firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
     return [Unit("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
-
-
-def predict(
-    counters: list[replay.Counter], costs: Costs, settled: Settled, depth: int, sizes: list[int], candidates: str
-) -> list[Prediction]:
-    """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is
-    measured.
-    """
-    out = []
-    for tree in shapes(settled, depth, candidates):
-        for nodes in [n for n in sizes if tree.depth < n <= settled.most(tree)]:
-            sized, counts = replace(tree, nodes=nodes), Acceptance()
-            for counted in counters:
-                counts.merge(counted(sized))
-            seconds = costs.round(tree.depth, tree.top_k, nodes, sized.parallel) / counts.tau
-            shape = (tree.depth, tree.top_k, nodes, sized.parallel)
-            out.append(Prediction(*shape, counts.tau, costs.plain / seconds))
-    return sorted(out, key=lambda one: -one.speedup)
-
-
-def shapes(settled: Settled, depth: int, candidates: str) -> Iterator[TreeConfig]:
-    """All that are considered, but for the number of nodes: that is the least here."""
-    for top_k in TOP_K:
-        for levels in range(1, depth + 1):
-            for parallel in sorted(settled.parallels(levels)):
-                yield TreeConfig(depth=levels, top_k=top_k, nodes=levels + 1, parallel=parallel, candidates=candidates)
-
-
-def largest(method: Method, depth: int) -> TreeConfig:
-    """The largest tree that is considered of its draft."""
-    most = max(method.draft.config.parallels(depth))
-    return replay.largest_tree(depth, max(TOP_K), method.tree.candidates, most)
-
-
-def tree_of(given: TreeConfig, best: Prediction) -> TreeConfig:
-    shape = {key: value for key, value in asdict(best).items() if key in ("depth", "top_k", "nodes", "parallel")}
-    return TreeConfig(**shape, candidates=given.candidates)
-
-
-def measure(
-    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[Unit]
-) -> dict[str, dict[str, float | None]]:
-    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
-    PipelineError where the losslessness gate fails.
-    """
-    trial = Harness(recipe, harness.target, methods)
-    records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
-    if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
-        raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
-    out = {}
-    for name in (PLAIN, *methods):
-        mine = [record.generation for record in records if record.method == name]
-        counts = Acceptance()
-        for one in mine:
-            counts.merge(one.acceptance)
-        seconds, tokens = sum(one.seconds for one in mine), sum(len(one.tokens) - 1 for one in mine)
-        out[name] = {
-            "ms_per_token": round(1e3 * seconds / tokens, 3),
-            "tau": round(counts.tau, 4) if counts.passes else None,
-        }
-    for one in out.values():
-        one["speedup"] = round(out[PLAIN]["ms_per_token"] / one["ms_per_token"], 4)
-    return out
 
 
 @dataclass
@@ -159,14 +77,6 @@ def answered(harness: Harness, units: list[Unit]) -> list[Text]:
     if not found:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     return found
-
-
-@dataclass
-class Replays:
-    """What one method's trees count along the answers; of several sources also what each proposes there."""
-
-    counters: list[replay.Counter]
-    answers: list[Answer]
 
 
 def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Replays]:
@@ -195,72 +105,6 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
     return out
 
 
-def calibrate(
-    name: str, sources: Sources, found: Replays, depth: int, candidates: str
-) -> tuple[Calibration, list[Bin]]:
-    """What the sources' scores are worth; puts the method's counters in place."""
-    trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
-    trees.sort(key=lambda tree: (tree.parallel, -tree.depth))  # a level that several have is counted in the deepest
-    calibration = fit(found.answers, trees)
-    chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
-    bins = reliability(found.answers, trees, chances.__getitem__)
-    fitted = sources.calibrated(calibration)
-    found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
-    if bins:
-        worst = max(bins, key=lambda one: abs(one.predicted - one.counted))
-        off = sum(one.nodes * abs(one.predicted - one.counted) for one in bins) / sum(one.nodes for one in bins)
-        print(
-            f"{name}: chances on other prompts are off by {100 * off:.1f} points on average and by at most "
-            f"{100 * abs(worst.predicted - worst.counted):.1f} ({worst.source}, T = {worst.temperature:g}: predicted "
-            f"{worst.predicted:.2f}, counted {worst.counted:.2f} of {worst.nodes} candidates)"
-        )
-    return calibration, bins
-
-
-def tune(
-    recipe: Recipe, harness: Harness, name: str, units: list[Unit], found: Replays, costs: Costs, depth: int
-) -> dict:
-    """Chooses, measures and describes one method's tree."""
-    given = harness.methods[name]
-    draft, calibration, bins = given.draft, None, []
-    if isinstance(draft, Sources):
-        calibration, bins = calibrate(name, draft, found, depth, given.tree.candidates)
-        draft = draft.calibrated(calibration)
-    print(costs.said())
-    ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, given.tree.candidates)
-    print("fastest trees by prediction:")
-    for one in ranked[:5]:
-        print(
-            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
-            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
-        )
-    best, tree = ranked[0], tree_of(given.tree, ranked[0])
-    took = measure(recipe, harness, {"tuned": Method(draft, tree), "given": given}, units)
-    plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
-    predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
-    ratio = predicted / tuned["ms_per_token"]
-    print(
-        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at "
-        f"{tuned['tau']:.2f} ({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the "
-        f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
-    )
-    return {
-        "tree": tree.to_json(),
-        "calibration": None if calibration is None else calibration.to_json(),
-        "reliability": [asdict(one) for one in bins],
-        "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
-        "measured": tuned,
-        "recipes_tree": givens,
-        "plain_ms_per_token": plainly["ms_per_token"],
-        "predicted_over_measured": round(ratio, 4),
-        "for": tuned_for(recipe, methods_of(recipe)[name]),
-        "temperatures": recipe.eval.temperatures,
-        "prompts": len({unit.prompt for unit in units}),
-        "hardware": provenance(recipe)["hardware"],
-        "costs": asdict(costs),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
@@ -287,7 +131,7 @@ def main() -> None:
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, texts[0].prompt)
     for name, replays in replayed(harness, texts, arguments.depth).items():
-        found[name] = tune(recipe, harness, name, units, replays, costs[name], arguments.depth)
+        found[name] = tune(recipe, harness, name, units, replays, costs[name], arguments.depth, print)
         write_sealed(path, known | found)
         if bins := [Bin(**raw) for raw in found[name]["reliability"]]:
             draw(bins, recipe.eval_dir / f"calibration-{name}.png")

@@ -458,7 +458,7 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     found = load_recipe(recipe, sets)
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert "copier beside the draft, their chances counted" in (run / "release/README.md").read_text()
+    assert "copier beside the draft, chances counted" in (run / "release/README.md").read_text()
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(Ends(target.embedding_VD, target.head, mark))

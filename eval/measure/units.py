@@ -26,6 +26,7 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draft, Method, Source
 from pipeline.decoding.sources import Agreement, Sources
+from pipeline.decoding.worth import Worth
 from pipeline.drafts import TrainedDraft, make
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
@@ -47,8 +48,10 @@ class Measured:
     weights_sha256: str | None  # None: it is not trained
     tree: TreeConfig
     beside: tuple[str, ...] = ()  # drafts that read nothing but the text
+    sized: bool = False
     agreement: Agreement = "either"
     calibration: Calibration | None = None  # of their scores; None: the sources' defaults
+    worth: Worth | None = None  # rounds of the size that pays; None: all that the tree says
 
 
 def methods_of(recipe: Recipe) -> dict[str, Measured]:
@@ -62,7 +65,8 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
     found = {}
     for name, draft in recipe.methods.items():
         given = recipe.method(name)
-        found[name] = Measured(draft, weights[draft], recipe.tree(name), tuple(given.beside), given.agreement)
+        together = tuple(given.beside), given.sized, given.agreement
+        found[name] = Measured(draft, weights[draft], recipe.tree(name), *together)
     for name, tuned in read_tuned(recipe).items():
         if name in recipe.tunable:
             if tuned["for"] != tuned_for(recipe, found[name]):
@@ -70,9 +74,13 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
                     f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
                     "remove it"
                 )
-            tree, counted = TreeConfig.from_json(tuned["tree"]), tuned["calibration"]
-            calibration = None if counted is None else Calibration.from_json(counted)
-            found[f"{name}-tuned"] = replace(found[name], tree=tree, calibration=calibration)
+            counted, rule = tuned["calibration"], tuned["worth"]
+            found[f"{name}-tuned"] = replace(
+                found[name],
+                tree=TreeConfig.from_json(tuned["tree"]),
+                calibration=None if counted is None else Calibration.from_json(counted),
+                worth=None if rule is None else Worth.from_json(rule),
+            )
     return found
 
 
@@ -85,6 +93,7 @@ def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
         "dtype": recipe.eval.dtype,
         "draft": own,
         "beside": beside,
+        "sized": method.sized,
         "agreement": method.agreement,
     }
 
@@ -144,9 +153,10 @@ def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool
 
 def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
     draft = drafts[method.draft]
-    if not method.beside:
+    if not (method.beside or method.sized):
         return draft
-    return Sources(draft, {name: drafts[name] for name in method.beside}, method.calibration, method.agreement)
+    others = {name: drafts[name] for name in method.beside}
+    return Sources(draft, others, method.calibration, method.agreement, method.worth)
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:

@@ -46,7 +46,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     with exclusive(recipe.eval_dir, "evaluation"):
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        checkpoint.export(source, building, tree_of(facts), beside_of(recipe, facts), recipe.eval_dir / RECIPE)
+        checkpoint.export(source, building, tree_of(facts), together_of(recipe, facts), recipe.eval_dir / RECIPE)
         shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
         if recipe.target.chat_template:
             shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
@@ -86,13 +86,12 @@ def tree_of(facts: dict[str, Any]) -> TreeConfig:
     return TreeConfig.from_json(facts["tree"])
 
 
-def beside_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Beside | None:
-    """What stands beside the draft in a method of the report."""
-    if not facts["beside"]:
+def together_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Together | None:
+    """How a method of the report chooses its nodes."""
+    if not (facts["beside"] or facts["sized"]):
         return None
-    return checkpoint.Beside.from_json(
-        facts | {"drafts": {name: recipe.draft[name].to_json() for name in facts["beside"]}}
-    )
+    beside = {name: recipe.draft[name].to_json() for name in facts["beside"]}
+    return checkpoint.Together.from_json(facts | {"beside": beside})
 
 
 def settings_said(recipe: Recipe) -> str:
@@ -121,8 +120,11 @@ def said(facts: dict[str, Any]) -> str:
     if tree.siblings != "best":
         words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
     if facts["beside"]:
-        counted = "their chances counted" if facts["calibration"] else "with default chances"
-        words.append(f"{' and '.join(facts['beside'])} beside the draft, {counted}")
+        words.append(f"{' and '.join(facts['beside'])} beside the draft")
+    if facts["beside"] or facts["sized"]:
+        words.append("chances counted on calibration prompts" if facts["calibration"] else "default chances")
+    if facts["worth"]:
+        words.append("each round with the nodes and draft forwards that pay")
     return ", ".join(words)
 
 

@@ -96,7 +96,7 @@ def curve(scores: np.ndarray, hits: np.ndarray) -> Curve | None:
     share = (np.bincount(bins, hits) + 0.5) / (weight + 1)
     rising = isotonic_regression(share, weights=weight).x
     points = sorted({round(float(x), 4): round(float(y), 4) for x, y in zip(middle, rising, strict=True)}.items())
-    return Curve(scores=[x for x, _ in points], chances=[y for _, y in points])
+    return Curve(x=[x for x, _ in points], y=[y for _, y in points])
 
 
 def fit(answers: list[Answer], trees: list[TreeConfig]) -> Calibration:

@@ -22,6 +22,7 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.sources import Agreement, SettledTogether, Sources
+from pipeline.decoding.worth import Worth
 from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of, make
 from pipeline.recipe.recipe import Recipe
 
@@ -31,25 +32,28 @@ UNREADABLE = "Restore the draft's folder, or remove this file and train again: d
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What stands beside a released draft."""
+class Together:
+    """How a released draft's nodes are chosen by chances: what stands beside it, and what was counted and measured."""
 
-    drafts: dict[str, DraftConfig]  # those that read nothing but the text
+    beside: dict[str, DraftConfig]  # drafts that read nothing but the text
     agreement: Agreement
     calibration: Calibration | None
+    worth: Worth | None
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "drafts": {name: config.to_json() for name, config in self.drafts.items()},
+            "beside": {name: config.to_json() for name, config in self.beside.items()},
             "agreement": self.agreement,
             "calibration": None if self.calibration is None else self.calibration.to_json(),
+            "worth": None if self.worth is None else self.worth.to_json(),
         }
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Beside":
-        drafts = {name: DRAFTS[kind_of(settings)][0].from_json(settings) for name, settings in raw["drafts"].items()}
-        counted = raw["calibration"]
-        return cls(drafts, raw["agreement"], None if counted is None else Calibration.from_json(counted))
+    def from_json(cls, raw: dict[str, Any]) -> "Together":
+        beside = {name: DRAFTS[kind_of(settings)][0].from_json(settings) for name, settings in raw["beside"].items()}
+        counted, rule = raw["calibration"], raw["worth"]
+        calibration = None if counted is None else Calibration.from_json(counted)
+        return cls(beside, raw["agreement"], calibration, None if rule is None else Worth.from_json(rule))
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,14 @@ class Saved:
     weights_sha256: str
     metrics_sha256: str | None
     training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
-    beside: Beside | None = None
+    together: Together | None = None
 
     def method(self, draft: TrainedDraft) -> Method:
         """How it decodes by default."""
-        if self.beside is None:
+        if (how := self.together) is None:
             return Method(draft, self.tree)
-        others = {name: make(config, self.shapes) for name, config in self.beside.drafts.items()}
-        return Method(Sources(draft, others, self.beside.calibration, self.beside.agreement), self.tree)
+        others = {name: make(config, self.shapes) for name, config in how.beside.items()}
+        return Method(Sources(draft, others, how.calibration, how.agreement, how.worth), self.tree)
 
     @property
     def own_head(self) -> bool:
@@ -124,9 +128,9 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
             raise PipelineError(f"{path} cannot be written: {error}. Make room and run again") from None
 
 
-def export(source: Path, folder: Path, tree: TreeConfig, beside: Beside | None, recipe_file: Path) -> None:
-    """Copies a saved draft into `folder`, with the tree that it is to grow by default, what stands beside it, and the
-    recipe that it was measured under.
+def export(source: Path, folder: Path, tree: TreeConfig, together: Together | None, recipe_file: Path) -> None:
+    """Copies a saved draft into `folder`, with the tree that it is to grow by default, how the tree's nodes are chosen,
+    and the recipe that it was measured under.
     """
     shutil.copy(source / WEIGHTS, folder / WEIGHTS)
     for file in (source / PROVENANCE, recipe_file):
@@ -134,7 +138,7 @@ def export(source: Path, folder: Path, tree: TreeConfig, beside: Beside | None, 
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
         )
     raw = read_sealed(source / CONFIG, UNREADABLE)
-    raw["tree"], raw["beside"] = tree.to_json(), None if beside is None else beside.to_json()
+    raw["tree"], raw["together"] = tree.to_json(), None if together is None else together.to_json()
     write_sealed(folder / CONFIG, raw)
 
 
@@ -154,11 +158,11 @@ def read_config(folder: Path) -> Saved:
         )
     try:
         config = DRAFTS[kind_of(raw["draft"])][0].from_json(raw["draft"])
-        beside = Beside.from_json(raw["beside"]) if raw.get("beside") else None
-        tree = (SettledTogether(config) if beside else config).settle(TreeConfig.from_json(raw["tree"]))
+        together = Together.from_json(raw["together"]) if raw.get("together") else None
+        tree = (SettledTogether(config) if together else config).settle(TreeConfig.from_json(raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}
-        return Saved(config, raw["shapes"], tree, raw["target"], beside=beside, **rest)
+        return Saved(config, raw["shapes"], tree, raw["target"], together=together, **rest)
     except (KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 

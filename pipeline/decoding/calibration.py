@@ -16,26 +16,32 @@ Chance = Callable[[int, float], float]  # of a candidate, by depth and score
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve(Settings):
-    """Piecewise linear between its points, flat beyond them."""
+class Line(Settings):
+    """A function that was counted at a few points: piecewise linear between them, flat beyond."""
 
-    scores: list[float]
-    chances: list[float]
+    x: list[float]
+    y: list[float]
 
     def __post_init__(self):
-        rising = all(a < b for a, b in zip(self.scores, self.scores[1:], strict=False))
-        falling = any(a > b for a, b in zip(self.chances, self.chances[1:], strict=False))
-        if not self.scores or len(self.scores) != len(self.chances) or not rising or falling:
-            raise ValueError(f"scores={self.scores} must rise and chances={self.chances}, as many, must not fall")
-        if self.chances[0] < 0 or self.chances[-1] > 1:
-            raise ValueError(f"chances={self.chances} are no probabilities")
+        if not self.x or len(self.x) != len(self.y) or any(a >= b for a, b in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError(f"x={self.x} must rise, and y={self.y} must have as many values")
 
-    def __call__(self, score: float) -> float:
-        place = bisect_left(self.scores, score)
-        if place in (0, len(self.scores)):
-            return self.chances[min(place, len(self.chances) - 1)]
-        (left, right), (low, high) = self.scores[place - 1 : place + 1], self.chances[place - 1 : place + 1]
-        return low + (high - low) * (score - left) / (right - left)
+    def __call__(self, at: float) -> float:
+        place = bisect_left(self.x, at)
+        if place in (0, len(self.x)):
+            return self.y[min(place, len(self.y) - 1)]
+        (left, right), (low, high) = self.x[place - 1 : place + 1], self.y[place - 1 : place + 1]
+        return low + (high - low) * (at - left) / (right - left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve(Line):
+    """Chances by score: they do not fall."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if any(a > b for a, b in zip(self.y, self.y[1:], strict=False)) or self.y[0] < 0 or self.y[-1] > 1:
+            raise ValueError(f"chances y={self.y} must be probabilities that do not fall")
 
 
 @dataclass(frozen=True, kw_only=True)

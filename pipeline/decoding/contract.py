@@ -4,7 +4,7 @@ A draft that answers level by level has `start` and `step`, and `propose` grows 
 finds candidates in another way has a `propose` of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,6 +159,11 @@ class Source(Draft, Protocol):
 
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
+
+    def stages(
+        self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
+    ) -> Iterator[Pool]:
+        """`pool` of the trees that end after its first forward, its second, ...; each is made when it is asked for."""
 
     def chance(self, depth: int, score: float) -> float:
         """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing

@@ -6,7 +6,7 @@ says why each is lossless. Growing never asks the device for a number (a sparse 
 the end brings the tree to the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,15 +37,18 @@ def grow(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, draws: Draw
 class _Grower:
     """The forwards of one round, and what the last of them answered."""
 
-    def __init__(self, draft: Draft, state: Any, seen: Verified, tree: TreeConfig, forwards: Forwards):
-        self.draft, self.tree, self._state, self._forwards = draft, tree, state, forwards
+    def __init__(
+        self, draft: Draft, state: Any, seen: Verified, tree: TreeConfig, forwards: Forwards, any_last: bool = False
+    ):
+        """`any_last`: any forward may turn out to be the last one."""
+        self.draft, self.tree, self._state, self._forwards, self._any_last = draft, tree, state, forwards, any_last
         self.last = tree.forwards - 1  # depth of the last level that is forwarded
         self.answer = forwards.start(state, seen, self._wanted(0))
         self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
         self._seen_WC = torch.zeros(1, 0, dtype=torch.bool, device=self.device)
 
     def _wanted(self, depth: int) -> Wanted:
-        levels = self.tree.depth - self.last if depth == self.last else 1
+        levels = self.tree.depth - self.last if self._any_last or depth == self.last else 1
         return Wanted(levels, self.tree.candidates != "plain")
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
@@ -114,7 +117,30 @@ def best_pool(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count:
     Raises PipelineError where the draft's logits are not finite.
     """
     grower = _Grower(draft, state, seen, tree, forwards)
-    levels = candidate_pool(grower)
+    levels = [_first(grower)]
+    while len(levels) <= grower.last:
+        levels.append(_forwarded(grower, levels[-1], len(levels)))
+    return _best_of(grower, levels, count)
+
+
+def stages(
+    draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards
+) -> Iterator[Pool]:
+    """`best_pool` of the trees that end after the first forward, the second, ...: each pool costs the forward before
+    it, which is made when it is asked for.
+    """
+    grower = _Grower(draft, state, seen, tree, forwards, any_last=True)
+    levels = [_first(grower)]
+    yield _best_of(grower, levels, count)
+    while len(levels) <= grower.last:
+        levels.append(_forwarded(grower, levels[-1], len(levels)))
+        yield _best_of(grower, levels, count)
+
+
+def _best_of(grower: _Grower, forwarded: list[_Level], count: int) -> Pool:
+    levels = list(forwarded)
+    for beyond in range(1, grower.tree.depth - grower.last):
+        levels.append(_ahead(grower, levels[-1], beyond))
     scores = torch.cat([level.scores for level in levels])
     best = scores.sort(descending=True, stable=True).indices[:count]
     kept = best.sort().values  # parents come first in the pool
@@ -123,7 +149,7 @@ def best_pool(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count:
     *whole, gained = found.tolist()  # the only wait for the device
     numbers, names, above, failed = ([int(x) for x in row] for row in whole)
     if failed[0]:
-        raise not_finite(draft)
+        raise not_finite(grower.draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
     return Pool(names, [places[parent] for parent in above], gained)
 
@@ -135,31 +161,37 @@ def not_finite(draft: Draft) -> PipelineError:
     )
 
 
-def candidate_pool(grower: _Grower) -> list[_Level]:
-    """All scored candidates of a dynamic tree, level by level."""
-    tree, device = grower.tree, grower.device
+def _first(grower: _Grower) -> _Level:
+    """The root's children."""
     root = (
-        torch.tensor([-1], device=device),
-        torch.zeros(1, device=device),
-        torch.zeros(1, dtype=torch.long, device=device),
+        torch.tensor([-1], device=grower.device),
+        torch.zeros(1, device=grower.device),
+        torch.zeros(1, dtype=torch.long, device=grower.device),
     )
-    level = _propose(grower.draft, *grower.scores(0), tree.top_k, *root, first=0)
-    levels = [level]
-    for depth in range(1, tree.depth):
-        order = level.scores.sort(descending=True, stable=True).indices[: tree.top_k]
-        numbers, scores, rows = level.first + order, level.scores[order], level.rows[order]
-        first = level.first + len(level.tokens)
-        if depth <= grower.last:
-            grower.step(level.tokens[order], rows, depth)
-            ranked, scored = grower.scores(0)
-            rows = torch.arange(len(order), device=device)
-        else:
-            # These nodes are not forwarded: their children are what the forward above them expects that many tokens
-            # ahead, gathered by the row of that forward and NOT by the nodes' own ranks.
-            ranked = scored = grower.scores(depth - grower.last)[0][rows]
-        level = _propose(grower.draft, ranked, scored, tree.top_k, numbers, scores, rows, first)
-        levels.append(level)
-    return levels
+    return _propose(grower.draft, *grower.scores(0), grower.tree.top_k, *root, first=0)
+
+
+def _forwarded(grower: _Grower, level: _Level, depth: int) -> _Level:
+    """What the best nodes of a level propose, which is at `depth`, when they are forwarded."""
+    order = level.scores.sort(descending=True, stable=True).indices[: grower.tree.top_k]
+    grower.step(level.tokens[order], level.rows[order], depth)
+    rows = torch.arange(len(order), device=grower.device)
+    return _below(grower, level, order, *grower.scores(0), rows)
+
+
+def _ahead(grower: _Grower, level: _Level, beyond: int) -> _Level:
+    """The children of nodes that are not forwarded: what the forward above them expects that many tokens ahead,
+    gathered by the row of that forward and NOT by the nodes' own ranks.
+    """
+    order = level.scores.sort(descending=True, stable=True).indices[: grower.tree.top_k]
+    rows = level.rows[order]
+    scores = grower.scores(beyond)[0][rows]
+    return _below(grower, level, order, scores, scores, rows)
+
+
+def _below(grower: _Grower, level: _Level, order: Tensor, ranked_WU: Tensor, scored_WU: Tensor, rows: Tensor) -> _Level:
+    numbers, first = level.first + order, level.first + len(level.tokens)
+    return _propose(grower.draft, ranked_WU, scored_WU, grower.tree.top_k, numbers, level.scores[order], rows, first)
 
 
 def _propose(

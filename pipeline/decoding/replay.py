@@ -171,7 +171,7 @@ def _wanted(tree: TreeConfig) -> Wanted:
 
 
 def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
-    """As `tree.candidate_pool` grows its levels, at A places at a time and each level with all its branches ahead.
+    """As `grow.best_pool` grows its levels, at A places at a time and each level with all its branches ahead.
     Raises PipelineError where a logit is not finite.
     """
     broken = answer.broken()
@@ -204,7 +204,7 @@ def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: Tr
 
 
 def _grown(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int, parallel: int) -> Iterator[_Grown]:
-    """The levels of all candidates of such a tree, in the order of `grow.candidate_pool`."""
+    """The levels of all candidates of such a tree, in the order of `grow.best_pool`."""
     places = len(following_AS)
     each = np.arange(places)[:, None]
     # A level's nodes: their forward's row (-1: none), their number among all candidates, their cumulative score, and

@@ -6,6 +6,7 @@ of it is a function of the text, so the tree is one of best candidates and the a
 (docs/lossless.md, section 1).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Settled, Source, Verified, Wanted
 from pipeline.decoding.tree import Tree, build_tree
+from pipeline.decoding.worth import Worth
 from pipeline.target.states import Needs
 
 POOL = 64  # candidates of the draft that are looked at: its best ones
@@ -35,6 +37,10 @@ class Merged:
     parents: list[int]  # 0: the root; n: the n-th node, from 1
     chances: list[float]
     order: list[int]  # the nodes from 1 on, likeliest first: any first part of it is connected
+
+    def sorted(self) -> list[float]:
+        """Chances, the largest first."""
+        return [self.chances[node - 1] for node in self.order]
 
     def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
         """The likeliest ones; `nodes` counts the root."""
@@ -89,6 +95,22 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
     return Merged(tokens, parents, chances, order)
 
 
+def stages_of(tree: TreeConfig) -> list[TreeConfig]:
+    """The trees that end after its first forward, its second, ..."""
+    parallel = tree.parallel or 1
+    depths = [parallel + forwards for forwards in range(tree.forwards)]
+    return [replace(tree, depth=depth, nodes=depth + 1) for depth in depths]
+
+
+@dataclass
+class _State:
+    """Of one sequence."""
+
+    draft: Any
+    beside: dict[str, Any]
+    waiting: list[Tensor]  # the target's states of rounds that did without the draft: its next forward takes them in
+
+
 class _Whole:
     """Forwards that take the state of all sources, for a draft that knows its own."""
 
@@ -132,15 +154,17 @@ class Sources:
         beside: dict[str, Source],
         calibration: Calibration | None = None,
         agreement: Agreement = "either",
+        worth: Worth | None = None,
     ):
-        self.draft, self.beside, self.agreement = draft, beside, agreement
+        """`worth`: each round has the nodes and the draft forwards that pay; without it, all that the tree says."""
+        self.draft, self.beside, self.agreement, self._worth = draft, beside, agreement, worth
         self._calibration = calibration or Calibration()
         self.name = " + ".join([draft.name, *beside])
         self.config, self.stepwise = SettledTogether(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
 
-    def calibrated(self, calibration: Calibration) -> "Sources":
-        return Sources(self.draft, self.beside, calibration, self.agreement)
+    def tuned(self, calibration: Calibration, worth: Worth | None = None) -> "Sources":
+        return Sources(self.draft, self.beside, calibration, self.agreement, worth)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -150,34 +174,50 @@ class Sources:
     def needs(self) -> Needs:
         return self.draft.needs
 
-    def open(self) -> Any:
-        return self.draft.open(), {name: source.open() for name, source in self.beside.items()}
+    def open(self) -> _State:
+        return _State(self.draft.open(), {name: source.open() for name, source in self.beside.items()}, [])
 
-    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
-        return self.draft.start(state[0], seen, wanted, places)
+    def start(self, state: _State, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        return self.draft.start(state.draft, seen, wanted, places)
 
-    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
-        return self.draft.step(state[0], frontier, wanted)
+    def step(self, state: _State, frontier: Frontier, wanted: Wanted) -> Answer:
+        return self.draft.step(state.draft, frontier, wanted)
 
     def propose(
-        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self, state: _State, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
     ) -> Tree:
-        drafted = self.draft.pool(state[0], seen, tree, POOL, _Whole(forwards, state) if forwards else None)
-        temperature = draws.processing.temperature if draws else 0.0
-        found = self.merged(drafted, self.copied(state, seen), tree, temperature)
-        return found.tree(seen.tokens[-1], tree.nodes, seen.states_TSD.device)
+        temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
+        grows, copied = _Whole(forwards, state) if forwards else None, self.copied(state, seen)
+        if self._worth is None:
+            drafted = self.draft.pool(state.draft, seen, tree, POOL, grows)
+            return self.merged(drafted, copied, tree, temperature).tree(seen.tokens[-1], tree.nodes, device)
+        state.waiting.append(seen.states_TSD)
+        found = self.merged(Pool([], [], []), copied, tree, temperature)
+        nodes, value = self._worth.size(found.sorted())
+        pools: Iterator[Pool] = iter(())
+        for number, stage in enumerate(stages_of(tree)):
+            if not self._worth.pays(number, value):
+                break
+            if number == 0:  # the first forward takes in all that waited for it
+                whole = Verified(seen.tokens, torch.cat(state.waiting))
+                pools = self.draft.stages(state.draft, whole, tree, POOL, grows)
+                state.waiting.clear()
+            found = self.merged(next(pools), copied, stage, temperature)
+            nodes, value = self._worth.size(found.sorted())
+        return found.tree(seen.tokens[-1], nodes, device)
 
-    def copied(self, state: Any, seen: Verified) -> dict[str, Pool]:
+    def copied(self, state: _State, seen: Verified) -> dict[str, Pool]:
         """What those beside the draft propose."""
-        return {name: one.pool(state[1][name], seen, COPIED, COPIED.nodes - 1) for name, one in self.beside.items()}
+        count = COPIED.nodes - 1
+        return {name: one.pool(state.beside[name], seen, COPIED, count) for name, one in self.beside.items()}
 
     def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
-        found = [(drafted, self._worth("draft", self.draft, drafted, tree, temperature))]
+        found = [(drafted, self._chances("draft", self.draft, drafted, tree, temperature))]
         for name, pool in copied.items():
-            found.append((pool, self._worth(name, self.beside[name], pool, COPIED, temperature)))
+            found.append((pool, self._chances(name, self.beside[name], pool, COPIED, temperature)))
         return merge(found, self.agreement)
 
-    def _worth(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
+    def _chances(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
         chance = self._calibration.of(name, temperature, tree, source.chance)
         return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
 

@@ -8,6 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
-from pipeline.decoding.grow import best_pool, grow
+from pipeline.decoding.grow import best_pool, grow, stages
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.layers import initialise
 from pipeline.drafts.losses import OwnHead, Prediction, Teacher, Term, chunk_rows, renormalised, term_sums
@@ -153,6 +154,11 @@ class TrainedDraft(nn.Module):
 
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         return best_pool(self, state, seen, tree, count, forwards or self)
+
+    def stages(
+        self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
+    ) -> Iterator[Pool]:
+        return stages(self, state, seen, tree, count, forwards or self)
 
     def chance(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""

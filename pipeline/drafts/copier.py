@@ -5,6 +5,7 @@ propose what followed them; occurrences that go on alike share their nodes. (Sax
 `prompt_lookup_num_tokens`, take the first occurrence of the longest suffix alone.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -92,6 +93,11 @@ class Copier:
             if len(found.tokens) == count:
                 break
         return found
+
+    def stages(
+        self, state: SuffixIndex, seen: Verified, tree: TreeConfig, count: int, forwards: Any = None
+    ) -> Iterator[Pool]:
+        yield self.pool(state, seen, tree, count)
 
     def chance(self, depth: int, score: float) -> float:
         first = FIRST[min(int(score), len(FIRST)) - 1] if score > 0 else OTHER

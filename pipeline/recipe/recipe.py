@@ -128,8 +128,11 @@ class Recipe(Section):
                     f"eval.methods.{name}.beside={other!r}: expected drafts of the recipe that read nothing but the "
                     "text, each once: add a section [draft.copier] with kind = 'copier'"
                 )
-        if method.beside and not self.draft[draft].trained:
-            raise ValueError(f"eval.methods.{name}.draft={draft!r} is not trained: nothing can stand beside it")
+        if method.together and not self.draft[draft].trained:
+            raise ValueError(
+                f"eval.methods.{name}.draft={draft!r} is not trained: nothing stands beside it, and its rounds are not "
+                "sized"
+            )
         try:
             self._settled(method, draft)
         except ValueError as error:
@@ -137,7 +140,7 @@ class Recipe(Section):
 
     def _settled(self, method: MethodConfig, draft: str) -> TreeConfig:
         config: Settled = self.draft[draft]
-        return (SettledTogether(config) if method.beside else config).settle(method.tree or self.eval.tree)
+        return (SettledTogether(config) if method.together else config).settle(method.tree or self.eval.tree)
 
     def tree(self, method: str) -> TreeConfig:
         """A method's tree, settled by its draft."""
@@ -155,8 +158,8 @@ class Recipe(Section):
 
     @property
     def tunable(self) -> list[str]:
-        """The methods that eval/tune.py chooses a tree for: every draft, and those with others beside them."""
-        return sorted([*self.draft, *(name for name, method in self.eval.methods.items() if method.beside)])
+        """The methods that eval/tune.py chooses a tree for: every draft, those with others beside them, sized ones."""
+        return sorted([*self.draft, *(name for name, method in self.eval.methods.items() if method.together)])
 
     @property
     def methods(self) -> dict[str, str]:

@@ -60,15 +60,15 @@ def test_a_curve_rises_and_is_near_what_was_counted():
     drawn = np.random.default_rng(0)
     scores = drawn.random(4000)
     found = curve(scores, drawn.random(4000) < scores**2)
-    assert all(a <= b for a, b in zip(found.chances, found.chances[1:], strict=False))
+    assert all(a <= b for a, b in zip(found.y, found.y[1:], strict=False))
     assert found(0.2) == pytest.approx(0.04, abs=0.05) and found(0.9) == pytest.approx(0.81, abs=0.08)
 
 
 def test_few_candidates_make_no_curve_and_a_bin_is_never_smaller():
     assert curve(np.arange(LEAST - 1.0), np.ones(LEAST - 1, dtype=bool)) is None
-    assert len(curve(np.arange(LEAST + 10.0), np.ones(LEAST + 10, dtype=bool)).scores) == 1
+    assert len(curve(np.arange(LEAST + 10.0), np.ones(LEAST + 10, dtype=bool)).x) == 1
     whole = curve(np.repeat([1.0, 2.0, 3.0], [LEAST, 5, LEAST]), np.zeros(2 * LEAST + 5, dtype=bool))
-    assert whole.scores[0] == 1.0 and len(whole.scores) == 2
+    assert whole.x[0] == 1.0 and len(whole.x) == 2
 
 
 def answers(honest=True):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.tune import predict
+from eval.tuning.choose import predict
 from eval.tuning.costs import Costs
 from pipeline.decoding.replay import ABSENT, walk
 from pipeline.drafts.jakiro import JakiroConfig

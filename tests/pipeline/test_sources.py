@@ -127,8 +127,8 @@ def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
 CALIBRATION = Calibration(
     curves={
         0.0: {
-            "draft": {"1": Curve(scores=[-3.0, 0.0], chances=[0.0, 0.5]), "2": Curve(scores=[-4.0], chances=[0.1])},
-            "copier": {"1": Curve(scores=[1.0, 8.0], chances=[0.3, 0.9])},
+            "draft": {"1": Curve(x=[-3.0, 0.0], y=[0.0, 0.5]), "2": Curve(x=[-4.0], y=[0.1])},
+            "copier": {"1": Curve(x=[1.0, 8.0], y=[0.3, 0.9])},
         }
     }
 )
@@ -164,17 +164,17 @@ def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
 
 
 def test_a_curve_is_linear_between_its_points_and_flat_beyond():
-    curve = Curve(scores=[-2.0, -1.0, 0.0], chances=[0.1, 0.2, 0.8])
+    curve = Curve(x=[-2.0, -1.0, 0.0], y=[0.1, 0.2, 0.8])
     assert [curve(score) for score in (-9, -2, -1.5, -0.5, 0, 3)] == pytest.approx([0.1, 0.1, 0.15, 0.5, 0.8, 0.8])
 
 
 @pytest.mark.parametrize(
-    "scores, chances",
+    "x, y",
     [([], []), ([1.0], []), ([1.0, 1.0], [0.1, 0.2]), ([1.0, 2.0], [0.2, 0.1]), ([1.0], [1.5]), ([1.0], [-0.1])],
 )
-def test_curves_that_make_no_sense_are_refused(scores, chances):
-    with pytest.raises(ValueError, match="chances="):
-        Curve(scores=scores, chances=chances)
+def test_curves_that_make_no_sense_are_refused(x, y):
+    with pytest.raises(ValueError, match="y="):
+        Curve(x=x, y=y)
 
 
 def test_levels_say_how_far_a_forward_looked_ahead():

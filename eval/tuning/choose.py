@@ -1,0 +1,206 @@
+"""Chooses one method's tree from what its parts cost and what its candidates count, and measures it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from eval.measure.harness import PLAIN, Harness, Unit, pooled
+from eval.measure.units import methods_of, tuned_for
+from eval.tuning.calibrate import Answer, Bin, fit, reliability
+from eval.tuning.costs import Costs
+from eval.tuning.pace import Paced, paced
+from pipeline.artifacts.provenance import provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding import replay
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.calibration import Calibration
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method, Settled
+from pipeline.decoding.sources import Sources
+from pipeline.recipe.recipe import Recipe
+
+Told = Callable[[str], None]  # hears what was found, line by line
+TOP_K = (1, 2, 3, 4, 6, 8, 10)
+PACED_K = (3, 6, 10)  # of rounds of the size that pays
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a tree is expected to do."""
+
+    depth: int
+    top_k: int
+    nodes: int
+    parallel: int
+    tau: float
+    speedup: float  # over plain decoding
+
+
+def predict(
+    counters: list[replay.Counter], costs: Costs, settled: Settled, depth: int, sizes: list[int], candidates: str
+) -> list[Prediction]:
+    """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is
+    measured.
+    """
+    out = []
+    for tree in shapes(settled, depth, candidates):
+        for nodes in [n for n in sizes if tree.depth < n <= settled.most(tree)]:
+            sized, counts = replace(tree, nodes=nodes), Acceptance()
+            for counted in counters:
+                counts.merge(counted(sized))
+            seconds = costs.round(tree.depth, tree.top_k, nodes, sized.parallel) / counts.tau
+            shape = (tree.depth, tree.top_k, nodes, sized.parallel)
+            out.append(Prediction(*shape, counts.tau, costs.plain / seconds))
+    return sorted(out, key=lambda one: -one.speedup)
+
+
+def shapes(settled: Settled, depth: int, candidates: str) -> Iterator[TreeConfig]:
+    """All that are considered, but for the number of nodes: that is the least here."""
+    for top_k in TOP_K:
+        for levels in range(1, depth + 1):
+            for parallel in sorted(settled.parallels(levels)):
+                yield TreeConfig(depth=levels, top_k=top_k, nodes=levels + 1, parallel=parallel, candidates=candidates)
+
+
+def largest(method: Method, depth: int) -> TreeConfig:
+    """The largest tree that is considered of its draft."""
+    most = max(method.draft.config.parallels(depth))
+    return replay.largest_tree(depth, max(TOP_K), method.tree.candidates, most)
+
+
+def tree_of(given: TreeConfig, best: Prediction) -> TreeConfig:
+    shape = {key: value for key, value in asdict(best).items() if key in ("depth", "top_k", "nodes", "parallel")}
+    return TreeConfig(**shape, candidates=given.candidates)
+
+
+@dataclass
+class Replays:
+    """What one method's trees count along the answers; of several sources also what each proposes there."""
+
+    counters: list[replay.Counter]
+    answers: list[Answer]
+
+
+def calibrate(
+    name: str, sources: Sources, found: Replays, depth: int, candidates: str
+) -> tuple[Calibration, list[Bin]]:
+    """What the sources' scores are worth; puts the method's counters in place."""
+    trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
+    trees.sort(key=lambda tree: (tree.parallel, -tree.depth))  # a level that several have is counted in the deepest
+    calibration = fit(found.answers, trees)
+    chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
+    bins = reliability(found.answers, trees, chances.__getitem__)
+    fitted = sources.tuned(calibration)
+    found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
+    if bins:
+        worst = max(bins, key=lambda one: abs(one.predicted - one.counted))
+        off = sum(one.nodes * abs(one.predicted - one.counted) for one in bins) / sum(one.nodes for one in bins)
+        told(
+            f"{name}: chances on other prompts are off by {100 * off:.1f} points on average and by at most "
+            f"{100 * abs(worst.predicted - worst.counted):.1f} ({worst.source}, T = {worst.temperature:g}: predicted "
+            f"{worst.predicted:.2f}, counted {worst.counted:.2f} of {worst.nodes} candidates)"
+        )
+    return calibration, bins
+
+
+def best_paced(draft: Sources, found: Replays, costs: Costs, depth: int, candidates: str) -> Paced:
+    """The rule along the deepest tree of each width, as far as it pays."""
+    settled, most = draft.config, max(costs.sizes)
+    deep = [tree for tree in shapes(settled, depth, candidates) if tree.depth == depth and tree.top_k in PACED_K]
+    trees = [replace(tree, nodes=max(tree.nodes, min(most, settled.most(tree)))) for tree in deep]
+    return paced(found.answers, draft, trees, costs)
+
+
+def measure(
+    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[Unit]
+) -> dict[str, dict[str, float | None]]:
+    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
+    PipelineError where the losslessness gate fails.
+    """
+    trial = Harness(recipe, harness.target, methods)
+    records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
+    if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
+        raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
+    out = {}
+    for name in (PLAIN, *methods):
+        mine = [record.generation for record in records if record.method == name]
+        counts = Acceptance()
+        for one in mine:
+            counts.merge(one.acceptance)
+        seconds, tokens = sum(one.seconds for one in mine), sum(len(one.tokens) - 1 for one in mine)
+        out[name] = {
+            "ms_per_token": round(1e3 * seconds / tokens, 3),
+            "tau": round(counts.tau, 4) if counts.passes else None,
+        }
+    for one in out.values():
+        one["speedup"] = round(out[PLAIN]["ms_per_token"] / one["ms_per_token"], 4)
+    return out
+
+
+def tune(
+    recipe: Recipe,
+    harness: Harness,
+    name: str,
+    units: list[Unit],
+    found: Replays,
+    costs: Costs,
+    depth: int,
+    told: Told,
+) -> dict:
+    """Chooses, measures and describes one method's tree."""
+    given = harness.methods[name]
+    draft, candidates, calibration, bins, sized = given.draft, given.tree.candidates, None, [], None
+    if isinstance(draft, Sources):
+        calibration, bins = calibrate(name, draft, found, depth, candidates, told)
+        draft = draft.tuned(calibration)
+    told(costs.said())
+    ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
+    told("fastest trees by prediction:")
+    for one in ranked[:5]:
+        told(
+            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
+            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
+        )
+    best, tree = ranked[0], tree_of(given.tree, ranked[0])
+    methods = {"tuned": Method(draft, tree), "given": given}
+    if calibration is not None and recipe.method(name).sized:
+        sized = best_paced(draft, found, costs, depth, candidates)
+        methods["sized"] = Method(draft.tuned(calibration, sized.worth), sized.tree)
+    took = measure(recipe, harness, methods, units)
+    plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
+    predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
+    ratio = predicted / tuned["ms_per_token"]
+    told(
+        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at "
+        f"{tuned['tau']:.2f} ({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the "
+        f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
+    )
+    out = {
+        "tree": tree.to_json(),
+        "calibration": None if calibration is None else calibration.to_json(),
+        "reliability": [asdict(one) for one in bins],
+        "worth": None,
+        "sized": None,
+        "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
+        "measured": tuned,
+        "recipes_tree": givens,
+        "plain_ms_per_token": plainly["ms_per_token"],
+        "predicted_over_measured": round(ratio, 4),
+        "for": tuned_for(recipe, methods_of(recipe)[name]),
+        "temperatures": recipe.eval.temperatures,
+        "prompts": len({unit.prompt for unit in units}),
+        "hardware": provenance(recipe)["hardware"],
+        "costs": asdict(costs),
+    }
+    return out if sized is None else out | faster(name, sized, took["sized"], tuned, told)
+
+
+def faster(name: str, sized: Paced, took: dict, fixed: dict, told: Told) -> dict:
+    """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster."""
+    kept = took["speedup"] > fixed["speedup"]
+    told(
+        f"{name}, rounds of the size that pays ({sized.forwards:.1f} draft forwards, {sized.nodes:.1f} nodes a round): "
+        f"predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured {took['speedup']:.2f}x at {took['tau']:.2f}; "
+        f"the fixed tree {fixed['speedup']:.2f}x: {'kept' if kept else 'not kept'}"
+    )
+    found = {"sized": took | {"predicted": {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}}}
+    return found | ({"tree": sized.tree.to_json(), "worth": sized.worth.to_json(), "measured": took} if kept else {})

@@ -1,0 +1,123 @@
+"""Rounds of the size that pays: the rule by hand, and that what is counted of it is what decoding does."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eval.tuning.calibrate import Answer
+from eval.tuning.costs import Costs
+from eval.tuning.pace import _walk, fixed_point, gain, paced, places
+from pipeline.decoding import replay
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.calibration import Calibration, Line
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.sources import Sources
+from pipeline.decoding.worth import Worth
+from pipeline.drafts import make
+from pipeline.drafts.copier import CopierConfig
+from pipeline.drafts.layers import shapes_of
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
+
+FLAT = Line(x=[0.0], y=[0.5])
+RULE = Worth(token=2.0, verify={1: 10.0, 2: 10.2, 3: 10.4, 5: 12.0}, forwards=[0.5, 1.5], gains=[FLAT, FLAT])
+
+
+def test_a_node_is_verified_where_its_chance_is_worth_more_than_it_costs():
+    assert [RULE.price(nodes) for nodes in (1, 2, 3, 5)] == pytest.approx([0, 0.1, 0.2, 1.0])
+    assert RULE.size([]) == (1, 0.0)
+    assert RULE.size([0.05, 0.01]) == (1, 0.0)
+    assert RULE.size([0.6, 0.05]) == (2, pytest.approx(0.5))
+    assert RULE.size([0.6, 0.3, 0.3, 0.3]) == (3, pytest.approx(0.7))
+    assert RULE.size([0.9, 0.9, 0.9, 0.9]) == (5, pytest.approx(2.6))
+    assert RULE.size([0.9, 0.9, 0.9]) == (5, pytest.approx(1.7))  # a size that is not quite filled
+
+
+def test_a_forward_is_made_where_what_it_adds_is_worth_more_than_it_costs():
+    assert RULE.pays(0, 0.0) and not RULE.pays(1, 0.0) and not RULE.pays(2, 0.0)
+    falling = replace(RULE, gains=[Line(x=[0.0, 2.0], y=[1.0, 0.0]), FLAT])
+    assert falling.pays(0, 1.0) and not falling.pays(0, 1.6)
+
+
+@pytest.mark.parametrize("wrong", [{"verify": {2: 1.0}}, {"gains": [FLAT]}, {"token": 0.0}])
+def test_rules_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match="worth needs"):
+        replace(RULE, **wrong)
+
+
+def test_a_rule_survives_json():
+    import json
+
+    assert Worth.from_json(json.loads(json.dumps(RULE.to_json()))) == RULE
+
+
+def test_gains_are_counted_by_what_the_round_is_worth_without_them():
+    without = np.concatenate([np.zeros(100), np.ones(100)])
+    found = gain([np.stack([without, without + np.where(without > 0, 0.1, 0.7)])], 0)
+    assert found(0.0) == pytest.approx(0.7) and found(1.0) == pytest.approx(0.1)
+
+
+# -- against decoding ------------------------------------------------------------------------------------------------
+
+TREE = TreeConfig(depth=3, top_k=3, nodes=9, parallel=1)
+SIZES = (1, 2, 3, 4, 6, 8, 12)
+
+
+@pytest.fixture(scope="module")
+def drafts(loaded_target, ends):
+    prompt = prompt_of(3, 20) * 2
+    text = prompt, greedy(loaded_target, prompt, 24)
+    return {name: taught(loaded_target, ends, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
+
+
+def costs_of(step, per_node=0.02):
+    verify = {size: 1.0 + per_node * size for size in SIZES}
+    return Costs(1.0, verify, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), step, 0.01)
+
+
+def along(target, sources, temperature=0.0):
+    prompt, out, most = prompt_of(3, 20) * 2, [], max(sources.config.parallels(3))
+    for seed in range(1 if temperature == 0 else 3):
+        sampling = Sampling(40, NEVER, temperature=temperature, seed=seed)
+        tokens = prompt + plain(target, prompt, sampling).tokens
+        walk = replay.collect(
+            sources.draft, target.states(tokens), tokens, len(prompt), replay.largest_tree(3, 3, "plain", most)
+        )
+        out.append((Answer(replay.Together(sources, walk, tokens, len(prompt)), temperature, seed), prompt, sampling))
+    return out
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("eagle", 1), ("jakiro", 1), ("jakiro", 2)])
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("step", [0.02, 0.2, 3.0])
+def test_what_is_counted_is_what_decoding_does(loaded_target, drafts, name, parallel, beside, temperature, step):
+    """Also where a round does without the draft, and its next forward has more states to take in."""
+    others = {"copier": make(CopierConfig(), shapes_of(loaded_target.config))} if beside else {}
+    alone, tree = Sources(drafts[name], others), replace(TREE, parallel=parallel)
+    found, costs = along(loaded_target, alone, temperature), costs_of(step)
+    known = [places(answer, alone, tree, list(SIZES)) for answer, _, _ in found]
+    worth, _, _, _, _ = fixed_point(known, tree, costs, list(SIZES), costs.plain / 1.2)
+    ruled = Sources(drafts[name], others, worth=worth)
+    made = 0
+    for one, (_, prompt, sampling) in zip(known, found, strict=True):
+        price_S = np.array([worth.price(size) for size in SIZES])
+        counts = Acceptance()
+        _, forwards, nodes = _walk(one, (one.chances_KAS - price_S).max(-1), worth, costs, counts, (0.0, 0, 0))
+        trees = []
+        got = speculative(loaded_target, Method(ruled, tree), prompt, sampling, lambda *seen: trees.append(seen[1]))  # noqa: B023
+        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+        assert (got.acceptance, got.draft_forwards) == (counts, forwards)
+        assert sum(len(one.tokens) for one in trees) <= nodes
+        made += forwards
+    assert made == 0 if step == 3.0 else made > 0 or step == 0.2
+
+
+def test_the_rule_is_no_slower_than_any_of_the_trees_that_it_stops_along(loaded_target, drafts):
+    """At the same costs and chances that are right: counted ones."""
+    sources = Sources(drafts["eagle"], {})
+    answers = [answer for answer, _, _ in along(loaded_target, sources)]
+    found = paced(answers, sources.tuned(Calibration()), [TREE, replace(TREE, top_k=1, nodes=4)], costs_of(0.05))
+    assert found.speedup > 1 and found.tau > 1 and found.worth.token == pytest.approx(1 / found.speedup, rel=1e-3)
