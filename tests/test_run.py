@@ -442,7 +442,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
 def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied
-    both = 'eval.methods.both={draft="jakiro", beside=["copier"]}'
+    both = 'eval.methods.both={draft="jakiro", beside=["copier"], sized=true}'
     sets = [f"output={run}", 'draft.copier={kind="copier"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
@@ -450,6 +450,9 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["both"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     kept = json.loads((run / "eval/tuned.json").read_text())["both"]
+    assert figures["sized"]["predicted"]["tau"] == pytest.approx(figures["sized"]["tau"], abs=1e-4)
+    assert (kept["worth"] is None) == ("fixed" not in figures)
+    assert figures["predicted"]["tau"] == pytest.approx(figures["measured"]["tau"], abs=1e-4)
     assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
 
     call(evaluate, str(recipe), *flags)

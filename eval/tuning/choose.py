@@ -81,7 +81,7 @@ class Replays:
 
 
 def calibrate(
-    name: str, sources: Sources, found: Replays, depth: int, candidates: str
+    name: str, sources: Sources, found: Replays, depth: int, candidates: str, told: Told
 ) -> tuple[Calibration, list[Bin]]:
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
@@ -202,5 +202,9 @@ def faster(name: str, sized: Paced, took: dict, fixed: dict, told: Told) -> dict
         f"predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured {took['speedup']:.2f}x at {took['tau']:.2f}; "
         f"the fixed tree {fixed['speedup']:.2f}x: {'kept' if kept else 'not kept'}"
     )
-    found = {"sized": took | {"predicted": {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}}}
-    return found | ({"tree": sized.tree.to_json(), "worth": sized.worth.to_json(), "measured": took} if kept else {})
+    predicted = {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}
+    found = {"sized": took | {"predicted": predicted}}
+    if not kept:
+        return found
+    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json()}
+    return found | rule | {"predicted": predicted, "measured": took, "fixed": fixed}
