@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -29,10 +29,10 @@ from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import HELDOUT, load_prompts
 from eval.measure.units import make_harness, methods_of, read_tuned
 from eval.tuning.calibrate import Answer, Bin, draw
-from eval.tuning.choose import Replays, largest, tune
-from eval.tuning.costs import measure_costs
+from eval.tuning.choose import Replays, choose, largest, tune
+from eval.tuning.costs import Costs, measure_costs
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_sealed
+from pipeline.basics.files import read_json, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
 from pipeline.decoding.sources import Sources
@@ -105,10 +105,28 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
     return out
 
 
+def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: argparse.Namespace) -> dict:
+    """What would be chosen on a machine with other costs, and how fast that is expected to be."""
+    try:
+        costs = Costs.from_json(read_json(arguments.costs))
+    except ValueError as error:
+        raise PipelineError(f"{arguments.costs} is no table of costs: {error}") from None
+    costs = replace(costs, verify={n: s for n, s in costs.verify.items() if n <= arguments.max_nodes})
+    out = {}
+    for name, replays in replayed(harness, texts, arguments.depth).items():
+        chosen = choose(name, harness.methods[name], replays, costs, arguments.depth, recipe.method(name).sized, print)
+        out[name] = {"fixed": asdict(chosen.best)}
+        if chosen.sized is not None:
+            keys = ("tau", "speedup", "forwards", "nodes")
+            out[name]["sized"] = {key: round(getattr(chosen.sized, key), 4) for key in keys}
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
     parser.add_argument("--method", help="only this one: a draft of the recipe, or a method with others beside it")
+    parser.add_argument("--costs", type=Path, help="predict with these instead (JSON); nothing is measured or written")
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
     parser.add_argument("--max-nodes", type=int, default=64, help="largest tree that is considered")
@@ -121,11 +139,13 @@ def main() -> None:
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
-    path = recipe.tuned_file
-    known = read_tuned(recipe)
-    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     own = {name: method for name, method in methods_of(recipe).items() if name in names}
     harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
+    if arguments.costs:
+        print(json.dumps(elsewhere(recipe, harness, answered(harness, units), arguments)))
+        return
+    path, known = recipe.tuned_file, read_tuned(recipe)
+    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     texts, found = answered(harness, units), {}
     context = int(np.median([len(text.prompt) for text in texts]))
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]

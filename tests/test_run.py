@@ -474,6 +474,13 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
         methods_of(load_recipe(recipe, [*sets, 'eval.methods.both.agreement="max"']))
 
 
+def test_costs_that_are_none_are_refused(copied, tmp_path):
+    recipe, run = copied
+    (tmp_path / "costs.json").write_text('{"plain": 1.0, "verify": {"1": 1.0}}')
+    with pytest.raises(PipelineError, match="is no table of costs"):
+        call(tune, str(recipe), "--set", f"output={run}", "--prompts", "1", "--costs", str(tmp_path / "costs.json"))
+
+
 @pytest.mark.parametrize(
     ("beside", "said"),
     [

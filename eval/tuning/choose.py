@@ -14,7 +14,7 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Settled
+from pipeline.decoding.contract import Draft, Method, Settled
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.recipe import Recipe
 
@@ -136,6 +136,40 @@ def measure(
     return out
 
 
+@dataclass
+class Choice:
+    """What is expected to be fastest."""
+
+    draft: Draft  # the method's, with its chances counted
+    tree: TreeConfig
+    best: Prediction
+    calibration: Calibration | None
+    bins: list[Bin]
+    sized: Paced | None
+
+
+def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: bool, told: Told) -> Choice:
+    """`sized`: rounds of the size that pays are looked at, too."""
+    draft, candidates, calibration, bins, rule = given.draft, given.tree.candidates, None, [], None
+    if isinstance(draft, Sources):
+        calibration, bins = calibrate(name, draft, found, depth, candidates, told)
+        draft = draft.tuned(calibration)
+    ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
+    told(f"{name}, fastest trees by prediction:")
+    for one in ranked[:5]:
+        told(
+            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
+            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
+        )
+    if sized and isinstance(draft, Sources):
+        rule = best_paced(draft, found, costs, depth, candidates)
+        told(
+            f"  rounds of the size that pays ({rule.forwards:.1f} draft forwards, {rule.nodes:.1f} nodes a round): tau "
+            f"{rule.tau:.2f}, {rule.speedup:.2f}x"
+        )
+    return Choice(draft, tree_of(given.tree, ranked[0]), ranked[0], calibration, bins, rule)
+
+
 def tune(
     recipe: Recipe,
     harness: Harness,
@@ -148,25 +182,14 @@ def tune(
 ) -> dict:
     """Chooses, measures and describes one method's tree."""
     given = harness.methods[name]
-    draft, candidates, calibration, bins, sized = given.draft, given.tree.candidates, None, [], None
-    if isinstance(draft, Sources):
-        calibration, bins = calibrate(name, draft, found, depth, candidates, told)
-        draft = draft.tuned(calibration)
     told(costs.said())
-    ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
-    told("fastest trees by prediction:")
-    for one in ranked[:5]:
-        told(
-            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
-            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
-        )
-    best, tree = ranked[0], tree_of(given.tree, ranked[0])
-    methods = {"tuned": Method(draft, tree), "given": given}
-    if calibration is not None and recipe.method(name).sized:
-        sized = best_paced(draft, found, costs, depth, candidates)
-        methods["sized"] = Method(draft.tuned(calibration, sized.worth), sized.tree)
+    chosen = choose(name, given, found, costs, depth, recipe.method(name).sized, told)
+    methods = {"tuned": Method(chosen.draft, chosen.tree), "given": given}
+    if chosen.sized is not None and isinstance(given.draft, Sources) and chosen.calibration is not None:
+        methods["sized"] = Method(given.draft.tuned(chosen.calibration, chosen.sized.worth), chosen.sized.tree)
     took = measure(recipe, harness, methods, units)
     plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
+    best = chosen.best
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]
     told(
@@ -175,9 +198,9 @@ def tune(
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
     )
     out = {
-        "tree": tree.to_json(),
-        "calibration": None if calibration is None else calibration.to_json(),
-        "reliability": [asdict(one) for one in bins],
+        "tree": chosen.tree.to_json(),
+        "calibration": None if chosen.calibration is None else chosen.calibration.to_json(),
+        "reliability": [asdict(one) for one in chosen.bins],
         "worth": None,
         "sized": None,
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
@@ -191,16 +214,16 @@ def tune(
         "hardware": provenance(recipe)["hardware"],
         "costs": asdict(costs),
     }
-    return out if sized is None else out | faster(name, sized, took["sized"], tuned, told)
+    return out if chosen.sized is None else out | faster(name, chosen.sized, took["sized"], tuned, told)
 
 
 def faster(name: str, sized: Paced, took: dict, fixed: dict, told: Told) -> dict:
     """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster."""
     kept = took["speedup"] > fixed["speedup"]
     told(
-        f"{name}, rounds of the size that pays ({sized.forwards:.1f} draft forwards, {sized.nodes:.1f} nodes a round): "
-        f"predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured {took['speedup']:.2f}x at {took['tau']:.2f}; "
-        f"the fixed tree {fixed['speedup']:.2f}x: {'kept' if kept else 'not kept'}"
+        f"{name}, rounds of the size that pays: predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured "
+        f"{took['speedup']:.2f}x at {took['tau']:.2f}; the fixed tree {fixed['speedup']:.2f}x: "
+        f"{'kept' if kept else 'not kept'}"
     )
     predicted = {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}
     found = {"sized": took | {"predicted": predicted}}

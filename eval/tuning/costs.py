@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 
 from pipeline.decoding.contract import Answer, Frontier, Method, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
@@ -28,6 +29,15 @@ class Costs:
     step: dict[int, float]  # by nodes forwarded
     start: float  # a round's first draft forward
     rest: float  # of a round, beside draft and verification
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Self:
+        """Raises ValueError for what is not such a table."""
+        found = TypeAdapter(cls).validate_python(raw)
+        numbers = [found.plain, found.start, found.rest, *found.verify.values(), *found.step.values()]
+        if 1 not in found.verify or len(found.verify) < 2 or min(numbers) < 0 or set(WIDTHS) - set(found.step):
+            raise ValueError(f"expected seconds of verifying 1 and more tokens, and of steps of {WIDTHS} nodes")
+        return found
 
     @property
     def sizes(self) -> list[int]:
