@@ -19,7 +19,7 @@ from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.contract import Draft, Method, States
-from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
 from pipeline.recipe.recipe import PLAIN, Recipe
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import Target, fixed_capacity
@@ -79,6 +79,7 @@ class Harness:
         """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._exact_split, self._warm = exact_split, set()
+        self._prefilled: Prefilled | None = None
         self._histories: dict[Prompt, list[list[int]] | None] = {}
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
@@ -130,9 +131,24 @@ class Harness:
         return self.target.states(tokens, [layer for draft in drafts for layer in draft.needs.auxiliary])
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
+        begun = self._begun(ids)
         if method == PLAIN:
-            return plain(self.target, ids, sampling)
-        return speculative(self.target, self.methods[method], ids, sampling, exact_split=self._exact_split)
+            return plain(self.target, ids, sampling, begun)
+        return speculative(
+            self.target, self.methods[method], ids, sampling, exact_split=self._exact_split, prefilled=begun
+        )
+
+    def _begun(self, ids: list[int]) -> Prefilled | None:
+        """The prompt's own forward, made once for the answers of all methods; a compiled target's cache has each
+        method's own shape.
+        """
+        if self.target.compiled:
+            return None
+        if self._prefilled is None or self._prefilled.prompt != ids:
+            wanted = {layer for method in self.methods.values() for layer in method.draft.needs.auxiliary}
+            room = self._config.max_new_tokens + max(method.room(False) for method in self.methods.values())
+            self._prefilled = prefill(self.target, ids, room, tuple(sorted(wanted)))
+        return self._prefilled
 
     def _warm_up(self, ids: list[int], told: Callable[[], None]) -> None:
         """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for

@@ -118,6 +118,9 @@ class Settled(Protocol):
     def most(self, tree: TreeConfig) -> int:
         """Nodes, the root included, that such a tree has candidates for; its own number apart."""
 
+    def reach(self, tree: TreeConfig) -> int:
+        """The deepest level that its trees of these settings can have."""
+
     def parallels(self, depth: int) -> list[int]:
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
 
@@ -149,9 +152,6 @@ class Draft(Forwards, Protocol):
 
         `forwards` are the draft's own, timed. Raises PipelineError where logits are not finite.
         """
-
-    def reach(self, tree: TreeConfig) -> int:
-        """The deepest level that its trees of these settings can have."""
 
 
 class Source(Draft, Protocol):
@@ -217,5 +217,5 @@ class Method:
         """Positions behind the last token of an answer that its last round may need; a compiled target writes all of a
         tree's rows.
         """
-        deepest = self.draft.reach(self.tree)
+        deepest = self.draft.config.reach(self.tree)
         return max(self.tree.nodes, deepest + 1) if compiled else deepest

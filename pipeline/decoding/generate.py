@@ -144,16 +144,34 @@ class _Timed:
         self.step: Callable[..., Answer] = partial(watch, "draft", draft.step)
 
 
-def _prefill(
-    target: TargetModel, prompt: list[int], spare: int, layers: tuple[int, ...] = ()
-) -> tuple[Cache, States, Tensor]:
+@dataclass
+class Prefilled:
+    """A prompt's own forward, which all answers to it share; one of them at a time."""
+
+    prompt: list[int]
+    cache: Cache
+    states: States
+    logits_V: Tensor
+
+    def taken(self) -> tuple[Cache, States, Tensor]:
+        """As it was after the prompt: what an answer wrote behind it is dropped."""
+        self.cache.keep(len(self.prompt))
+        return self.cache, self.states, self.logits_V
+
+
+@torch.inference_mode()
+def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int, ...] = ()) -> Prefilled:
+    """`room`: positions behind the prompt that answers may need; `layers`: auxiliary ones that their drafts want.
+
+    Raises PipelineError for a prompt without that room, and for logits that are not finite.
+    """
     limit = target.positions
-    if len(prompt) + spare > limit:
+    if len(prompt) + room > limit:
         raise PipelineError(
-            f"a prompt of {len(prompt)} tokens and up to {spare} more exceed the target's {limit} positions: "
+            f"a prompt of {len(prompt)} tokens and up to {room} more exceed the target's {limit} positions: "
             "shorten the prompt or lower eval.max_new_tokens"
         )
-    cache = target.new_cache(len(prompt) + spare)
+    cache = target.new_cache(len(prompt) + room)
     states = target.forward(torch.tensor(prompt, device=target.device), cache, layers=layers)
     logits_V = target.head(states.final_ND[-1])
     if not logits_V.isfinite().all():
@@ -161,14 +179,14 @@ def _prefill(
             f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use "
             "another dtype"
         )
-    return cache, states, logits_V
+    return Prefilled(prompt, cache, states, logits_V)
 
 
 @torch.inference_mode()
-def plain(target: TargetModel, prompt: list[int], sampling: Sampling) -> Generation:
+def plain(target: TargetModel, prompt: list[int], sampling: Sampling, prefilled: Prefilled | None = None) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
-    cache, _, logits_V = _prefill(target, prompt, sampling.max_new_tokens)
+    cache, _, logits_V = (prefilled or prefill(target, prompt, sampling.max_new_tokens)).taken()
     watch = Stopwatch(target.device, exact=False)
     tokens: list[int] = []
     while True:
@@ -190,14 +208,15 @@ def speculative(
     sampling: Sampling,
     observe: Observer | None = None,
     exact_split: bool = False,
+    prefilled: Prefilled | None = None,
 ) -> Generation:
     """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
     drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
     time.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
-    layers = draft.needs.auxiliary
-    cache, states, logits_V = _prefill(target, prompt, sampling.max_new_tokens + method.room(target.compiled), layers)
+    layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
+    cache, states, logits_V = (prefilled or prefill(target, prompt, room, layers)).taken()
     watch = Stopwatch(target.device, exact_split)
     timed, draws = _Timed(draft, watch) if draft.stepwise else None, Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)

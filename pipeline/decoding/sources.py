@@ -141,6 +141,9 @@ class SettledTogether:
     def most(self, tree: TreeConfig) -> int:
         return self._draft.most(tree) + COPIED.nodes - 1
 
+    def reach(self, tree: TreeConfig) -> int:
+        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1))
+
     def parallels(self, depth: int) -> list[int]:
         return self._draft.parallels(depth)
 
@@ -220,6 +223,3 @@ class Sources:
     def _chances(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
         chance = self._calibration.of(name, temperature, tree, source.chance)
         return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
-
-    def reach(self, tree: TreeConfig) -> int:
-        return max(self.draft.reach(tree), min(CHAIN, tree.nodes - 1))

@@ -55,6 +55,10 @@ class DraftConfig(Settings):
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
         return [1]
 
+    def reach(self, tree: TreeConfig) -> int:
+        """The deepest level that its trees of these settings can have."""
+        return tree.depth
+
     def most(self, tree: TreeConfig) -> int:
         """Nodes, the root included, that such a tree has candidates for."""
         return tree.nodes if tree.paths else 1 + tree.top_k + tree.top_k * tree.top_k * (tree.depth - 1)
@@ -163,9 +167,6 @@ class TrainedDraft(nn.Module):
     def chance(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""
         return math.exp(min(score, 0.0))
-
-    def reach(self, tree: TreeConfig) -> int:
-        return tree.depth
 
     @property
     def token_ids_U(self) -> Tensor | None:

@@ -103,9 +103,6 @@ class Copier:
         first = FIRST[min(int(score), len(FIRST)) - 1] if score > 0 else OTHER
         return first * FURTHER ** (depth - 1)
 
-    def reach(self, tree: TreeConfig) -> int:
-        return tree.depth
-
     def start(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a copier answers no level by itself: ask it to propose")
 

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts.base import TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
@@ -672,3 +672,20 @@ def test_processing_matches_transformers_meaning_of_top_k_and_top_p():
     squared = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]) ** 2
     assert torch.allclose(Sampling(1, NEVER, temperature=0.5).probabilities(logits)[0], squared / squared.sum())
     assert Sampling(1, NEVER, temperature=1.0).probabilities(logits.bfloat16()).dtype == torch.float32
+
+
+def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_target, ends):
+    """One after the other, of methods that want different states of the target, each with its own room."""
+    prompt, sampling = prompt_of(1), Sampling(24, NEVER)
+    methods = [
+        grown(make_draft(loaded_target, ends, VARIANTS[name]), depth=3, top_k=3, nodes=8)
+        for name in ("eagle", "eagle3")
+    ]
+    shared = prefill(loaded_target, prompt, 24 + 8, tuple(methods[1].draft.needs.auxiliary))
+    for _ in range(2):
+        alone, together = plain(loaded_target, prompt, sampling), plain(loaded_target, prompt, sampling, shared)
+        assert alone.tokens == together.tokens
+        for method in methods:
+            alone = speculative(loaded_target, method, prompt, sampling)
+            together = speculative(loaded_target, method, prompt, sampling, prefilled=shared)
+            assert (alone.tokens, alone.acceptance) == (together.tokens, together.acceptance)
