@@ -27,7 +27,7 @@ import numpy as np
 
 from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.units import make_harness, methods_of, read_tuned
+from eval.measure.units import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
 from eval.tuning.choose import Replays, choose, largest, tune
 from eval.tuning.costs import Costs, measure_costs
@@ -108,13 +108,15 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
 def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: argparse.Namespace) -> dict:
     """What would be chosen on a machine with other costs, and how fast that is expected to be."""
     try:
-        costs = Costs.from_json(read_json(arguments.costs))
+        given = Costs.from_json(read_json(arguments.costs), arguments.max_nodes)
     except ValueError as error:
         raise PipelineError(f"{arguments.costs} is no table of costs: {error}") from None
-    costs = replace(costs, verify={n: s for n, s in costs.verify.items() if n <= arguments.max_nodes})
+    idle = replace(given, start=0.0, step=dict.fromkeys(given.step, 0.0))  # of what makes no forwards
     out = {}
     for name, replays in replayed(harness, texts, arguments.depth).items():
-        chosen = choose(name, harness.methods[name], replays, costs, arguments.depth, recipe.method(name).sized, print)
+        method = harness.methods[name]
+        costs = given if method.draft.stepwise else idle
+        chosen = choose(name, method, replays, costs, arguments.depth, recipe.method(name).sized, print)
         out[name] = {"fixed": asdict(chosen.best)}
         if chosen.sized is not None:
             keys = ("tau", "speedup", "forwards", "nodes")
@@ -139,12 +141,14 @@ def main() -> None:
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
-    own = {name: method for name, method in methods_of(recipe).items() if name in names}
+    methods = untuned(recipe)
+    own = {name: methods[name] for name in names}
     harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
     if arguments.costs:
         print(json.dumps(elsewhere(recipe, harness, answered(harness, units), arguments)))
         return
     path, known = recipe.tuned_file, read_tuned(recipe)
+    known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], one)}
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     texts, found = answered(harness, units), {}
     context = int(np.median([len(text.prompt) for text in texts]))

@@ -470,8 +470,24 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
     assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
 
+    for other in ('eval.methods.both.agreement="max"', "eval.temperatures=[0.0]", "eval.top_p=0.9"):
+        with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
+            methods_of(load_recipe(recipe, [*sets, other]))
+    change_sealed(run / "eval/tuned.json", lambda raw: raw["both"].pop("for"))  # as an older version wrote it
     with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
-        methods_of(load_recipe(recipe, [*sets, 'eval.methods.both.agreement="max"']))
+        methods_of(found)
+    call(tune, str(recipe), *flags, *shape)  # which the tuner mends
+    assert set(methods_of(found)) >= {"both", "both-tuned"}
+
+
+def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
+    """So that what it is trained, saved and shown with is the draft's own."""
+    recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
+    for settings in ('{beside=["copier"]}', "{sized=true}"):
+        with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
+            load_recipe(recipe, ['draft.copier={kind="copier"}', f"eval.methods.jakiro={settings}"])
+    with pytest.raises(PipelineError, match="every round pays for every node"):
+        load_recipe(recipe, ["eval.compile=true", "eval.methods.one={draft='jakiro', sized=true}"])
 
 
 def test_costs_that_are_none_are_refused(copied, tmp_path):
@@ -487,7 +503,8 @@ def test_costs_that_are_none_are_refused(copied, tmp_path):
         ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that read nothing but"),
         ('{draft="jakiro", beside=["copier", "copier"]}', "each once"),
         ('{draft="copier", beside=["copier"]}', "draft='copier' is not trained"),
-        ('{draft="jakiro", beside=["copier"], tree={paths="eagle-1"}}', "several sources have no ranks"),
+        ('{draft="jakiro", beside=["copier"], tree={depth=1, top_k=3, nodes=35}}', "the sources propose at most 34"),
+        ('{draft="jakiro", beside=["copier"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
     ],
 )
 def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):

@@ -25,7 +25,7 @@ from pipeline.target.ends import Ends
 from pipeline.target.model import Target
 from pipeline.target.states import States
 
-TREE, CHAIN = "tree", "chain"
+TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
 
 
 def chain_of(tree: TreeConfig) -> TreeConfig:
@@ -44,16 +44,17 @@ def beside(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Method]:
     """The recipe's methods in which others stand beside this draft; nothing is counted of their chances yet."""
     out = {}
     for method, of in recipe.methods.items():
-        if of == name and (given := recipe.method(method)).beside:
+        if of == name and method != name and (given := recipe.method(method)).beside:
             others = {other: make(recipe.draft[other], draft.shapes) for other in given.beside}
-            out[method] = Method(Sources(draft, others, agreement=given.agreement), recipe.tree(method))
+            out[f"{OF}{method}"] = Method(Sources(draft, others, agreement=given.agreement), recipe.tree(method))
     return out
 
 
-def estimate(methods: dict[str, Method], answers: FeatureStore, rank: int, ranks: int) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, by method. The draft holds whole weights."""
+def estimate(
+    draft: TrainedDraft, methods: dict[str, Method], answers: FeatureStore, rank: int, ranks: int
+) -> dict[str, Acceptance]:
+    """Counts of this rank's share of the answers, by method. The draft of them all holds whole weights."""
     out = {name: Acceptance() for name in methods}
-    draft = methods[TREE].draft
     for number in range(rank, len(answers), ranks):
         row = answers.row(number)
         states, tokens = states_of(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
@@ -75,7 +76,7 @@ def figures(found: dict[str, Acceptance]) -> dict[str, float]:
         if name in (TREE, CHAIN):
             out |= {f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)}
         else:
-            out[f"estimated_tau_of_{name}"] = counts.tau
+            out[f"estimated_tau_of_{name.removeprefix(OF)}"] = counts.tau
     return out
 
 

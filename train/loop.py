@@ -237,7 +237,7 @@ class _Run:
         draft = self._whole()
         with together():
             watched = acceptance.both(draft, self._tree) | acceptance.beside(self._recipe, self._name, draft)
-            mine = acceptance.estimate(watched, self._answers, self._engine.rank, self._engine.ranks)
+            mine = acceptance.estimate(draft, watched, self._answers, self._engine.rank, self._engine.ranks)
         found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():

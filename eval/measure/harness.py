@@ -79,7 +79,7 @@ class Harness:
         """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._exact_split, self._warm = exact_split, set()
-        self._prefilled: Prefilled | None = None
+        self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's
         self._histories: dict[Prompt, list[list[int]] | None] = {}
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
@@ -131,24 +131,26 @@ class Harness:
         return self.target.states(tokens, [layer for draft in drafts for layer in draft.needs.auxiliary])
 
     def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
-        begun = self._begun(ids)
+        begun = self._begun(ids, method == PLAIN)
         if method == PLAIN:
             return plain(self.target, ids, sampling, begun)
         return speculative(
             self.target, self.methods[method], ids, sampling, exact_split=self._exact_split, prefilled=begun
         )
 
-    def _begun(self, ids: list[int]) -> Prefilled | None:
-        """The prompt's own forward, made once for the answers of all methods; a compiled target's cache has each
-        method's own shape.
+    def _begun(self, ids: list[int], plainly: bool) -> Prefilled | None:
+        """The prompt's own forward, made once for all drafts' answers, and once for plain decoding's: no draft's round
+        writes into the cache that its answers are compared with. A compiled target's cache has each method's own shape.
         """
         if self.target.compiled:
             return None
-        if self._prefilled is None or self._prefilled.prompt != ids:
+        found = self._prefilled.get(plainly)
+        if found is None or found.prompt != ids:
+            self._prefilled.pop(plainly, None)
             wanted = {layer for method in self.methods.values() for layer in method.draft.needs.auxiliary}
             room = self._config.max_new_tokens + max(method.room(False) for method in self.methods.values())
-            self._prefilled = prefill(self.target, ids, room, tuple(sorted(wanted)))
-        return self._prefilled
+            found = self._prefilled[plainly] = prefill(self.target, ids, room, tuple(sorted(wanted)))
+        return found
 
     def _warm_up(self, ids: list[int], told: Callable[[], None]) -> None:
         """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for

@@ -54,11 +54,10 @@ class Measured:
     worth: Worth | None = None  # rounds of the size that pays; None: all that the tree says
 
 
-def methods_of(recipe: Recipe) -> dict[str, Measured]:
-    """Every draft as a method of its own name, those of ``eval.methods``, and each with what eval/tune.py chose, if it
-    has.
+def untuned(recipe: Recipe) -> dict[str, Measured]:
+    """Every draft as a method of its own name, and those of ``eval.methods``.
 
-    Raises PipelineError where a draft is missing, was trained under other settings, or tuned with other weights.
+    Raises PipelineError where a draft is missing, or was trained under other settings.
     """
     weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
     weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
@@ -67,9 +66,18 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
         given = recipe.method(name)
         together = tuple(given.beside), given.sized, given.agreement
         found[name] = Measured(draft, weights[draft], recipe.tree(name), *together)
+    return found
+
+
+def methods_of(recipe: Recipe) -> dict[str, Measured]:
+    """`untuned`, and each with what eval/tune.py chose, if it has.
+
+    Raises PipelineError where that was for other weights or settings.
+    """
+    found = untuned(recipe)
     for name, tuned in read_tuned(recipe).items():
         if name in recipe.tunable:
-            if tuned["for"] != tuned_for(recipe, found[name]):
+            if not fits(recipe, found[name], tuned):
                 raise PipelineError(
                     f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
                     "remove it"
@@ -85,17 +93,26 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
 
 
 def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
-    """What a tuned tree depends on."""
+    """What a tuned tree, its calibration and its rule depend on."""
+    config = recipe.eval
     beside = {name: recipe.draft[name].to_json() for name in method.beside}
     own = None if method.weights_sha256 else recipe.draft[method.draft].to_json()
     return {
         "weights_sha256": method.weights_sha256,
-        "dtype": recipe.eval.dtype,
+        "candidates": method.tree.candidates,
+        "temperatures": config.temperatures,
+        "processing": [config.top_k, config.top_p, config.repetition_penalty],
+        "kernels": [config.dtype, config.pack_linears, config.compile],
         "draft": own,
         "beside": beside,
         "sized": method.sized,
         "agreement": method.agreement,
     }
+
+
+def fits(recipe: Recipe, method: Measured, tuned: dict[str, Any]) -> bool:
+    """Whether what eval/tune.py found out is of these weights and settings."""
+    return tuned.get("for") == tuned_for(recipe, method)
 
 
 def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:

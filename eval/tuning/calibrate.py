@@ -130,6 +130,8 @@ class Bin:
 def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Callable) -> list[Bin]:
     """Of all candidates, predicted from the other half of the prompts. ``chance_of(source)`` is its default."""
     halves = [[answer for answer in answers if answer.prompt % 2 == half] for half in (0, 1)]
+    if not all(halves):
+        return []  # there are no other prompts
     found: dict[tuple[float, str], list[tuple[float, bool]]] = defaultdict(list)
     for mine, others in (halves, halves[::-1]):
         fitted = fit(others, trees)

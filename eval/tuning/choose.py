@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from eval.measure.harness import PLAIN, Harness, Unit, pooled
-from eval.measure.units import methods_of, tuned_for
+from eval.measure.units import tuned_for, untuned
 from eval.tuning.calibrate import Answer, Bin, fit, reliability
 from eval.tuning.costs import Costs
 from eval.tuning.pace import Paced, paced
@@ -85,7 +85,7 @@ def calibrate(
 ) -> tuple[Calibration, list[Bin]]:
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
-    trees.sort(key=lambda tree: (tree.parallel, -tree.depth))  # a level that several have is counted in the deepest
+    trees.sort(key=lambda tree: (tree.parallel, tree.depth))  # a level is counted in the shallowest that has it
     calibration = fit(found.answers, trees)
     chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
     bins = reliability(found.answers, trees, chances.__getitem__)
@@ -208,16 +208,18 @@ def tune(
         "recipes_tree": givens,
         "plain_ms_per_token": plainly["ms_per_token"],
         "predicted_over_measured": round(ratio, 4),
-        "for": tuned_for(recipe, methods_of(recipe)[name]),
+        "for": tuned_for(recipe, untuned(recipe)[name]),
         "temperatures": recipe.eval.temperatures,
         "prompts": len({unit.prompt for unit in units}),
         "hardware": provenance(recipe)["hardware"],
         "costs": asdict(costs),
     }
-    return out if chosen.sized is None else out | faster(name, chosen.sized, took["sized"], tuned, told)
+    if chosen.sized is None:
+        return out
+    return out | faster(name, chosen.sized, took["sized"], tuned, plainly["ms_per_token"], told)
 
 
-def faster(name: str, sized: Paced, took: dict, fixed: dict, told: Told) -> dict:
+def faster(name: str, sized: Paced, took: dict, fixed: dict, plain_ms: float, told: Told) -> dict:
     """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster."""
     kept = took["speedup"] > fixed["speedup"]
     told(
@@ -229,5 +231,6 @@ def faster(name: str, sized: Paced, took: dict, fixed: dict, told: Told) -> dict
     found = {"sized": took | {"predicted": predicted}}
     if not kept:
         return found
-    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json()}
+    ratio = plain_ms / sized.speedup / took["ms_per_token"]
+    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json(), "predicted_over_measured": round(ratio, 4)}
     return found | rule | {"predicted": predicted, "measured": took, "fixed": fixed}

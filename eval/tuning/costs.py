@@ -1,10 +1,11 @@
 """What a round costs on this machine: verifying n tokens, a draft forward of w nodes, and the rest."""
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -31,13 +32,19 @@ class Costs:
     rest: float  # of a round, beside draft and verification
 
     @classmethod
-    def from_json(cls, raw: Any) -> Self:
-        """Raises ValueError for what is not such a table."""
+    def from_json(cls, raw: Any, max_nodes: int) -> Self:
+        """Without what verifies more nodes. Raises ValueError for what is not such a table."""
         found = TypeAdapter(cls).validate_python(raw)
-        numbers = [found.plain, found.start, found.rest, *found.verify.values(), *found.step.values()]
-        if 1 not in found.verify or len(found.verify) < 2 or min(numbers) < 0 or set(WIDTHS) - set(found.step):
-            raise ValueError(f"expected seconds of verifying 1 and more tokens, and of steps of {WIDTHS} nodes")
-        return found
+        verify = {nodes: seconds for nodes, seconds in sorted(found.verify.items()) if nodes <= max_nodes}
+        numbers = [found.start, found.rest, *found.step.values()]
+        sound = all(0 <= x < math.inf for x in numbers) and all(
+            0 < x < math.inf for x in (found.plain, *verify.values())
+        )
+        if not sound or 1 not in verify or len(verify) < 2 or set(WIDTHS) - set(found.step):
+            raise ValueError(
+                f"expected seconds of verifying 1 and more tokens (up to {max_nodes}) and of steps of {WIDTHS} nodes"
+            )
+        return replace(found, verify=verify)
 
     @property
     def sizes(self) -> list[int]:

@@ -73,6 +73,7 @@ def fixed_point(
     """
     forwards = [costs.start, *[costs.step[tree.top_k]] * (tree.forwards - 1)]
     verify, token = {size: costs.verify[size] for size in sizes}, begin
+    closest, found = np.inf, None
     for _ in range(ITERATIONS):
         price_S = np.array([costs.verify[size] - costs.verify[1] for size in sizes]) / token
         values = [(one.chances_KAS - price_S).max(-1) for one in answers]
@@ -82,9 +83,12 @@ def fixed_point(
         for one, value_KA in zip(answers, values, strict=True):
             seconds, made, nodes = _walk(one, value_KA, worth, costs, counts, (seconds, made, nodes))
         before, token = token, seconds / counts.tokens
-        if abs(token - before) <= CLOSE * before:
+        if (apart := abs(token - before) / before) < closest:  # rounds are whole: the last one need not be the closest
+            closest, found = apart, (worth, counts, seconds, made / counts.passes, nodes / counts.passes)
+        if apart <= CLOSE:
             break
-    return worth, counts, seconds, made / counts.passes, nodes / counts.passes
+    assert found is not None
+    return found
 
 
 def _walk(
@@ -114,8 +118,11 @@ def gain(values: list[np.ndarray], number: int) -> Line:
     added = np.concatenate([value_KA[number + 1] for value_KA in values]) - without
     order = np.argsort(without, kind="stable")
     parts = np.array_split(order, max(1, min(MOST, len(order) // LEAST)))
-    points = {float(without[part].mean()): float(added[part].mean()) for part in parts}
-    return Line(x=sorted(points), y=[points[x] for x in sorted(points)])
+    # Places that are worth the same are one point, however many parts they fill.
+    x, which = np.unique([without[part].mean() for part in parts], return_inverse=True)
+    places_of = np.bincount(which, [len(part) for part in parts])
+    y = np.bincount(which, [added[part].sum() for part in parts]) / places_of
+    return Line(x=x.tolist(), y=y.tolist())
 
 
 def paced(answers: list[Answer], sources: Sources, trees: list[TreeConfig], costs: Costs) -> Paced:

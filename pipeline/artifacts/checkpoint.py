@@ -8,7 +8,7 @@ checkpoint for another target is refused.
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of, m
 from pipeline.recipe.recipe import Recipe
 
 VERSION = 3
+TOGETHER_VERSION = 4  # of a release whose nodes are chosen by chances: code that knows 3 alone must not read it
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
 
@@ -51,6 +52,8 @@ class Together:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Together":
         beside = {name: DRAFTS[kind_of(settings)][0].from_json(settings) for name, settings in raw["beside"].items()}
+        if raw["agreement"] not in get_args(Agreement):
+            raise ValueError(f"agreement={raw['agreement']!r} is not one of {get_args(Agreement)}")
         counted, rule = raw["calibration"], raw["worth"]
         calibration = None if counted is None else Calibration.from_json(counted)
         return cls(beside, raw["agreement"], calibration, None if rule is None else Worth.from_json(rule))
@@ -138,7 +141,9 @@ def export(source: Path, folder: Path, tree: TreeConfig, together: Together | No
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
         )
     raw = read_sealed(source / CONFIG, UNREADABLE)
-    raw["tree"], raw["together"] = tree.to_json(), None if together is None else together.to_json()
+    raw["tree"] = tree.to_json()
+    if together is not None:
+        raw |= {"format_version": TOGETHER_VERSION, "together": together.to_json()}
     write_sealed(folder / CONFIG, raw)
 
 
@@ -151,7 +156,7 @@ def read_config(folder: Path) -> Saved:
         )
     raw = read_sealed(path, UNREADABLE)
     version = raw.get("format_version")
-    if version != VERSION:
+    if version not in (VERSION, TOGETHER_VERSION):
         raise PipelineError(
             f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this "
             "project, or of another version of it"
@@ -159,7 +164,8 @@ def read_config(folder: Path) -> Saved:
     try:
         config = DRAFTS[kind_of(raw["draft"])][0].from_json(raw["draft"])
         together = Together.from_json(raw["together"]) if raw.get("together") else None
-        tree = (SettledTogether(config) if together else config).settle(TreeConfig.from_json(raw["tree"]))
+        settled = SettledTogether(config, bool(together.beside)) if together else config
+        tree = settled.settle(TreeConfig.from_json(raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}
         return Saved(config, raw["shapes"], tree, raw["target"], together=together, **rest)

@@ -29,7 +29,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_tuned_trees(path: Path) -> dict[str, dict[str, Any]]:
-    """By draft, what eval/tune.py found out; empty when it never ran. Raises PipelineError."""
+    """By method, what eval/tune.py found out; empty when it never ran. Raises PipelineError."""
     return read_sealed(path, "Remove it, and run python eval/tune.py RECIPE again") if path.exists() else {}
 
 

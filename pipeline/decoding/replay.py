@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draft, Frontier, Method, Pool, States, Verified, Wanted
+from pipeline.decoding.contract import Answer, Draft, Draws, Frontier, Method, Pool, States, Verified, Wanted
 from pipeline.decoding.grow import ahead_scores, candidates, not_finite, ranking, seen_by
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
@@ -27,16 +27,33 @@ ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 
+@dataclass(frozen=True)
+class _At:
+    """A temperature at which nothing is drawn: the text is there already."""
+
+    temperature: float
+
+    def probabilities(self, logits_NV: Tensor) -> Tensor:
+        raise AssertionError("trees of best candidates draw nothing")
+
+    def accept(self, probability: float) -> bool:
+        raise AssertionError("trees of best candidates draw nothing")
+
+    draw_rows = probabilities
+
+
 @torch.inference_mode()
-def decoded(method: Method, states: States, tokens: list[int], begin: int) -> Acceptance:
-    """What greedy decoding counts from ``tokens[begin]``, the prompt's own token, to the last one. `states` are the
-    target's there (at least of all but the last).
+def decoded(method: Method, states: States, tokens: list[int], begin: int, temperature: float = 0.0) -> Acceptance:
+    """What decoding counts with a tree of best candidates, from ``tokens[begin]``, the prompt's own token, to the last
+    one. `states` are the target's there (at least of all but the last); `temperature` is that of the text, and chances
+    are counted by it.
     """
     draft, out, fed, end = method.draft, Acceptance(), 0, begin
     state, states_TSD = draft.open(), states.of(draft.needs)
+    draws = Draws(_At(temperature), _At(temperature)) if isinstance(draft, Sources) else None
     while end < len(tokens) - 1:  # `end`: the last emitted token
         seen = Verified(tokens[: end + 1], states_TSD[fed:end])
-        tree, following = draft.propose(state, seen, method.tree, None), [*tokens[end + 1 :], -1]
+        tree, following = draft.propose(state, seen, method.tree, draws), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
         fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
         out.add_pass(min(len(path), emitted), emitted)
@@ -58,6 +75,8 @@ def counter(
     """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
     `states` are the target's of all tokens, `temperature` is that of the text.
     """
+    if isinstance(draft, Sources) and draft.worth is not None:
+        return lambda tree: decoded(Method(draft, tree), states, tokens, begin, temperature)
     if isinstance(draft, Sources):
         walk = collect(draft.draft, states, tokens, begin, largest)
         return Together(draft, walk, tokens, begin).counter(draft, temperature)
@@ -125,7 +144,8 @@ class Together:
         self.walk, ends, state = walk, range(begin, len(tokens) - 1), sources.open()
         seen = (Verified(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
         self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
-        self.following = [tokens[end + 1 :] for end in ends]
+        deepest = max(CHAIN, walk.following_AS.shape[1])
+        self.following = [tokens[end + 1 : end + 1 + deepest] for end in ends]
 
     def pools(self, tree: TreeConfig) -> Iterator[Pool]:
         """What the draft proposes."""
@@ -209,7 +229,7 @@ def _grown(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int
     each = np.arange(places)[:, None]
     # A level's nodes: their forward's row (-1: none), their number among all candidates, their cumulative score, and
     # whether they lie on the target's path.
-    rows, numbers, scores, true = (np.full((places, 1), start) for start in (0, -1, 0.0, True))
+    rows, numbers, scores, true = (np.full((places, 1), start) for start in (0, -1, np.float32(0), True))
     first, last = 0, depth - parallel
     for level in range(depth):
         forwarded, horizon = block[min(level, last)], max(level - last, 0)

@@ -20,9 +20,9 @@ from pipeline.decoding.tree import Tree, build_tree
 from pipeline.decoding.worth import Worth
 from pipeline.target.states import Needs
 
-POOL = 64  # candidates of the draft that are looked at: its best ones
+POOL = 127  # candidates of the draft that are looked at: its best ones
 CHAIN = 10  # tokens that are copied at once, at most
-BRANCHES = 3  # continuations of one text that are looked at
+BRANCHES = 3  # children of one node that are copied
 
 COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
 
@@ -125,24 +125,27 @@ class _Whole:
 
 
 class SettledTogether:
-    """A draft's settings, where others stand beside it: its trees are of best candidates, and hold more nodes."""
+    """A draft's settings where chances choose the nodes: trees of best candidates, larger where others stand beside."""
 
-    def __init__(self, draft: Settled):
-        self._draft = draft
+    def __init__(self, draft: Settled, beside: bool):
+        self._draft, self._beside = draft, beside
 
     def settle(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
-            raise ValueError("tree.paths: several sources have no ranks for a static tree: give depth, top_k and nodes")
+            raise ValueError(
+                "tree.paths: nodes that are chosen by chances (beside, sized) have no ranks for a static tree: give "
+                "depth, top_k and nodes"
+            )
         if tree.nodes > self.most(tree):
             raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
         settled = self._draft.settle(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
         return replace(settled, nodes=tree.nodes)
 
     def most(self, tree: TreeConfig) -> int:
-        return self._draft.most(tree) + COPIED.nodes - 1
+        return min(self._draft.most(tree), 1 + POOL) + (COPIED.nodes - 1 if self._beside else 0)
 
     def reach(self, tree: TreeConfig) -> int:
-        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1))
+        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1) if self._beside else 0)
 
     def parallels(self, depth: int) -> list[int]:
         return self._draft.parallels(depth)
@@ -160,10 +163,10 @@ class Sources:
         worth: Worth | None = None,
     ):
         """`worth`: each round has the nodes and the draft forwards that pay; without it, all that the tree says."""
-        self.draft, self.beside, self.agreement, self._worth = draft, beside, agreement, worth
+        self.draft, self.beside, self.agreement, self.worth = draft, beside, agreement, worth
         self._calibration = calibration or Calibration()
         self.name = " + ".join([draft.name, *beside])
-        self.config, self.stepwise = SettledTogether(draft.config), draft.stepwise
+        self.config, self.stepwise = SettledTogether(draft.config, bool(beside)), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
 
     def tuned(self, calibration: Calibration, worth: Worth | None = None) -> "Sources":
@@ -191,22 +194,22 @@ class Sources:
     ) -> Tree:
         temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
         grows, copied = _Whole(forwards, state) if forwards else None, self.copied(state, seen)
-        if self._worth is None:
+        if self.worth is None:
             drafted = self.draft.pool(state.draft, seen, tree, POOL, grows)
             return self.merged(drafted, copied, tree, temperature).tree(seen.tokens[-1], tree.nodes, device)
         state.waiting.append(seen.states_TSD)
         found = self.merged(Pool([], [], []), copied, tree, temperature)
-        nodes, value = self._worth.size(found.sorted())
+        nodes, value = self.worth.size(found.sorted())
         pools: Iterator[Pool] = iter(())
         for number, stage in enumerate(stages_of(tree)):
-            if not self._worth.pays(number, value):
+            if not self.worth.pays(number, value):
                 break
             if number == 0:  # the first forward takes in all that waited for it
                 whole = Verified(seen.tokens, torch.cat(state.waiting))
                 pools = self.draft.stages(state.draft, whole, tree, POOL, grows)
                 state.waiting.clear()
             found = self.merged(next(pools), copied, stage, temperature)
-            nodes, value = self._worth.size(found.sorted())
+            nodes, value = self.worth.size(found.sorted())
         return found.tree(seen.tokens[-1], nodes, device)
 
     def copied(self, state: _State, seen: Verified) -> dict[str, Pool]:

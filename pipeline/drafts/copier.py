@@ -18,6 +18,8 @@ from pipeline.drafts.base import DraftConfig
 from pipeline.drafts.suffixes import SuffixIndex
 from pipeline.target.states import Needs
 
+LONGEST = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class CopierConfig(DraftConfig):
@@ -30,6 +32,8 @@ class CopierConfig(DraftConfig):
 
     def __post_init__(self):
         self.at_least(1, "longest", "shortest")
+        if self.longest > LONGEST:
+            raise ValueError(f"longest={self.longest}: expected at most {LONGEST}, each length costs memory and time")
         if self.shortest > self.longest:
             raise ValueError(f"shortest={self.shortest} is more than longest={self.longest}")
 

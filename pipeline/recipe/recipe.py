@@ -122,6 +122,15 @@ class Recipe(Section):
             raise ValueError(f"eval.methods.{name}: that name is taken; choose another")
         if draft not in self.draft:
             raise ValueError(f"eval.methods.{name}.draft={draft!r} is not one of the drafts {sorted(self.draft)}")
+        if name in self.draft and method.together:
+            raise ValueError(
+                f"eval.methods.{name}: a draft of that name stands alone and its trees are fixed; give the method with "
+                f"'beside' or 'sized' a name of its own, with draft = {name!r}"
+            )
+        if method.sized and self.eval.compile:
+            raise ValueError(
+                f"eval.methods.{name}.sized=true, but a compiled target (eval.compile) pays for every node"
+            )
         for other in method.beside:
             if other not in self.draft or self.draft[other].trained or method.beside.count(other) > 1:
                 raise ValueError(
@@ -140,7 +149,9 @@ class Recipe(Section):
 
     def _settled(self, method: MethodConfig, draft: str) -> TreeConfig:
         config: Settled = self.draft[draft]
-        return (SettledTogether(config) if method.together else config).settle(method.tree or self.eval.tree)
+        if method.together:
+            config = SettledTogether(config, bool(method.beside))
+        return config.settle(method.tree or self.eval.tree)
 
     def tree(self, method: str) -> TreeConfig:
         """A method's tree, settled by its draft."""

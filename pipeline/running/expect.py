@@ -125,7 +125,7 @@ def parameters_of(recipe: Recipe) -> dict[str, int]:
 def of_eval(recipe: Recipe) -> Expected:
     config, data = recipe.eval, recipe.data
     methods = ["plain decoding", *recipe.methods]
-    methods += [f"{name}-tuned" for name in tuned_drafts(recipe)]
+    methods += [f"{name}-tuned" for name in tuned_methods(recipe)]
     repeats = sum(config.sampled_repeats if t > 0 else config.repeats for t in config.temperatures)
     counts = {
         name: benchmark.prompts or (data.heldout_prompts if benchmark.source == "heldout" else None)
@@ -148,7 +148,7 @@ def of_eval(recipe: Recipe) -> Expected:
     return Expected(what, None if unknown else answers * config.max_new_tokens, settings)
 
 
-def tuned_drafts(recipe: Recipe) -> list[str]:
+def tuned_methods(recipe: Recipe) -> list[str]:
     return sorted(read_tuned_trees(recipe.tuned_file))
 
 

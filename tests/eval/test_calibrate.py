@@ -83,9 +83,11 @@ def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
     assert known["draft"]["1"](float(np.log(0.5))) == pytest.approx(0.5, abs=0.12)
     few = [Answer(Scripted(seed, 15), 0.0, seed) for seed in range(2)]  # too few for a curve: the default predicts
     assert reliability(few, TREES, lambda source: lambda depth, score: 0.9) == []
-    lied = reliability([Answer(Scripted(9, 400, False), 0.0, 0)], TREES, lambda source: lambda depth, score: 0.9)
-    assert all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in lied if one.source == "draft")
-    assert lied
+    assert reliability(answers()[:1], TREES, lambda source: lambda depth, score: 0.9) == []  # no other prompts
+    liars = [Answer(Scripted(seed, LEAST - 1, False), 0.0, number) for number, seed in enumerate(range(90, 94))]
+    lied = reliability(liars[:2], TREES, lambda source: lambda depth, score: 0.9)
+    draft = [one for one in lied if one.source == "draft"]
+    assert draft and all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in draft)
 
 
 def test_the_plot_is_drawn(tmp_path):

@@ -61,7 +61,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_
     draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
     draft.bind(load_ends(recipe.target))
     watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.beside(recipe, "jakiro", draft)
-    again = acceptance.figures(acceptance.estimate(watched, answers, 0, 1))
+    again = acceptance.figures(acceptance.estimate(draft, watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
     assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)
 

@@ -59,7 +59,7 @@ TREE = TreeConfig(depth=3, top_k=3, nodes=7)
 
 def estimated(draft, dumped) -> dict[str, float]:
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
-    return acceptance.figures(acceptance.estimate(acceptance.both(draft, TREE), answers, 0, 1))
+    return acceptance.figures(acceptance.estimate(draft, acceptance.both(draft, TREE), answers, 0, 1))
 
 
 def copied(draft):
