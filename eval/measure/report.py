@@ -19,6 +19,7 @@ from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
+from pipeline.decoding.generate import repeats_itself
 
 
 def interval(statistic, *samples: np.ndarray) -> list[float] | None:
@@ -44,11 +45,29 @@ def results(records: list[Record], gates: dict[tuple[str, str, float], Gate]) ->
         grouped[record.benchmark, record.temperature][record.method].append(record)
     out = []
     for (benchmark, temperature), by_method in grouped.items():
+        circling = {_place(r) for r in by_method[PLAIN] if repeats_itself(r.generation.tokens)}
         for method, drafted in by_method.items():
             if method != PLAIN:
                 gate = gates[benchmark, method, temperature]
                 figures = _figures(drafted, by_method[PLAIN], gate)
+                figures |= _without(circling, drafted, by_method[PLAIN], gate)
                 out.append({"benchmark": benchmark, "temperature": temperature, "draft": method, **figures})
+    return out
+
+
+def _place(record: Record) -> tuple[str, int, int]:
+    return record.question_id, record.turn, record.repeat
+
+
+def _without(circling: set, drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[str, Any]:
+    """How many answers run in circles, where copying is easy, and the figures of the others: None where there are
+    none.
+    """
+    kept, plain_kept = ([r for r in records if _place(r) not in circling] for records in (drafted, baseline))
+    out: dict[str, Any] = {"answers_in_circles": len(drafted) - len(kept), "without_circles": None}
+    if out["answers_in_circles"] and any(r.generation.acceptance.passes for r in kept):
+        found = _figures(kept, plain_kept, gate)
+        out["without_circles"] = {key: found.get(key) for key in ("tau", "tau_interval", "speedup", "speedup_interval")}
     return out
 
 
@@ -185,10 +204,11 @@ def with_interval(value: float | None, bounds: list[float] | None) -> str:
 
 def table(entries: list[dict]) -> str:
     """Markdown; one line per benchmark, temperature and draft."""
+    circles = any(entry.get("answers_in_circles") for entry in entries)
     lines = [
         "| benchmark | T | draft | prompts | tau (95%) | speed-up (95%) | ms/token, plain | lossless | tau, legacy "
-        "count |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "count |" + (" answers in circles; without them |" if circles else ""),
+        "|---|---|---|---|---|---|---|---|---|" + ("---|" if circles else ""),
     ]
     for entry in entries:
         gate = entry["gate"]
@@ -211,8 +231,16 @@ def table(entries: list[dict]) -> str:
             f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | "
             f"{speed} | {paid} | {verdict}{proof} | "
             f"{'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
+            + (f" {_circles_said(entry)} |" if circles else "")
         )
     return "\n".join(lines)
+
+
+def _circles_said(entry: dict) -> str:
+    said, rest = f"{entry['answers_in_circles']} of {entry['answers']}", entry["without_circles"]
+    if rest is None:
+        return said
+    return f"{said}; tau {rest['tau']:.2f}" + (f", {rest['speedup']:.2f}x" if rest["speedup"] else "")
 
 
 def explain() -> str:
@@ -232,6 +260,7 @@ def explain() -> str:
         f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}), and error the largest difference "
         "between the distribution of a round's first token under the rule, over every draw from the recorded proposals "
         f"and every decision on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
+        "An answer runs in circles when three in four of its last tokens are those one period before: easy to draft. "
         "The legacy count is that of the released scripts of this line of papers, given for comparison with their "
         "tables only: the mean over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new "
         "tokens hold the prompt's own first one and those after the stop token, and lack the last pass's last one."

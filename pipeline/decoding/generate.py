@@ -24,6 +24,7 @@ from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_dr
 from pipeline.decoding.contract import Answer, Cache, Draft, Draws, Method, States, TargetModel, Verified
 from pipeline.decoding.tree import Tree
 
+LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
 Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
 
 
@@ -105,6 +106,19 @@ class Generation:
     draft_forwards: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     untrimmed_tokens: int = 0  # emitted by passes, with what is beyond the stop id or the limit
+
+
+def repeats_itself(ids: list[int]) -> bool:
+    """Whether an answer ends in a loop: of its last 4 x p tokens (at least 32), three in four are the token p places
+    before, for a period p of up to 64. So a loop that counts, or moves further in with every line, is one, too.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        last = max(REPEATED * period, 32)
+        if len(ids) >= last:
+            same = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
+            if same >= SAME * (last - period):
+                return True
+    return False
 
 
 class Stopwatch:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import repeats_itself
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.chat import Messages, Unusable, prompt_ids
 from pipeline.target.model import Target
@@ -29,7 +30,6 @@ from preprocess.dump.worker import take_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.pieces import accepted_messages
 
-LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
 TOLD_EVERY = 16  # steps between two signs of life
 
 
@@ -61,19 +61,6 @@ class Conversation:
     @property
     def open(self) -> bool:
         return self.end is None and bool(self.questions)
-
-
-def repeats_itself(ids: list[int]) -> bool:
-    """Whether an answer ends in a loop: of its last 4 x p tokens (at least 32), three in four are the token p places
-    before, for a period p of up to 64. So a loop that counts, or moves further in with every line, is one, too.
-    """
-    for period in range(1, LONGEST_PERIOD + 1):
-        last = max(REPEATED * period, 32)
-        if len(ids) >= last:
-            same = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
-            if same >= SAME * (last - period):
-                return True
-    return False
 
 
 class _Gumbel(LogitsProcessor):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -343,6 +344,22 @@ def test_the_table_shows_speed_and_proof(drafted, baseline):
     assert line.startswith("| bench | 0 | draft | 2 | 4.00 [2.00, 5.00] | 3.20 [")
     assert "]x | 208.3, 666.7 | 4 of 4 identical | " in line
     assert line.endswith("| 6.17 |")
+
+
+def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own(drafted, baseline):
+    """The same answers on both sides, by plain decoding's."""
+    circle = replace(generation(41, 40.0), tokens=[1, 2] * 20 + [1])
+    copied = replace(generation(41, 10.0, [(9, 10)] * 4), tokens=circle.tokens)
+    more, less = records("draft", *[[copied]] * 3)[2:], records(PLAIN, *[[circle]] * 3)[2:]
+    (entry,) = results_of([*drafted, *more], [*baseline, *less], PASSED)
+    (alone,) = results_of(drafted, baseline, PASSED)
+    assert (entry["answers"], entry["answers_in_circles"], entry["tau"] > 4) == (5, 1, True)
+    keys = ("tau", "tau_interval", "speedup", "speedup_interval")
+    assert entry["without_circles"] == {key: alone[key] for key in keys}
+    assert alone["answers_in_circles"] == 0 and alone["without_circles"] is None
+    lines = report.table([entry]).splitlines()
+    assert lines[0].endswith("| answers in circles; without them |")
+    assert lines[-1].endswith("| 1 of 5; tau 4.00, 3.20x |")
 
 
 def test_the_table_withholds_speed_and_says_no_where_the_gate_failed(drafted, baseline):

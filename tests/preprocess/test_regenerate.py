@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import repeats_itself
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.target import chat
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import load_tokenizer
-from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel, repeats_itself
+from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import PartRecord, Parts, _tasks, regenerate, write_part
