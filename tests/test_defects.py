@@ -16,9 +16,8 @@ TREE, GENERATE = "pipeline/decoding/grow.py", "pipeline/decoding/generate.py"
 DEFECTS = {
     "the last level gathered by the child's rank, not its parent": (
         TREE,
-        "ranked = scored = grower.scores(depth - grower.last)[0][rows]",
-        "ranked = grower.scores(depth - grower.last)[0]\n            ranked = scored = ranked[torch.arange(len(order)) "
-        "% len(ranked)]",
+        "scores = grower.scores(beyond)[0][rows]",
+        "ranked = grower.scores(beyond)[0]\n    scores = ranked[torch.arange(len(order)) % len(ranked)]",
         "tests/pipeline/test_tree.py::test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank",
     ),
     "q is always the right expert's": (

@@ -486,7 +486,7 @@ def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     for settings in ('{beside=["copier"]}', "{sized=true}"):
         with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
             load_recipe(recipe, ['draft.copier={kind="copier"}', f"eval.methods.jakiro={settings}"])
-    with pytest.raises(PipelineError, match="every round pays for every node"):
+    with pytest.raises(PipelineError, match=r"a compiled target \(eval\.compile\) pays for every node"):
         load_recipe(recipe, ["eval.compile=true", "eval.methods.one={draft='jakiro', sized=true}"])
 
 
