@@ -14,8 +14,8 @@ import time
 
 import torch
 
+from eval.measure.packed import pack
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.units import pack
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe

@@ -29,7 +29,7 @@ from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import HELDOUT, load_prompts
 from eval.measure.units import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
-from eval.tuning.choose import Replays, choose, largest, tune
+from eval.tuning.choose import Replays, choose, largest, of_sized, tune
 from eval.tuning.costs import Costs, measure_costs
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
@@ -116,7 +116,7 @@ def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: ar
     for name, replays in replayed(harness, texts, arguments.depth).items():
         method = harness.methods[name]
         costs = given if method.draft.stepwise else idle
-        chosen = choose(name, method, replays, costs, arguments.depth, recipe.method(name).sized, print)
+        chosen = choose(name, method, replays, costs, arguments.depth, of_sized(recipe, name, costs), print)
         out[name] = {"fixed": asdict(chosen.best)}
         if chosen.sized is not None:
             keys = ("tau", "speedup", "forwards", "nodes")

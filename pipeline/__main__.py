@@ -104,13 +104,15 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():
         folder = recipe.draft_dir(facts["draft"])
+        of = facts["draft"], *facts["beside"]
+        if not set(of) <= set(recipe.draft):
+            return False, "release of other drafts"
+        if facts["corpora"] != list(recipe.corpora(*of)):
+            return False, "release of another corpus"
         if facts["weights_sha256"] is None:  # it is not trained
             continue
-        if (
-            facts["draft"] not in recipe.draft
-            or not (folder / checkpoint.CONFIG).exists()
-            or checkpoint.read_config(folder).weights_sha256 != facts["weights_sha256"]
-        ):
+        known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder)
+        if not known or known.weights_sha256 != facts["weights_sha256"]:
             return False, "release of other weights"
     return True, f"release in {recipe.release_dir}/"
 
@@ -142,6 +144,7 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     if until != "preprocess" and recipe.target.device != "cpu":
         recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))  # before hours of dumping
     require_few("train.ranks", recipe.train.ranks or 1)
+    recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()

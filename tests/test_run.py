@@ -20,7 +20,7 @@ from eval.release import publish
 from eval.release.publish import build_release
 from eval.release.push import require_repository_name
 from eval.tune import main as tune
-from pipeline.__main__ import run, stages, status
+from pipeline.__main__ import eval_state, run, stages, status
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
@@ -447,13 +447,21 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
     call(tune, str(recipe), *flags, *shape)
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["both"]
+    said = capsys.readouterr().out
+    assert "both, rounds of the size that pays: predicted" in said
+    figures = json.loads(said.splitlines()[-1])["methods"]["both"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     kept = json.loads((run / "eval/tuned.json").read_text())["both"]
     assert figures["sized"]["predicted"]["tau"] == pytest.approx(figures["sized"]["tau"], abs=1e-4)
     assert (kept["worth"] is None) == ("fixed" not in figures)
     assert figures["predicted"]["tau"] == pytest.approx(figures["measured"]["tau"], abs=1e-4)
     assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
+
+    before = (run / "eval/tuned.json").read_bytes()
+    call(tune, str(recipe), *flags, *shape, "--costs", str(ROOT / "infra/gpu/assumed_costs.json"))
+    elsewhere = json.loads(capsys.readouterr().out.splitlines()[-1])["both"]
+    assert elsewhere["sized"]["speedup"] > 0 and elsewhere["fixed"]["tree"]["nodes"] <= 8
+    assert (run / "eval/tuned.json").read_bytes() == before  # a prediction for another machine
 
     call(evaluate, str(recipe), *flags)
     table = capsys.readouterr().out
@@ -480,14 +488,43 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     assert set(methods_of(found)) >= {"both", "both-tuned"}
 
 
+def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):
+    recipe, run = copied
+    corpus = tmp_path / "my folder" / "my notes"
+    corpus.parent.mkdir()
+    corpus.write_text("one two three " * 20)
+    both = 'eval.methods.both={draft="jakiro", beside=["copier"]}'
+    sets = [f"output={run}", f'draft.copier={{kind="copier", corpus="{corpus}"}}', both]
+    flags = [word for one in sets for word in ("--set", one)]
+    call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
+    call(evaluate, str(recipe), *flags)
+    found = load_recipe(recipe, sets)
+    assert methods_of(found)["both-tuned"].corpora == (sha256(corpus),)
+    measured = json.loads((run / "eval/report.json").read_text())
+    for entry in measured["results"]:
+        entry["speedup"] = 9.0 if entry["draft"].startswith("both") else 1.0
+    assert publish.released_method(found, measured) == "jakiro"  # a release does not hold the text
+    assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
+    for file in [*(run / "release").iterdir(), *(run / "eval").iterdir()]:
+        for private in (b"my folder", b"my notes"):
+            assert private not in file.read_bytes(), file.name
+    monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
+    build_release(found)
+    assert checkpoint.read_config(run / "release").together.beside["copier"].corpus is None
+    assert eval_state(found)[0]
+    corpus.write_text("another text")
+    assert eval_state(found) == (False, "release of another corpus")
+    with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
+        methods_of(found)
+    capsys.readouterr()
+
+
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     """So that what it is trained, saved and shown with is the draft's own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
     for settings in ('{beside=["copier"]}', "{sized=true}"):
         with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
             load_recipe(recipe, ['draft.copier={kind="copier"}', f"eval.methods.jakiro={settings}"])
-    with pytest.raises(PipelineError, match=r"a compiled target \(eval\.compile\) pays for every node"):
-        load_recipe(recipe, ["eval.compile=true", "eval.methods.one={draft='jakiro', sized=true}"])
 
 
 def test_costs_that_are_none_are_refused(copied, tmp_path):

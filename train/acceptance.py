@@ -7,6 +7,8 @@ from true features where decoding has true ones and from the draft's own elsewhe
 `Decoder` decodes them, to show it.
 """
 
+from functools import partial
+
 import torch
 
 from pipeline.basics.progress import Progress
@@ -16,13 +18,13 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import decoded
 from pipeline.decoding.sources import Sources
-from pipeline.drafts import TrainedDraft, make
+from pipeline.drafts import TrainedDraft, make_untrained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads, cores
 from pipeline.target.ends import Ends
-from pipeline.target.model import Target
+from pipeline.target.model import Target, load_tokenizer
 from pipeline.target.states import States
 
 TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
@@ -45,7 +47,8 @@ def beside(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Method]:
     out = {}
     for method, of in recipe.methods.items():
         if of == name and method != name and (given := recipe.method(method)).beside:
-            others = {other: make(recipe.draft[other], draft.shapes) for other in given.beside}
+            tokenizer = partial(load_tokenizer, recipe.target)
+            others = {other: make_untrained(recipe.draft[other], draft.shapes, tokenizer) for other in given.beside}
             out[f"{OF}{method}"] = Method(Sources(draft, others, agreement=given.agreement), recipe.tree(method))
     return out
 

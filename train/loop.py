@@ -15,6 +15,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
+from pipeline.decoding.contract import Method
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.layers import shapes_of
 from pipeline.drafts.losses import Term
@@ -116,6 +117,7 @@ class _Run:
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
         self._twin: TrainedDraft | None = None  # validates; made once
+        self._watched: dict[str, Method] = {}  # of the twin, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = self._pace = None
         if engine.rank == 0:
@@ -236,8 +238,9 @@ class _Run:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
         with together():
-            watched = acceptance.both(draft, self._tree) | acceptance.beside(self._recipe, self._name, draft)
-            mine = acceptance.estimate(draft, watched, self._answers, self._engine.rank, self._engine.ranks)
+            if not self._watched:
+                self._watched = acceptance.both(draft, self._tree) | acceptance.beside(self._recipe, self._name, draft)
+            mine = acceptance.estimate(draft, self._watched, self._answers, self._engine.rank, self._engine.ranks)
         found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():

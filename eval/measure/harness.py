@@ -81,6 +81,8 @@ class Harness:
         self._exact_split, self._warm = exact_split, set()
         self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's
         self._histories: dict[Prompt, list[list[int]] | None] = {}
+        filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
+        self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
     def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
@@ -89,9 +91,9 @@ class Harness:
         """
         encoded = self.with_histories(unit.prompt)
         if encoded is None:
-            return Outcome([], {}, left_out=True, hardware=hardware(self._recipe.target.device))
+            return Outcome([], {}, left_out=True, hardware=self._hardware)
         gates = {name: Gate.of(method, unit.temperature) for name, method in self.methods.items()}
-        outcome = Outcome([], gates, hardware=hardware(self._recipe.target.device))
+        outcome = Outcome([], gates, hardware=self._hardware)
         for turn, ids in enumerate(encoded):
             self._warm_up(ids, told)
             self._decode_turn(unit, turn, ids, outcome, told)
@@ -165,6 +167,20 @@ class Harness:
         for _ in range(self._config.warmups):
             for method in (PLAIN, *self.methods):
                 self._one(method, ids, self.sampling(0.0, "warm-up"))
+                told()
+        for method in self.methods.values() if self.target.compiled else ():
+            self._compile_widths(method, ids, told)
+
+    @torch.inference_mode()
+    def _compile_widths(self, method: Method, ids: list[int], told: Callable[[], None]) -> None:
+        """Also those that no warm-up happened to have."""
+        room, layers = self._config.max_new_tokens + method.room(True), method.draft.needs.auxiliary
+        begun, on, past = prefill(self.target, ids, room, layers), self.target.device, len(ids)
+        seen, root = torch.ones(1, past + 1, dtype=torch.bool, device=on), torch.tensor(ids[-1:], device=on)
+        for width in method.draft.config.widths(method.tree):
+            for _ in range(3):  # a CUDA graph's first run warms up, the second records it
+                cache = begun.taken()[0]
+                self.target.forward(root, cache, torch.tensor([past], device=on), seen, width, layers)
                 told()
 
     def with_histories(self, prompt: Prompt) -> list[list[int]] | None:

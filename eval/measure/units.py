@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from eval.measure.harness import Harness, Outcome, Unit
+from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
@@ -27,7 +25,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draft, Method, Source
 from pipeline.decoding.sources import Agreement, Sources
 from pipeline.decoding.worth import Worth
-from pipeline.drafts import TrainedDraft, make
+from pipeline.drafts import make_untrained
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.target.chat import template_fingerprint
@@ -50,6 +48,7 @@ class Measured:
     beside: tuple[str, ...] = ()  # drafts that read nothing but the text
     sized: bool = False
     agreement: Agreement = "either"
+    corpora: tuple[str, ...] = ()  # SHA-256 of the texts that are copied from, but for the one that is decoded
     calibration: Calibration | None = None  # of their scores; None: the sources' defaults
     worth: Worth | None = None  # rounds of the size that pays; None: all that the tree says
 
@@ -64,7 +63,7 @@ def untuned(recipe: Recipe) -> dict[str, Measured]:
     found = {}
     for name, draft in recipe.methods.items():
         given = recipe.method(name)
-        together = tuple(given.beside), given.sized, given.agreement
+        together = tuple(given.beside), given.sized, given.agreement, recipe.corpora(draft, *given.beside)
         found[name] = Measured(draft, weights[draft], recipe.tree(name), *together)
     return found
 
@@ -95,8 +94,8 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
 def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
     """What a tuned tree, its calibration and its rule depend on."""
     config = recipe.eval
-    beside = {name: recipe.draft[name].to_json() for name in method.beside}
-    own = None if method.weights_sha256 else recipe.draft[method.draft].to_json()
+    beside = {name: recipe.draft[name].public().to_json() for name in method.beside}
+    own = None if method.weights_sha256 else recipe.draft[method.draft].public().to_json()
     return {
         "weights_sha256": method.weights_sha256,
         "candidates": method.tree.candidates,
@@ -107,6 +106,7 @@ def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
         "beside": beside,
         "sized": method.sized,
         "agreement": method.agreement,
+        "corpora": list(method.corpora),
     }
 
 
@@ -165,6 +165,10 @@ def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool
     if recipe.eval.compile:
         target.compile()
     made = {name: Method(_source(m, drafts), m.tree) for name, m in methods.items()}
+    for name, method in methods.items():
+        read = [getattr(drafts[one], "corpus_sha256", None) for one in (method.draft, *method.beside)]
+        if tuple(filter(None, read)) != method.corpora:
+            raise PipelineError(f"{name}: its corpus changed while it was read: run the command again")
     return Harness(recipe, target, made, exact_split)
 
 
@@ -184,54 +188,12 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
     for name in names:
         config = recipe.draft[name]
         if not config.trained:
-            drafts[name] = make(config, shapes_of(target.config))
+            drafts[name] = make_untrained(config, shapes_of(target.config), lambda: target.tokenizer)
             continue
         draft = checkpoint.load(recipe.draft_dir(name), mark).to(target.device, target.dtype)
         draft.bind(ends)
         drafts[name] = draft
     return drafts
-
-
-def pack(target: Target, drafts: dict[str, Source]) -> None:
-    """The same packed kernels for everything that decodes. Raises PipelineError where there are none."""
-    if target.device.type != "cpu":
-        raise PipelineError(
-            f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
-        )
-    for draft in drafts.values():
-        if not isinstance(draft, TrainedDraft):
-            continue
-        pack_linears(draft)
-        if draft.ends.head is not target.head:
-            pack_linears(draft.ends.head)
-    pack_linears(target.decoder)
-    pack_linears(target.head)
-    target.model.set_output_embeddings(target.head.linear)  # so that transformers' generate() runs on it, too
-
-
-class PackedLinear(nn.Module):
-    """A frozen linear layer whose weight is laid out once for oneDNN (CPU): few rows run up to twice as fast."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self._bias = None if linear.bias is None else linear.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Replaces every linear layer below `module`. For frozen CPU modules; the same for target and draft, or it is no
-    contest.
-    """
-    if not torch.backends.mkldnn.is_available():
-        raise PipelineError("eval.pack_linears=true needs a CPU build of torch with oneDNN; set it to false")
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child))
-        else:
-            pack_linears(child)
 
 
 class Finished:

@@ -73,11 +73,12 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
 
 def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
     """How the released draft decodes by default: of the recipe's tree and the tuned one, alone and with others beside
-    it, what was measured to be fastest.
+    it, what was measured to be fastest. What copies from a text that is not released cannot be.
     """
     name = recipe.publish.draft
     own = [method for method in recipe.tunable if recipe.methods[method] == name]
     both = [method for each in own for method in (each, f"{each}-tuned") if method in measured["drafts"]]
+    both = [method for method in both if not measured["drafts"][method]["corpora"]]
     speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in both}
     return max(speeds, key=lambda method: sum(speeds[method]))
 
@@ -90,7 +91,7 @@ def together_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Together | 
     """How a method of the report chooses its nodes."""
     if not (facts["beside"] or facts["sized"]):
         return None
-    beside = {name: recipe.draft[name].to_json() for name in facts["beside"]}
+    beside = {name: recipe.draft[name].public().to_json() for name in facts["beside"]}
     return checkpoint.Together.from_json(facts | {"beside": beside})
 
 
@@ -121,6 +122,8 @@ def said(facts: dict[str, Any]) -> str:
         words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
     if facts["beside"]:
         words.append(f"{' and '.join(facts['beside'])} beside the draft")
+    if facts["corpora"]:
+        words.append("prompt lookup also in a text that is not part of this release")
     if facts["beside"] or facts["sized"]:
         words.append("chances counted on calibration prompts" if facts["calibration"] else "default chances")
     if facts["worth"]:

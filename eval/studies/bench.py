@@ -8,14 +8,14 @@ heads; everything else is bookkeeping: growing the tree, masks and positions, ac
 forward's own mask counts as draft.) On a GPU the split waits for the device between the parts of a round, so speeds are
 a little lower than eval/main.py's.
 
-transformers' own generate() runs beside them, on the same packed layers under eval.pack_linears, without the prompt's
-forward, which is timed apart. The last line is JSON.
+transformers' own generate(), and its prompt lookup, run beside them, on the same packed layers under
+eval.pack_linears, without the prompt's forward, which is timed apart. The last line is JSON.
 """
 
 import argparse
 import json
 import time
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 import torch
 
@@ -38,8 +38,15 @@ def chosen_units(recipe: Recipe, count: int) -> list[Unit]:
     return [unit for row in zip_longest(*by_benchmark.values()) for unit in row if unit][:count]
 
 
-def generate_times(target: Target, prompts: list[list[int]], sampling: Sampling, repeats: int) -> float | None:
-    """Milliseconds a token of transformers' generate() behind the prompt's forward, which is timed in turn with it."""
+THEIRS: dict[str, dict] = {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
+
+
+def generate_times(
+    target: Target, prompts: list[list[int]], sampling: Sampling, repeats: int
+) -> dict[str, float | None]:
+    """Milliseconds a token of transformers' generate(), and of the same with its own prompt lookup, behind the prompt's
+    forward, which is timed in turn with it.
+    """
     options = {
         "do_sample": sampling.temperature > 0,
         "pad_token_id": 0,
@@ -47,20 +54,20 @@ def generate_times(target: Target, prompts: list[list[int]], sampling: Sampling,
     }
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p}
-    seconds, tokens = 0.0, 0
-    for repeat in range(repeats + 1):
-        for ids in prompts:
-            given = torch.tensor([ids], device=target.device)
-            mask = torch.ones_like(given)
-            times, lengths = [], []
-            for limit in (1, sampling.max_new_tokens):
-                begin = time.perf_counter()
-                out = target.model.generate(given, attention_mask=mask, max_new_tokens=limit, **options)
-                lengths.append(out[0].tolist())  # waits
-                times.append(time.perf_counter() - begin)
-            if repeat:  # the first one warms up
-                seconds, tokens = seconds + times[1] - times[0], tokens + len(lengths[1]) - len(lengths[0])
-    return round(1e3 * seconds / tokens, 3) if tokens else None
+    seconds, tokens = dict.fromkeys(THEIRS, 0.0), dict.fromkeys(THEIRS, 0)
+    for repeat, ids, (name, more) in product(range(repeats + 1), prompts, THEIRS.items()):
+        given = torch.tensor([ids], device=target.device)
+        mask = torch.ones_like(given)
+        times, lengths = [], []
+        for limit in (1, sampling.max_new_tokens):
+            begin = time.perf_counter()
+            out = target.model.generate(given, attention_mask=mask, max_new_tokens=limit, **options, **more)
+            lengths.append(len(out[0].tolist()))  # waits
+            times.append(time.perf_counter() - begin)
+        if repeat:  # the first one warms up
+            seconds[name] += times[1] - times[0]
+            tokens[name] += lengths[1] - lengths[0]
+    return {name: round(1e3 * seconds[name] / tokens[name], 3) if tokens[name] else None for name in THEIRS}
 
 
 def summary(entries: list[dict]) -> dict[str, dict]:
@@ -130,8 +137,9 @@ def main() -> None:
     for one in entries:
         print(said(one))
     print(
-        f"transformers' generate(): {theirs or float('nan'):.1f} ms a token; {len(prompts)} prompts, "
-        f"{sum(left_out.values())} left out, {recipe.eval.dtype}"
+        f"transformers' generate(): {theirs['generate()'] or float('nan'):.1f} ms a token, with its prompt lookup "
+        f"{theirs['prompt lookup'] or float('nan'):.1f}; {len(prompts)} prompts, {sum(left_out.values())} left out, "
+        f"{recipe.eval.dtype}"
     )
     found = summary(entries)
     first = next(iter(found.values()))

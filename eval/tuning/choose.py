@@ -14,25 +14,30 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Method, Settled
+from pipeline.decoding.contract import Method, Settled
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.recipe import Recipe
 
 Told = Callable[[str], None]  # hears what was found, line by line
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
 PACED_K = (3, 6, 10)  # of rounds of the size that pays
+COMPILED = (1, 4, 8, 16, 32, 64, 128)  # nodes that such rounds may have where each number is compiled
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a tree is expected to do."""
 
-    depth: int
-    top_k: int
-    nodes: int
-    parallel: int
+    tree: TreeConfig
     tau: float
     speedup: float  # over plain decoding
+
+    def said(self) -> str:
+        tree = self.tree
+        return (
+            f"depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes, last {tree.parallel} level(s) from one "
+            f"forward: tau {self.tau:.2f}, {self.speedup:.2f}x"
+        )
 
 
 def predict(
@@ -47,9 +52,7 @@ def predict(
             sized, counts = replace(tree, nodes=nodes), Acceptance()
             for counted in counters:
                 counts.merge(counted(sized))
-            seconds = costs.round(tree.depth, tree.top_k, nodes, sized.parallel) / counts.tau
-            shape = (tree.depth, tree.top_k, nodes, sized.parallel)
-            out.append(Prediction(*shape, counts.tau, costs.plain / seconds))
+            out.append(Prediction(sized, counts.tau, costs.plain * counts.tau / costs.round(sized)))
     return sorted(out, key=lambda one: -one.speedup)
 
 
@@ -65,11 +68,6 @@ def largest(method: Method, depth: int) -> TreeConfig:
     """The largest tree that is considered of its draft."""
     most = max(method.draft.config.parallels(depth))
     return replay.largest_tree(depth, max(TOP_K), method.tree.candidates, most)
-
-
-def tree_of(given: TreeConfig, best: Prediction) -> TreeConfig:
-    shape = {key: value for key, value in asdict(best).items() if key in ("depth", "top_k", "nodes", "parallel")}
-    return TreeConfig(**shape, candidates=given.candidates)
 
 
 @dataclass
@@ -140,16 +138,25 @@ def measure(
 class Choice:
     """What is expected to be fastest."""
 
-    draft: Draft  # the method's, with its chances counted
-    tree: TreeConfig
+    methods: dict[str, Method]  # "tuned" and, where it was looked at, "sized"
     best: Prediction
     calibration: Calibration | None
     bins: list[Bin]
     sized: Paced | None
 
 
-def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: bool, told: Told) -> Choice:
-    """`sized`: rounds of the size that pays are looked at, too."""
+def of_sized(recipe: Recipe, name: str, costs: Costs) -> Costs | None:
+    """What rounds of the size that pays may cost; None where the method has none, or only one size is left."""
+    if not recipe.method(name).sized:
+        return None
+    few = costs.only(COMPILED) if recipe.eval.compile else costs
+    return few if few.sizes and 1 in few.verify else None
+
+
+def choose(
+    name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: Costs | None, told: Told
+) -> Choice:
+    """`sized`: the costs of rounds of the size that pays, where these are looked at, too."""
     draft, candidates, calibration, bins, rule = given.draft, given.tree.candidates, None, [], None
     if isinstance(draft, Sources):
         calibration, bins = calibrate(name, draft, found, depth, candidates, told)
@@ -157,17 +164,16 @@ def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, s
     ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
     told(f"{name}, fastest trees by prediction:")
     for one in ranked[:5]:
-        told(
-            f"  depth {one.depth}, top-k {one.top_k}, {one.nodes} nodes, last {one.parallel} level(s) from one "
-            f"forward: tau {one.tau:.2f}, {one.speedup:.2f}x"
-        )
+        told(f"  {one.said()}")
+    methods = {"tuned": Method(draft, ranked[0].tree)}
     if sized and isinstance(draft, Sources):
-        rule = best_paced(draft, found, costs, depth, candidates)
+        rule = best_paced(draft, found, sized, depth, candidates)
         told(
             f"  rounds of the size that pays ({rule.forwards:.1f} draft forwards, {rule.nodes:.1f} nodes a round): tau "
             f"{rule.tau:.2f}, {rule.speedup:.2f}x"
         )
-    return Choice(draft, tree_of(given.tree, ranked[0]), ranked[0], calibration, bins, rule)
+        methods["sized"] = Method(draft.tuned(worth=rule.worth), rule.tree)
+    return Choice(methods, ranked[0], calibration, bins, rule)
 
 
 def tune(
@@ -183,11 +189,8 @@ def tune(
     """Chooses, measures and describes one method's tree."""
     given = harness.methods[name]
     told(costs.said())
-    chosen = choose(name, given, found, costs, depth, recipe.method(name).sized, told)
-    methods = {"tuned": Method(chosen.draft, chosen.tree), "given": given}
-    if chosen.sized is not None and isinstance(given.draft, Sources) and chosen.calibration is not None:
-        methods["sized"] = Method(given.draft.tuned(chosen.calibration, chosen.sized.worth), chosen.sized.tree)
-    took = measure(recipe, harness, methods, units)
+    chosen = choose(name, given, found, costs, depth, of_sized(recipe, name, costs), told)
+    took = measure(recipe, harness, chosen.methods | {"given": given}, units)
     plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
     best = chosen.best
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
@@ -198,7 +201,7 @@ def tune(
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
     )
     out = {
-        "tree": chosen.tree.to_json(),
+        "tree": chosen.best.tree.to_json(),
         "calibration": None if chosen.calibration is None else chosen.calibration.to_json(),
         "reliability": [asdict(one) for one in chosen.bins],
         "worth": None,

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from pydantic import TypeAdapter
 
+from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Frontier, Method, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.target.model import Target
@@ -19,6 +20,7 @@ from pipeline.target.model import Target
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
 REPEATS = 21
+FEW, MANY = 6, 48  # nodes of the trees whose bookkeeping is timed
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,19 @@ class Costs:
 
     plain: float  # one token of plain decoding
     verify: dict[int, float]  # by tokens
-    step: dict[int, float]  # by nodes forwarded
+    step: dict[int, float]  # by nodes forwarded, with the choice of their children
     start: float  # a round's first draft forward
     rest: float  # of a round, beside draft and verification
+    node: float = 0.0  # what each of its nodes adds to that
 
     @classmethod
     def from_json(cls, raw: Any, max_nodes: int) -> Self:
         """Without what verifies more nodes. Raises ValueError for what is not such a table."""
         found = TypeAdapter(cls).validate_python(raw)
         verify = {nodes: seconds for nodes, seconds in sorted(found.verify.items()) if nodes <= max_nodes}
-        numbers = [found.start, found.rest, *found.step.values()]
-        sound = all(0 <= x < math.inf for x in numbers) and all(
-            0 < x < math.inf for x in (found.plain, *verify.values())
-        )
-        if not sound or 1 not in verify or len(verify) < 2 or set(WIDTHS) - set(found.step):
+        free = all(0 <= x < math.inf for x in (found.start, found.rest, found.node, *found.step.values()))
+        paid = all(0 < x < math.inf for x in (found.plain, *verify.values()))
+        if not free or not paid or 1 not in verify or len(verify) < 2 or set(WIDTHS) - set(found.step):
             raise ValueError(
                 f"expected seconds of verifying 1 and more tokens (up to {max_nodes}) and of steps of {WIDTHS} nodes"
             )
@@ -50,9 +51,17 @@ class Costs:
     def sizes(self) -> list[int]:
         return [size for size in self.verify if size > 1]
 
-    def round(self, depth: int, top_k: int, nodes: int, parallel: int) -> float:
+    def only(self, sizes: Sequence[int]) -> Self:
+        """Those of verifying so many tokens alone."""
+        return replace(self, verify={n: seconds for n, seconds in self.verify.items() if n in sizes})
+
+    def pass_of(self, nodes: int) -> float:
+        """Verifying so many, and keeping the books of them."""
+        return self.verify[nodes] + self.node * nodes
+
+    def round(self, tree: TreeConfig) -> float:
         """One round with such a tree."""
-        return self.verify[nodes] + self.start + (depth - parallel) * self.step[top_k] + self.rest
+        return self.pass_of(tree.nodes) + self.start + (tree.forwards - 1) * self.step[tree.top_k] + self.rest
 
     def said(self) -> str:
         verify = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in self.verify.items())
@@ -60,7 +69,7 @@ class Costs:
         return (
             f"a token of plain decoding {1e3 * self.plain:.1f} ms; verifying n tokens (ms): {verify}\na draft step of "
             f"w nodes (ms): {step}; the first forward of a round {1e3 * self.start:.2f}, "
-            f"bookkeeping {1e3 * self.rest:.2f}"
+            f"bookkeeping {1e3 * self.rest:.2f} and {1e3 * self.node:.3f} a node"
         )
 
 
@@ -142,19 +151,41 @@ def measure_costs(
             task(*states)
             times[key].append(time.perf_counter() - begin)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
-    return {
-        name: Costs(
+    found = {}
+    for name, method in methods.items():
+        rest, node, forward = _bookkeeping(target, method, samplings, prompt, max_nodes)
+        found[name] = Costs(
             median[("plain",)],
             {n: median["verify", n] for n in sizes},
-            {w: median.get(("step", name, w), 0.0) for w in WIDTHS},
+            {w: median.get(("step", name, w), 0.0) + forward for w in WIDTHS},
             median.get(("start", name), 0.0),
-            statistics.fmean(_rest(target, method, sampling, prompt) for sampling in samplings),
+            rest,
+            node,
         )
-        for name, method in methods.items()
-    }
+    return found
+
+
+def _bookkeeping(
+    target: Target, method: Method, samplings: list[Sampling], prompt: list[int], max_nodes: int
+) -> tuple[float, float, float]:
+    """Seconds of a round beside draft and verification: what it takes anyway, what each node adds, and what each draft
+    forward after the first. From three trees: a small one, one of more nodes, and a deeper one.
+    """
+    few, many = min(FEW, max_nodes), min(MANY, max_nodes)
+
+    def seconds(nodes: int, depth: int) -> float:
+        depth = min(depth, nodes - 1)
+        tree = TreeConfig(depth=depth, top_k=max(WIDTHS), nodes=nodes, candidates=method.tree.candidates, parallel=1)
+        sized = Method(method.draft, tree)
+        return statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings)
+
+    small, large = seconds(few, 2), seconds(many, 2)
+    deep = seconds(few, 4) if method.draft.stepwise and few > 4 else small
+    node = max(0.0, (large - small) / max(many - few, 1))
+    forward = max(0.0, (deep - small) / 2)
+    return max(0.0, small - node * few - forward), node, forward
 
 
 def _rest(target: Target, method: Method, sampling: Sampling, prompt: list[int]) -> float:
-    """Seconds of a round beside draft and verification."""
     one = speculative(target, method, prompt, sampling, exact_split=True)
     return (one.seconds - one.split.get("draft", 0.0) - one.split["verify"]) / max(one.acceptance.passes, 1)

@@ -72,10 +72,10 @@ def fixed_point(
     token to start from.
     """
     forwards = [costs.start, *[costs.step[tree.top_k]] * (tree.forwards - 1)]
-    verify, token = {size: costs.verify[size] for size in sizes}, begin
+    verify, token = {size: costs.pass_of(size) for size in sizes}, begin
     closest, found = np.inf, None
     for _ in range(ITERATIONS):
-        price_S = np.array([costs.verify[size] - costs.verify[1] for size in sizes]) / token
+        price_S = np.array([verify[size] - verify[1] for size in sizes]) / token
         values = [(one.chances_KAS - price_S).max(-1) for one in answers]
         gains = [gain(values, number) for number in range(len(forwards))]
         worth = Worth(token=token, verify=verify, forwards=forwards, gains=gains)

@@ -4,7 +4,7 @@ A draft that answers level by level has `start` and `step`, and `propose` grows 
 finds candidates in another way has a `propose` of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,6 +124,9 @@ class Settled(Protocol):
     def parallels(self, depth: int) -> list[int]:
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
 
+    def widths(self, tree: TreeConfig) -> list[int]:
+        """How many nodes its rounds may have, the root included, ascending: what a compiled target is compiled for."""
+
 
 class Draft(Forwards, Protocol):
     """What decoding knows of a draft."""
@@ -159,11 +162,6 @@ class Source(Draft, Protocol):
 
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
-
-    def stages(
-        self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
-    ) -> Iterator[Pool]:
-        """`pool` of the trees that end after its first forward, its second, ...; each is made when it is asked for."""
 
     def chance(self, depth: int, score: float) -> float:
         """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing
@@ -218,4 +216,8 @@ class Method:
         tree's rows.
         """
         deepest = self.draft.config.reach(self.tree)
-        return max(self.tree.nodes, deepest + 1) if compiled else deepest
+        return max(*self.draft.config.widths(self.tree), deepest + 1) if compiled else deepest
+
+    def width(self, nodes: int) -> int:
+        """Of a compiled target's forward over so many nodes."""
+        return next(width for width in self.draft.config.widths(self.tree) if width >= nodes)

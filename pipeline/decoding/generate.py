@@ -242,7 +242,8 @@ def speculative(
         tree = draft.propose(state, Verified(text, states.of(draft.needs)), spec, draws, timed)
         past = cache.length
         positions, seen = _layout(tree, past, target.device)
-        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes, layers)
+        width = method.width(len(tree.tokens))
+        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, width, layers)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
         path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)
@@ -270,11 +271,11 @@ def _verify(
     cache: Cache,
     positions_N: Tensor,
     seen_NC: Tensor,
-    nodes: int,
+    width: int,
     layers: tuple[int, ...] = (),
 ) -> tuple[States, Tensor]:
     """One target forward over the tree: its states and ``logits_NV``."""
-    states = target.forward(tokens_N, cache, positions_N, seen_NC, nodes, layers)
+    states = target.forward(tokens_N, cache, positions_N, seen_NC, width, layers)
     return states, target.head(states.final_ND)
 
 

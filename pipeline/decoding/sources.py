@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.decoding.calibration import Calibration
+from pipeline.decoding.calibration import Calibration, Chance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Settled, Source, Verified, Wanted
+from pipeline.decoding.grow import stages
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.decoding.worth import Worth
 from pipeline.target.states import Needs
@@ -127,8 +128,8 @@ class _Whole:
 class SettledTogether:
     """A draft's settings where chances choose the nodes: trees of best candidates, larger where others stand beside."""
 
-    def __init__(self, draft: Settled, beside: bool):
-        self._draft, self._beside = draft, beside
+    def __init__(self, draft: Settled, beside: bool, worth: Worth | None = None):
+        self._draft, self._beside, self._worth = draft, beside, worth
 
     def settle(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
@@ -150,6 +151,9 @@ class SettledTogether:
     def parallels(self, depth: int) -> list[int]:
         return self._draft.parallels(depth)
 
+    def widths(self, tree: TreeConfig) -> list[int]:
+        return list(self._worth.verify) if self._worth else [tree.nodes]
+
 
 class Sources:
     """A draft with others beside it, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
@@ -165,12 +169,14 @@ class Sources:
         """`worth`: each round has the nodes and the draft forwards that pay; without it, all that the tree says."""
         self.draft, self.beside, self.agreement, self.worth = draft, beside, agreement, worth
         self._calibration = calibration or Calibration()
+        self._known: dict[tuple[str, float, TreeConfig], Chance] = {}
         self.name = " + ".join([draft.name, *beside])
-        self.config, self.stepwise = SettledTogether(draft.config, bool(beside)), draft.stepwise
+        self.config, self.stepwise = SettledTogether(draft.config, bool(beside), worth), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
 
-    def tuned(self, calibration: Calibration, worth: Worth | None = None) -> "Sources":
-        return Sources(self.draft, self.beside, calibration, self.agreement, worth)
+    def tuned(self, calibration: Calibration | None = None, worth: Worth | None = None) -> "Sources":
+        """The same with other chances, where some are given, and with rounds of the size that pays or without."""
+        return Sources(self.draft, self.beside, calibration or self._calibration, self.agreement, worth)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -206,7 +212,7 @@ class Sources:
                 break
             if number == 0:  # the first forward takes in all that waited for it
                 whole = Verified(seen.tokens, torch.cat(state.waiting))
-                pools = self.draft.stages(state.draft, whole, tree, POOL, grows)
+                pools = stages(self.draft, state.draft, whole, tree, POOL, grows or self.draft)
                 state.waiting.clear()
             found = self.merged(next(pools), copied, stage, temperature)
             nodes, value = self.worth.size(found.sorted())
@@ -224,5 +230,8 @@ class Sources:
         return merge(found, self.agreement)
 
     def _chances(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
-        chance = self._calibration.of(name, temperature, tree, source.chance)
+        key = name, temperature, tree
+        if key not in self._known:
+            self._known[key] = self._calibration.of(name, temperature, tree, source.chance)
+        chance = self._known[key]
         return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]

@@ -33,6 +33,17 @@ def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
     return DRAFTS[kind_of(config)][1](config, shapes)
 
 
+def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Callable[[], Any]) -> Source:
+    """`make` for a draft that reads nothing but text; the `tokenizer` is asked for where it has a corpus.
+
+    Raises PipelineError where that cannot be read.
+    """
+    draft = make(config, shapes)
+    if isinstance(draft, Copier):
+        draft.read(tokenizer)
+    return draft
+
+
 def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
     """`make` for a draft that is trained."""
     draft = make(config, shapes)

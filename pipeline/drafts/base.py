@@ -8,7 +8,6 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -19,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
-from pipeline.decoding.grow import best_pool, grow, stages
+from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.layers import initialise
 from pipeline.drafts.losses import OwnHead, Prediction, Teacher, Term, chunk_rows, renormalised, term_sums
@@ -47,6 +46,15 @@ class DraftConfig(Settings):
         """
         return None
 
+    @property
+    def corpus(self) -> str | None:
+        """A text file that it copies from. A draft that can have one makes this a key."""
+        return None
+
+    def public(self) -> "DraftConfig":
+        """Without what is of this machine alone: for artifacts."""
+        return self
+
     def needs(self, target_layers: int) -> Needs:
         """What it wants of a target with so many decoder layers."""
         return Needs()
@@ -54,6 +62,10 @@ class DraftConfig(Settings):
     def parallels(self, depth: int) -> list[int]:
         """How many last levels of a tree of this depth may come from one forward, its own choice first."""
         return [1]
+
+    def widths(self, tree: TreeConfig) -> list[int]:
+        """How many nodes its rounds may have, the root included, ascending."""
+        return [tree.nodes]
 
     def reach(self, tree: TreeConfig) -> int:
         """The deepest level that its trees of these settings can have."""
@@ -158,11 +170,6 @@ class TrainedDraft(nn.Module):
 
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         return best_pool(self, state, seen, tree, count, forwards or self)
-
-    def stages(
-        self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
-    ) -> Iterator[Pool]:
-        return stages(self, state, seen, tree, count, forwards or self)
 
     def chance(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""

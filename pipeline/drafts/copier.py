@@ -1,12 +1,14 @@
 """Prompt lookup: what followed the text's end before. Neither trained nor fed: it sees prompt and answer only.
 
 The longest suffix of the text that occurs earlier in it, and after that shorter ones, the latest occurrence first, each
-propose what followed them; occurrences that go on alike share their nodes. (Saxena's prompt lookup, and transformers'
+propose what followed them; occurrences that go on alike share their nodes. A corpus that the user names is looked into,
+too: its occurrences come after the text's own that agree as long. (Saxena's prompt lookup, and transformers'
 `prompt_lookup_num_tokens`, take the first occurrence of the longest suffix alone.)
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -15,10 +17,11 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draws, Pool, Verified
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.base import DraftConfig
+from pipeline.drafts.corpus import Corpus, read_corpus
 from pipeline.drafts.suffixes import SuffixIndex
 from pipeline.target.states import Needs
 
-LONGEST = 32
+LONGEST = 32  # tokens of a suffix that may be compared: each length takes memory and time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class CopierConfig(DraftConfig):
     kind: Literal["copier"] = "copier"
     longest: int = 8  # tokens of a suffix that are compared
     shortest: int = 1
+    corpus: str | None = None  # a text file that is copied from, too (corpus.py); a release does not hold it
 
     def __post_init__(self):
         self.at_least(1, "longest", "shortest")
@@ -36,6 +40,11 @@ class CopierConfig(DraftConfig):
             raise ValueError(f"longest={self.longest}: expected at most {LONGEST}, each length costs memory and time")
         if self.shortest > self.longest:
             raise ValueError(f"shortest={self.shortest} is more than longest={self.longest}")
+        if self.corpus is not None:
+            self._set("corpus", str(Path(self.corpus).expanduser().absolute()))  # whoever reads it, wherever
+
+    def public(self) -> "CopierConfig":
+        return replace(self, corpus=None)
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)
@@ -63,6 +72,14 @@ class Copier:
         self.config, self.name = config, config.kind
         self.needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
+        self._corpus: Corpus | None = None
+        self.corpus_sha256: str | None = None
+
+    def read(self, tokenizer: Callable[[], Any]) -> None:
+        """Takes in its corpus, where its settings name one. Raises PipelineError for what is no text."""
+        if self.config.corpus is not None:
+            tokens, self.corpus_sha256 = read_corpus(self.config.corpus, tokenizer())
+            self._corpus = Corpus(tokens, self.config.longest)
 
     def open(self) -> SuffixIndex:
         return SuffixIndex(self.config.shortest, self.config.longest)
@@ -77,12 +94,11 @@ class Copier:
         """A score is how many tokens agreed before the continuation; those that are not the first choice at some node
         have `longest` less, so that any first choice has more.
         """
-        state.read_on(seen.tokens)
         found = Pool([], [], [])
         children: list[dict[int, int]] = [{}]  # of each node: token -> its child
-        for place, length in state.matches(seen.tokens):
+        for text, place, length in self._matches(state, seen.tokens):
             above, first = 0, True
-            for token in seen.tokens[place + 1 : place + 1 + tree.depth]:
+            for token in text[place + 1 : place + 1 + tree.depth]:
                 if token not in children[above]:
                     if len(children[above]) == tree.top_k or len(found.tokens) == count:
                         break
@@ -98,10 +114,14 @@ class Copier:
                 break
         return found
 
-    def stages(
-        self, state: SuffixIndex, seen: Verified, tree: TreeConfig, count: int, forwards: Any = None
-    ) -> Iterator[Pool]:
-        yield self.pool(state, seen, tree, count)
+    def _matches(self, state: SuffixIndex, tokens: list[int]) -> list[tuple[list[int], int, int]]:
+        """Texts and places in them whose last tokens are those that end `tokens`, with how many agree, most first."""
+        state.read_on(tokens)
+        found = [(tokens, *match) for match in state.matches(tokens)]
+        if self._corpus is None:
+            return found
+        found += [(self._corpus.tokens, *match) for match in self._corpus.matches(tokens, self.config.shortest)]
+        return sorted(found, key=lambda match: -match[2])
 
     def chance(self, depth: int, score: float) -> float:
         first = FIRST[min(int(score), len(FIRST)) - 1] if score > 0 else OTHER

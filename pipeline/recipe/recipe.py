@@ -16,6 +16,7 @@ from pipeline.basics.section import Name, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Settled
 from pipeline.decoding.sources import SettledTogether
+from pipeline.drafts.corpus import corpus_sha256
 from pipeline.features.schema import FP8
 from pipeline.recipe.sections import (
     AnyDraft,
@@ -127,10 +128,6 @@ class Recipe(Section):
                 f"eval.methods.{name}: a draft of that name stands alone and its trees are fixed; give the method with "
                 f"'beside' or 'sized' a name of its own, with draft = {name!r}"
             )
-        if method.sized and self.eval.compile:
-            raise ValueError(
-                f"eval.methods.{name}.sized=true, but a compiled target (eval.compile) pays for every node"
-            )
         for other in method.beside:
             if other not in self.draft or self.draft[other].trained or method.beside.count(other) > 1:
                 raise ValueError(
@@ -162,6 +159,13 @@ class Recipe(Section):
         """One of `methods`; a draft by itself has no section of its own."""
         return self.eval.methods.get(name, MethodConfig())
 
+    def corpora(self, *drafts: str) -> tuple[str, ...]:
+        """SHA-256 of the texts that these copy from, but for the one that is decoded. Raises PipelineError for one that
+        cannot be read.
+        """
+        named = [self.draft[name].corpus for name in drafts]
+        return tuple(corpus_sha256(path) for path in named if path is not None)
+
     @property
     def trained(self) -> list[str]:
         """The drafts that are trained."""
@@ -192,10 +196,11 @@ class Recipe(Section):
 
     @property
     def hash(self) -> str:
-        """Hash of everything but what the run is called, where it lies and how many measure it."""
+        """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
-        return digest(self.model_dump(mode="json", exclude=apart))
+        drafts = {name: config.public().to_json() for name, config in self.draft.items()}
+        return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
 
     @property
     def regenerate_hash(self) -> str:

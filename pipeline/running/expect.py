@@ -210,14 +210,17 @@ def is_untouched(recipe: Recipe, stage: str) -> bool:
 
 
 def remember(recipe: Recipe, stage: str, seconds: float) -> None:
-    """Notes how long a stage took from nothing to its end. A cache that cannot be written costs nothing but the
-    note.
+    """Notes how long a stage took from nothing to its end, unless a run of more than twice the work was noted: a small
+    run is mostly start. A cache that cannot be written costs nothing but the note.
     """
     expected = STAGES[stage](recipe)
     if not expected.work:
         return
     same = {"stage": stage, "settings": expected.settings, "hardware": hardware(recipe.target.device)}
-    others = [entry for entry in read_speeds(speeds_file()) if {key: entry[key] for key in same} != same]
+    known = read_speeds(speeds_file())
+    others = [entry for entry in known if {key: entry[key] for key in same} != same]
+    if any(entry["work"] > 2 * expected.work for entry in known if entry not in others):
+        return
     mine = {**same, "work": expected.work, "seconds": round(seconds, 1), "date": date.today().isoformat()}
     with suppress(PipelineError, OSError):
         write_json(speeds_file(), {"stages": [mine, *others][:KEPT]})

@@ -6,8 +6,6 @@ import os
 
 from pipeline.basics.errors import PipelineError
 
-HIDDEN = "CUDA_VISIBLE_DEVICES"
-
 
 def gpus_each(section: str, asked: float | None, device: str, there: bool) -> float:
     """GPUs of one worker. Not asked for: one where a node has any (`there`) and the target is not to run on a CPU, else
@@ -32,4 +30,4 @@ def gpus_each(section: str, asked: float | None, device: str, there: bool) -> fl
 def hide_gpus(each: float) -> None:
     """In a worker, before it asks for a device: Ray hides the other workers' GPUs only from one that takes some."""
     if not each:
-        os.environ[HIDDEN] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

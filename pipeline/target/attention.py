@@ -4,6 +4,7 @@ A full layer sees all of a token's path. A sliding layer sees the last `window` 
 they are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,11 @@ from pipeline.basics.errors import PipelineError
 
 if TYPE_CHECKING:
     from pipeline.target.model import Target
+
+if not torch.cuda.is_available():
+    # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
+    # not where a target is loaded, so that a process has one kernel from its start on.
+    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MASKED = ("sdpa", "eager")  # the implementations that add any mask that they are given

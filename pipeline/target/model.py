@@ -226,7 +226,7 @@ class Target:
         self.config = load_config(config)
         self.tokenizer = load_tokenizer(config)
         place = placement(config)
-        self.compiled = False
+        self.compiled, self.filled = False, 1  # rows that a single one of packed layers is filled up to
         self._caches: dict[int, TreeCache] = {}  # of a compiled target, by capacity
         self._captured = threading.local()  # by thread: layer -> output
         self._hooked: set[int] = set()  # layers that have a hook

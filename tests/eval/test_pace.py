@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eval.measure.harness import Harness, Unit
+from eval.measure.prompts import Prompt
 from eval.tuning.calibrate import Answer, fit
-from eval.tuning.choose import predict
+from eval.tuning.choose import COMPILED, predict
 from eval.tuning.costs import Costs
 from eval.tuning.pace import _walk, fixed_point, gain, paced, places
 from pipeline.decoding import replay
@@ -20,6 +22,8 @@ from pipeline.decoding.worth import Worth
 from pipeline.drafts import make
 from pipeline.drafts.copier import CopierConfig
 from pipeline.drafts.layers import shapes_of
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
 FLAT = Line(x=[0.0], y=[0.5])
@@ -152,5 +156,34 @@ def test_the_rule_is_no_slower_than_any_of_the_trees_that_it_stops_along(loaded_
     found = paced(answers, counted, [TREE, replace(TREE, top_k=1, nodes=4)], costs)
     assert found.worth.token == pytest.approx(costs.plain / found.speedup, rel=1e-2)
     fixed = predict([one.text.counter(counted, 0.0) for one in answers], costs, sources.config, 3, costs.sizes, "plain")
-    along_them = [one.speedup for one in fixed if one.parallel == 1 and one.top_k in (1, 3)]
+    along_them = [one.speedup for one in fixed if one.tree.parallel == 1 and one.tree.top_k in (1, 3)]
     assert len(along_them) > 5 and found.speedup > 0.97 * max(along_them) > 1
+
+
+def test_a_compiled_targets_rounds_have_a_few_sizes_each_compiled_before_an_answer(
+    tiny_target, drafts, tiny_recipe, monkeypatch
+):
+    compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
+    compiled.compile(backend="eager")
+    others = {"copier": make(CopierConfig(), shapes_of(compiled.config))}
+    few = Costs(1.0, {size: 1.0 + 0.02 * size for size in (1, 2, 4, 6, 8)}, {}, 0.02, 0.01).only(COMPILED)
+    ends = Line(x=[0.0, 0.5], y=[1.0, 0.0])
+    rule = Worth(token=1.0, verify=few.verify, forwards=[0.02], gains=[ends])
+    assert list(rule.verify) == [1, 4, 8]
+    method = Method(Sources(drafts["eagle"], others, worth=rule), TREE)
+    settings = tiny_recipe.eval.model_copy(update={"max_new_tokens": 24, "warmups": 1, "compile": True})
+    made = Harness(tiny_recipe.model_copy(update={"eval": settings}), compiled, {"sized": method})
+    compiled_widths, prompt = list[int](), Prompt("one", "", ("one two three one two three one two",))
+    once = compiled._compiled
+    compiled._compiled = lambda **given: compiled_widths.append(given["input_ids"].shape[1]) or once(**given)
+    told = []
+    made._compile_widths(method, made.with_histories(prompt)[0], lambda: told.append(1))
+    assert compiled_widths == [1] * 3 + [4] * 3 + [8] * 3 and len(told) == 9
+    monkeypatch.setattr(made, "_compile_widths", lambda *given: compiled_widths.append(given[0]))
+    compiled_widths.clear()
+    made._warm_up(made.with_histories(prompt)[0], lambda: None)
+    assert compiled_widths[-1] is method
+    compiled_widths.clear()
+    outcome = made.decode(Unit("bench", prompt, 0.0))
+    assert outcome.gates["sized"].passed and outcome.gates["sized"].identical == 1
+    assert set(compiled_widths) <= {1, 4, 8}

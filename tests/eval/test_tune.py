@@ -1,10 +1,15 @@
 """The tuner: its costs add up. (Its replay: tests/pipeline/test_replay.py.)"""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from eval.tuning import costs
 from eval.tuning.choose import predict
 from eval.tuning.costs import Costs
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
 from pipeline.decoding.replay import ABSENT, walk
 from pipeline.drafts.jakiro import JakiroConfig
 
@@ -17,15 +22,30 @@ def test_the_least_predicted_time_wins():
 
     def best(per_node, step):
         sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
-        costs = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
-        return predict([known], costs, JakiroConfig(), 3, costs.sizes, "plain")
+        table = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
+        return predict([known], table, JakiroConfig(), 3, table.sizes, "plain")
 
     ranked = best(0.001, 0.01)
-    assert (ranked[0].depth, ranked[0].nodes, ranked[0].parallel) == (
-        2,
-        3,
-        2,
-    )  # two levels, both from the first forward
+    tree = ranked[0].tree
+    assert (tree.depth, tree.nodes, tree.parallel) == (2, 3, 2)  # two levels, both from the first forward
     assert ranked == sorted(ranked, key=lambda one: -one.speedup)
     assert ranked[0].tau == 3 and ranked[0].speedup == pytest.approx(3 / (1.009 + 0.1))
-    assert best(10.0, 0.01)[0].nodes == 2
+    assert best(10.0, 0.01)[0].tree.nodes == 2
+
+
+def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
+    """So that a large tree and a deep one are charged for what they are; whatever the recipe's own tree."""
+    asked = []
+
+    def rest(target, method, sampling, prompt):
+        asked.append((method.tree.nodes, method.tree.forwards))
+        return 0.5 + 0.01 * method.tree.nodes + 0.125 * (method.tree.forwards - 1)
+
+    monkeypatch.setattr(costs, "_rest", rest)
+    given = Method(SimpleNamespace(config=JakiroConfig(), stepwise=True), TreeConfig())
+    assert costs._bookkeeping(None, given, [None, None], [], 60) == pytest.approx((0.5, 0.01, 0.125))
+    assert asked == [(costs.FEW, 2)] * 2 + [(costs.MANY, 2)] * 2 + [(costs.FEW, 4)] * 2
+    assert costs._bookkeeping(None, given, [None], [], 4) == pytest.approx((0.665, 0.0, 0.0))  # one tree tells no slope
+    table = Costs(1.0, {6: 2.0}, {10: 0.25}, 0.125, 0.5, 0.01)
+    tree = TreeConfig(depth=3, top_k=10, nodes=6, parallel=1)
+    assert table.round(tree) == pytest.approx(2.0 + 6 * 0.01 + 0.125 + 2 * 0.25 + 0.5)

@@ -1,16 +1,20 @@
 """The copier: what followed the text's end before, and nothing else; lossless as every draft."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method, Verified
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import make
+from pipeline.drafts import make, make_untrained
 from pipeline.drafts.copier import CopierConfig
+from pipeline.drafts.corpus import Corpus
 from pipeline.drafts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
@@ -96,6 +100,91 @@ def test_the_replay_counts_what_decoding_does(loaded_target):
     for depth, top_k, nodes in ((5, 1, 6), (3, 2, 7), (1, 3, 3)):
         tree = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=1)
         assert counted(tree) == speculative(loaded_target, Method(copier, tree), prompt, Sampling(40, NEVER)).acceptance
+
+
+# -- a corpus --------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": list(text.encode())}
+
+
+def by_hand(corpus, text, longest):
+    """Places of the corpus whose last tokens are those that end the text, by how many agree."""
+    found = {}
+    for place in range(len(corpus) - 1):
+        length = 0
+        while length < min(longest, place + 1, len(text)) and corpus[place - length] == text[-1 - length]:
+            length += 1
+        if length:
+            found[place] = length
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=30),
+    st.lists(st.integers(0, 4), min_size=1, max_size=20),
+    st.integers(1, 9),
+    st.integers(1, 3),
+)
+def test_a_corpus_finds_every_place_the_longest_agreement_first(corpus, text, longest, shortest):
+    found = Corpus(corpus, longest).matches(text, shortest)
+    want = {place: n for place, n in by_hand(corpus, text, longest).items() if n >= shortest}
+    assert dict(found) == want and len(found) == len(want)
+    assert [n for _, n in found] == sorted((n for _, n in found), reverse=True)
+
+
+def test_of_too_many_places_of_a_corpus_some_are_looked_at():
+    found = Corpus([7] * 200, 4).matches([7] * 9, 1)
+    assert len(found) == 32 and {length for _, length in found} == {4} and all(3 <= place < 199 for place, _ in found)
+
+
+def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
+    (tmp_path / "text").write_text("xab1 yab2 zcab3 ", encoding="utf-8")
+    copier = make_untrained(CopierConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
+    spec = copier.config.settle(TreeConfig(depth=1, top_k=6, nodes=7))
+
+    def firsts(text):
+        seen = Verified(list(text), torch.zeros(0, 0, 1))
+        return "".join(map(chr, copier.propose(copier.open(), seen, spec, None).tokens[1:]))
+
+    assert (found := firsts(b"qab4 ab"))[0] == "4" and sorted(found) == list("1234")  # two tokens agree everywhere
+    assert (found := firsts(b"qab4 cab"))[:2] == "34" and sorted(found) == list("1234")  # three do in the corpus
+
+
+def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
+    """It holds the target's own words, so that much is accepted."""
+    prompt, shapes, taus = prompt_of(5, 20), shapes_of(loaded_target.config), {}
+    (tmp_path / "text").write_text("any")
+    said = greedy(loaded_target, prompt, 40)
+    for corpus in (None, str(tmp_path / "text")):
+        copier = make_untrained(CopierConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": said})
+        method = Method(copier, TreeConfig(depth=5, top_k=1, nodes=6))
+        got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
+        assert got.tokens == said
+        taus[corpus is None] = got.acceptance.tau
+    assert taus[False] > 3 and taus[False] > taus[True]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b"", "has 0 tokens"), (b"\xff\xfe", "not UTF-8")],
+)
+def test_a_corpus_that_is_no_text_is_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(PipelineError, match=said) as refused:
+        make_untrained(CopierConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
+    assert str(tmp_path) not in str(refused.value)  # nor what folder it is in
+
+
+def test_a_corpus_stays_on_this_machine():
+    config = CopierConfig(corpus="notes.txt")
+    assert config.corpus == str(Path.cwd() / "notes.txt")
+    assert config.public() == CopierConfig() and "notes" not in str(config.public().to_json())
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -73,6 +73,15 @@ def test_seconds_are_told_only_once_a_stage_has_run_here_and_grow_with_the_work(
     assert len(expect.read_speeds(expect.speeds_file())) == 1
 
 
+def test_a_small_run_does_not_replace_what_a_large_one_took(tiny_recipe):
+    """Most of it is start, so it would tell too much for the large one."""
+    expect.remember(changed(tiny_recipe, "eval", repeats=13), "eval", 120)  # 13 + 3 answers where there are 1 + 3
+    expect.remember(tiny_recipe, "eval", 100)
+    assert "about 30 s" in expect.stage_said(tiny_recipe, "eval")
+    expect.remember(changed(tiny_recipe, "eval", repeats=29), "eval", 480)
+    assert "about 60 s" in expect.stage_said(tiny_recipe, "eval")
+
+
 def test_what_another_machine_measured_is_not_called_measured_here(tiny_recipe):
     expect.remember(tiny_recipe, "eval", 30)
     [entry] = expect.read_speeds(expect.speeds_file())

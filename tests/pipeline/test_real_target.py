@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eval.measure.units import pack_linears
+from eval.measure.packed import pack_linears
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Method
 from pipeline.decoding.generate import Sampling, plain, speculative

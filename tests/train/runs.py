@@ -1,5 +1,6 @@
 """Trainings as a user starts them, on features that were dumped once."""
 
+import json
 import os
 import signal
 from contextlib import suppress
@@ -77,6 +78,13 @@ def linked(dumped, output: Path) -> Path:
 
 def lines_of(output: Path, kind: str, draft: str = "jakiro") -> list[dict]:
     return [line for line in read_metrics(output / "drafts" / draft / METRICS) if line["kind"] == kind]
+
+
+def steps_so_far(output: Path, draft: str = "jakiro") -> int:
+    """Steps whose line is whole in the metrics of a training that still writes them, or was killed while it did."""
+    path = output / "drafts" / draft / METRICS
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return sum(json.loads(line)["kind"] == "train" for line in whole.splitlines())
 
 
 def losses(output: Path, draft: str = "jakiro") -> list[float]:

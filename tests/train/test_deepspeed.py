@@ -20,7 +20,7 @@ from tests.kit import (
     run_command,
     train_command,
 )
-from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
+from tests.train.runs import largest_difference, losses, run_training, steps_so_far, train_here, wait_until_dead
 from train.engine.config import deepspeed_config
 from train.engine.engine import require_dtype
 
@@ -126,9 +126,9 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     command = train_command(recipe, f"output={output}", draft="jakiro")
     resume = output / "drafts/jakiro/resume/resume.json"
     step = random.randrange(3, 18)  # a state is saved every 2 of 20
-    kill_when(command, lambda: len(lines_of(output, "train")) >= step)
+    kill_when(command, lambda: steps_so_far(output) >= step)
     wait_until_dead(str(output))
-    print(f"killed at step {len(lines_of(output, 'train'))}")
+    print(f"killed at step {steps_so_far(output)}")
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
     other = run_training(dumped, output, "train.learning_rate=0.01")

@@ -22,7 +22,15 @@ from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shar
 from pipeline.recipe.load import load_recipe
 from pipeline.target.model import fingerprint, load_ends
 from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
-from tests.train.runs import largest_difference, lines_of, losses, run_training, train_here, wait_until_dead
+from tests.train.runs import (
+    largest_difference,
+    lines_of,
+    losses,
+    run_training,
+    steps_so_far,
+    train_here,
+    wait_until_dead,
+)
 from train import acceptance
 
 pytestmark = pytest.mark.real
@@ -150,7 +158,7 @@ def test_a_rank_that_dies_ends_the_others(dumped, tmp_path):
             train_command(recipe, *sets, ranks=2, draft="jakiro"),
             cwd=ROOT, env=command_environment(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        started = wait_until(lambda: len(lines_of(tmp_path, "train")) >= 3, process)
+        started = wait_until(lambda: steps_so_far(tmp_path) >= 3, process)
         victim = max(ranks_of(str(tmp_path)))
         os.kill(victim, signal.SIGKILL)
         took = wait_until(lambda: process.poll() is not None, seconds=5 * started)  # far sooner than the run would end

@@ -1,0 +1,101 @@
+"""Packed layers give what the layers give, whoever asks them in whatever order."""
+
+import pytest
+import torch
+from torch import nn
+
+from eval.measure import packed
+from eval.measure.packed import PackedLinear, pack_linears, products, rows_of_one
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.target.config import TargetConfig
+from pipeline.target.ends import Ends
+from pipeline.target.model import Target
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, make_draft, prompt_of
+
+
+class Block(nn.Module):
+    def __init__(self, bias: tuple[bool, bool, bool] = (False, False, False)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, n, bias=b) for n, b in zip((8, 4, 4), bias, strict=True))
+        self.o_proj = nn.Linear(8, 8)
+        self.inner = nn.ModuleList([nn.Linear(8, 3)])
+
+    def outputs(self, *inputs):
+        layers = (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.inner[0])
+        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("bias", [(False, False, False), (True, True, True), (True, False, True)])
+@pytest.mark.parametrize("rows", [1, 5])
+@torch.inference_mode()
+def test_packed_layers_are_the_layers(bias, rows):
+    plain, packed = Block(bias), Block(bias)
+    pack_linears(packed)
+    x, y = torch.randn(2, 1, rows, 8)
+    for inputs in ([x] * 5, [x, y, x, y, x], [y] * 5, [y] * 5):  # of one tensor, of two, and the same one again
+        for got, want in zip(packed.outputs(*inputs), plain.outputs(*inputs), strict=True):
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want)
+    assert isinstance(packed.q_proj, PackedLinear) == (bias == (True, False, True))
+
+
+@torch.inference_mode()
+def test_one_product_is_made_for_one_tensor_and_nothing_is_held(monkeypatch):
+    block, calls = Block(), []
+    pack_linears(block)
+    shared = block.q_proj._shared
+    inner = shared.packed
+    monkeypatch.setattr(shared, "packed", lambda x: calls.append(x) or inner(x))
+    x = torch.randn(1, 2, 8)
+    for layer in (block.q_proj, block.k_proj, block.v_proj):
+        layer(x)
+    assert len(calls) == 1 and shared._given is None and not shared._left
+    block.k_proj(x)
+    block.k_proj(x)  # asked again, made again
+    assert len(calls) == 3
+
+
+def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
+    """The target, its head and a draft with a head over its own vocabulary: the same answers, single rows filled up."""
+    monkeypatch.setattr(packed, "rows_of_one", lambda _: packed.FILLED)
+    target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
+    want = greedy(target, prompt_of(1), 16)
+    ends = Ends(target.embedding_VD, target.head, "x")
+    draft = make_draft(target, ends, VARIANTS["reduced"])
+    packed.pack(target, {"one": draft})
+    for module in (target.decoder, target.head, draft, draft.ends.head):
+        assert products(module) and {one.rows for one in products(module)} == {packed.FILLED}
+        assert not [one for one in module.modules() if isinstance(one, nn.Linear)]
+    method = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6))
+    sampling = Sampling(16, NEVER)
+    assert speculative(target, method, prompt_of(1), sampling).tokens == want
+    assert plain(target, prompt_of(1), sampling).tokens == want
+
+
+@torch.inference_mode()
+def test_layers_of_other_inputs_are_no_product():
+    block = Block()
+    block.k_proj = nn.Linear(6, 4)
+    pack_linears(block)
+    assert isinstance(block.q_proj, PackedLinear) and isinstance(block.k_proj, PackedLinear)
+
+
+@torch.inference_mode()
+def test_a_single_row_is_filled_up_where_that_is_faster(monkeypatch):
+    block, plain = Block(), Block()
+    pack_linears(block)
+    found = products(block)
+    assert len(found) == 3  # one product of queries, keys and values; two layers
+    for slow_one, rows in ((1.0, packed.FILLED), (0.5, 1)):
+        monkeypatch.setattr(packed.Packed, "seconds", lambda _, rows, one=slow_one: one if rows == 1 else 0.6)
+        assert rows_of_one(found) == rows
+    for one in found:
+        one.rows = packed.FILLED
+    for rows in (1, 2):
+        x = torch.randn(1, rows, 8)
+        for got, want in zip(block.outputs(*[x] * 5), plain.outputs(*[x] * 5), strict=True):
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want)
