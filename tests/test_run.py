@@ -455,6 +455,7 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     assert figures["sized"]["predicted"]["tau"] == pytest.approx(figures["sized"]["tau"], abs=1e-4)
     assert (kept["worth"] is None) == ("fixed" not in figures)
     assert figures["predicted"]["tau"] == pytest.approx(figures["measured"]["tau"], abs=1e-4)
+    assert kept["sized"]["worth"] and kept["sized"]["tree"]["candidates"] == "best"  # also where it was not kept
     assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
 
     before = (run / "eval/tuned.json").read_bytes()

@@ -219,11 +219,13 @@ def tune(
     }
     if chosen.sized is None:
         return out
-    return out | faster(name, chosen.sized, took["sized"], tuned, plainly["ms_per_token"], told)
+    return out | faster(name, chosen.sized, took["sized"], tuned, out["tree"], plainly["ms_per_token"], told)
 
 
-def faster(name: str, sized: Paced, took: dict, fixed: dict, plain_ms: float, told: Told) -> dict:
-    """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster."""
+def faster(name: str, sized: Paced, took: dict, fixed: dict, tree: dict, plain_ms: float, told: Told) -> dict:
+    """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster. Both are
+    written down, whichever is kept.
+    """
     kept = took["speedup"] > fixed["speedup"]
     told(
         f"{name}, rounds of the size that pays: predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured "
@@ -231,9 +233,9 @@ def faster(name: str, sized: Paced, took: dict, fixed: dict, plain_ms: float, to
         f"{'kept' if kept else 'not kept'}"
     )
     predicted = {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}
-    found = {"sized": took | {"predicted": predicted}}
+    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json()}
+    found = {"sized": took | {"predicted": predicted} | rule}
     if not kept:
         return found
-    ratio = plain_ms / sized.speedup / took["ms_per_token"]
-    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json(), "predicted_over_measured": round(ratio, 4)}
-    return found | rule | {"predicted": predicted, "measured": took, "fixed": fixed}
+    ratio = {"predicted_over_measured": round(plain_ms / sized.speedup / took["ms_per_token"], 4)}
+    return found | rule | ratio | {"predicted": predicted, "measured": took, "fixed": fixed | {"tree": tree}}
