@@ -19,7 +19,7 @@ from torch import Tensor
 from eval.measure.exact import drawn_error
 from pipeline.decoding.accept import Sampler, log_odds
 from pipeline.decoding.contract import Method
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.target.model import Target
 
@@ -194,10 +194,13 @@ class Gatekeeper:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def look_at_rounds(self, gate: Gate, method: str, ids: list[int], sampling: Sampling) -> None:
+    def look_at_rounds(
+        self, gate: Gate, method: str, ids: list[int], sampling: Sampling, begun: Prefilled | None
+    ) -> None:
         """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same
         tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and
-        for drawn candidates the distribution of the first token over every draw and decision.
+        for drawn candidates the distribution of the first token over every draw and decision. `begun`: the prompt's own
+        forward, where there is one.
         """
         until = gate.rounds + self._rounds
         rows = self._rows(tuple(ids), tuple(self._continued(tuple(ids), sampling)), 0)
@@ -208,7 +211,7 @@ class Gatekeeper:
                 self._examine(gate, sampling, tokens, tree, logits_NV)
 
         few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
-        speculative(self._target, self._methods[method], ids, few, observe)
+        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun)
 
     def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
         """One round of the gate. A figure that is not a number fails it."""

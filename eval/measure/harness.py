@@ -208,10 +208,11 @@ class Harness:
     def _decode_turn(self, unit: Unit, turn: int, ids: list[int], outcome: Outcome, told: Callable[[], None]) -> None:
         methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
+        shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
         for repeat in range(self.repeats[unit.temperature > 0]):
             sampling, answers = self.sampling_of(unit, turn, repeat), {}
-            for number in range(len(methods)):  # each repeat starts with another method
-                method = methods[(number + repeat) % len(methods)]
+            for number in range(len(methods)):
+                method = methods[(shift + number + repeat) % len(methods)]
                 generation = self._one(method, ids, sampling)
                 answers[method] = generation.tokens
                 outcome.records.append(Record(*place, method, repeat, generation))
@@ -221,7 +222,7 @@ class Harness:
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, told)
             if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
-                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0])
+                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0], self._begun(ids, False))
             told()
 
 
