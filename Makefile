@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint
+.PHONY: install demo test lint serve-test
 
 install: $(STAMP)
 
@@ -23,6 +23,25 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pipeline
+
+# Engines run apart from the project, in a folder of their own: a server, and llama.cpp's converter out of its source.
+ENGINES := .engines
+
+serve-test: $(STAMP) $(ENGINES)/.installed
+	$(BIN)/python -m pipeline run infra/recipes/serve.toml
+	$(BIN)/python -m infra.serving.parity $(ENGINES)
+
+$(ENGINES)/.installed: infra/serving/engines.txt infra/serving/source.txt
+	rm -rf $(ENGINES)
+	$(PYTHON) -m venv $(ENGINES)/venv
+	$(ENGINES)/venv/bin/pip install --quiet scikit-build-core==1.1.2 flit-core==4.2.0
+	$(ENGINES)/venv/bin/pip install --quiet --no-deps --target $(ENGINES)/site sentencepiece==0.2.3
+	$(ENGINES)/venv/bin/pip install --quiet --no-deps --require-hashes --target $(ENGINES)/site -r infra/serving/engines.txt
+	$(ENGINES)/venv/bin/pip download --quiet --no-deps --no-binary :all: --no-build-isolation --require-hashes \
+		--dest $(ENGINES) -r infra/serving/source.txt
+	tar xzf $(ENGINES)/llama_cpp_python-*.tar.gz -C $(ENGINES) --strip-components 2 --wildcards \
+		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/*'
+	touch $(ENGINES)/.installed
 
 # torch first and alone: with it in place nothing else pulls another build of it. The embedded default's packages carry
 # data only, hence --no-deps.

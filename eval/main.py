@@ -28,6 +28,7 @@ from pipeline.drafts import build, kind_of, parameter_count
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
+from pipeline.target.chat import template_fingerprint
 from pipeline.target.model import load_tokenizer
 from pipeline.target.template import template_settings
 
@@ -58,12 +59,14 @@ def measure(job: Job) -> dict:
     metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
     own = {name: m.tree.forwards for name, m in methods.items() if m.tree.forwards < m.tree.depth}
     drawn = plots.draw(entries, own, metrics, folder)
+    tokenizer = load_tokenizer(recipe.target)
     measured = {
         "name": recipe.name,
         "key": job.key,
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
-        "template": template_settings(load_tokenizer(recipe.target), recipe.target),
+        "template": template_settings(tokenizer, recipe.target),
+        "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),
         "drafts": {name: facts_of(recipe, method) for name, method in methods.items()},
         "tuned": read_tuned(recipe),

@@ -18,10 +18,11 @@ from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.public import public_name
-from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
+from pipeline.serving.load import guessed
 from pipeline.target.chat import prompt_ids
 
 QUESTION = "What is a prime number? Give three examples."
@@ -40,29 +41,14 @@ class Shown:
     source: str  # target, draft, code
 
 
-def guessed(starts: list[int], found: Generation) -> list[bool]:
-    """Of each of the answer's tokens. `starts`: how many tokens there were when each pass began.
-
-    A pass gives the guesses that it accepts and one token of the target's own; the limit may cut the last pass short.
-    The first token is the prompt's pass's.
-    """
-    accepted_in_all, flags = sum(found.acceptance.accepted[1:]), [False]
-    for begin, end in zip(starts, [*starts[1:], len(found.tokens)], strict=False):
-        accepted = end - begin - 1
-        if end == len(found.tokens):
-            accepted = accepted_in_all - sum(flags)
-        flags += [True] * accepted + [False] * (end - begin - accepted)
-    return flags
-
-
 def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
     """Decodes it twice. Raises PipelineError where the draft is not trained, or its answer is not plain decoding's."""
     saved = checkpoint.require_trained_under(recipe, name)
     harness = make_harness(recipe, {name: Measured(name, saved.weights_sha256, recipe.tree(name))})
     target, method = harness.target, harness.methods[name]
     prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": question}])
-    sampling, starts = Sampling(tokens, frozenset(target.stop_ids())), []
-    found = speculative(target, method, prompt, sampling, lambda so_far, *_: starts.append(len(so_far) - len(prompt)))
+    sampling, rounds = Sampling(tokens, frozenset(target.stop_ids())), []
+    found = speculative(target, method, prompt, sampling, heard=lambda new: rounds.append(len(new)))
     expected = plain(target, prompt, sampling).tokens
     if found.tokens != expected:
         raise PipelineError(
@@ -75,7 +61,7 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
         f"target {where.rpartition('/')[2]}, {recipe.eval.dtype}; draft {name}, {parameters:,} parameters; {revision()}"
     )
     texts = pieces_of(target.tokenizer, found.tokens)
-    flags = guessed(starts, found)
+    flags = guessed(rounds, found)
     return Shown(question, list(zip(texts, flags, strict=True)), found.acceptance.passes, found.acceptance.tau, source)
 
 

@@ -13,3 +13,16 @@ Index conventions (position i of a dialogue t_0 .. t_{L-1}):
     f_i     the target's hidden state at position i after its final norm, so head(f_i) are the logits of t_{i+1}
     input i the pair (f_i, t_{i+1});  horizon h of a branch: its output at i predicts f_{i+h}, hence t_{i+1+h}
 """
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.serving.load import Loaded
+
+
+def load(folder: str | Path, **options: Any) -> "Loaded":
+    """A release on its target, to `generate` with: `pipeline.serving.load.load`, which says what the options are."""
+    from pipeline.serving.load import load as loaded  # here: what imports a part of the pipeline wants that part alone
+
+    return loaded(folder, **options)

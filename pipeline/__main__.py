@@ -4,6 +4,8 @@
     python -m pipeline plan RECIPE
     python -m pipeline status RECIPE
     python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
+    python -m pipeline chat RECIPE-or-RELEASE [--plain]                talk to the target, with the draft
+    python -m pipeline export RELEASE --to ENGINE --out FOLDER         what vLLM, SGLang and speculators load
 
 Stages are separate processes with their own commands; this file imports none of them and knows their results only by
 what they leave on disk. A stage that is done is not started again, so a second `run` continues where the first stopped.
@@ -41,6 +43,9 @@ from pipeline.recipe.load import add_override_argument, add_recipe_arguments, ha
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry, expect
 from pipeline.running.cores import require_few
+from pipeline.serving.chat import chat
+from pipeline.serving.export import LAUNCH, export
+from pipeline.serving.load import load
 
 
 @dataclass(frozen=True)
@@ -281,8 +286,30 @@ def main() -> None:
     imported.add_argument("--recipe", required=True, help="of its target; its draft has the checkpoint's settings")
     imported.add_argument("--draft", help="which of the recipe's; default: publish.draft")
     add_override_argument(imported)
+    chatting = commands.add_parser("chat")
+    chatting.add_argument("place", type=Path, help="a recipe that has run, or its release folder")
+    chatting.add_argument("--plain", action="store_true", help="decode every answer without the draft, too")
+    chatting.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
+    chatting.add_argument("--temperature", type=float, default=0.0)
+    chatting.add_argument("--target", help="its folder or Hub id, where the release does not know it")
+    chatting.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    exported = commands.add_parser("export")
+    exported.add_argument("release", type=Path)
+    exported.add_argument("--to", required=True, choices=sorted(LAUNCH))
+    exported.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
+    exported.add_argument("--target", metavar="OWNER/NAME", help="for speculators, whose config names it")
     arguments = parser.parse_args()
-    if arguments.command == "import":
+    if arguments.command == "export":
+        print("\n".join(export(arguments.release, arguments.to, arguments.out, arguments.target)))
+    elif arguments.command == "chat":
+        folder, target, device, trust = arguments.place, arguments.target, "auto", arguments.trust_remote_code
+        if not folder.is_dir():
+            recipe = load_recipe(str(folder), [])
+            folder, target, device = recipe.release_dir, target or recipe.target.model, recipe.target.device
+            trust |= recipe.target.trust_remote_code
+        loaded = load(folder, target, device=device, trust_remote_code=trust)
+        chat(loaded, arguments.tokens, arguments.temperature, arguments.plain)
+    elif arguments.command == "import":
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         name = arguments.draft or recipe.publish.draft
         print("\n".join(import_draft(arguments.folder, recipe, name)))

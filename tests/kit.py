@@ -50,14 +50,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny_target(folder: Path, seed: int = 0) -> Path:
-    """A 2-layer GQA Llama (d = 32, 260 tokens) with random weights of `seed`."""
+def save_tiny_target(folder: Path, seed: int = 0, layers: int = 2) -> Path:
+    """A GQA Llama (d = 32, 260 tokens) with random weights of `seed`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=260,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,

@@ -23,7 +23,6 @@ from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads, cores
-from pipeline.target.ends import Ends
 from pipeline.target.model import Target, load_tokenizer
 from pipeline.target.states import States
 
@@ -103,7 +102,7 @@ class Decoder:
         torch.set_num_threads(asked_threads() or cores())
         try:
             self._draft.load_state_dict(weights)
-            self._draft.bind(Ends(self._target.embedding_VD, self._target.head, self._fingerprint))
+            self._draft.bind(self._target.ends(self._fingerprint))
             return self._decoded(quiet).tau
         finally:
             torch.set_num_threads(threads)

@@ -21,9 +21,9 @@ from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.contract import Draft, Method, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
 from pipeline.recipe.recipe import PLAIN, Recipe
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import Target, fixed_capacity
-from pipeline.target.thoughts import as_message
+from pipeline.target.chat import as_message, prompt_ids
+from pipeline.target.model import Target
+from pipeline.target.verifier import fixed_capacity
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,21 @@ def table(entries: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def headline(entries: list[dict]) -> str:
+    """Markdown: one method's figures, a line per benchmark and temperature."""
+    lines = ["| benchmark | T | tau | speed-up | accepted at depth 1, 2, ... | lossless |", "|---|---|---|---|---|---|"]
+    for entry in entries:
+        speed = with_interval(entry["speedup"], entry.get("speedup_interval")) + ("x" if entry["speedup"] else "")
+        rates = ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"])
+        gate = entry["gate"]
+        same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
+        lines.append(
+            f"| {entry['benchmark']} | {entry['temperature']:g} | {with_interval(entry['tau'], entry['tau_interval'])} "
+            f"| {speed} | {rates} | {same if gate['passed'] else 'NO'} |"
+        )
+    return "\n".join(lines)
+
+
 def _circles_said(entry: dict) -> str:
     said, rest = f"{entry['answers_in_circles']} of {entry['answers']}", entry["without_circles"]
     if rest is None:

@@ -19,6 +19,7 @@ from pipeline.artifacts.provenance import revision
 from pipeline.artifacts.reports import read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.parse import from_json
 from pipeline.basics.progress import Progress
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
@@ -29,7 +30,6 @@ from pipeline.drafts import make_untrained
 from pipeline.drafts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.target.chat import template_fingerprint
-from pipeline.target.ends import Ends
 from pipeline.target.model import Target, fingerprint, load_tokenizer
 
 RECORDS = "records.jsonl"
@@ -84,9 +84,9 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
             counted, rule = tuned["calibration"], tuned["worth"]
             found[f"{name}-tuned"] = replace(
                 found[name],
-                tree=TreeConfig.from_json(tuned["tree"]),
-                calibration=None if counted is None else Calibration.from_json(counted),
-                worth=None if rule is None else Worth.from_json(rule),
+                tree=from_json(TreeConfig, tuned["tree"]),
+                calibration=None if counted is None else from_json(Calibration, counted),
+                worth=None if rule is None else from_json(Worth, rule),
             )
     return found
 
@@ -183,7 +183,7 @@ def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
     """Drafts of the recipe, bound to the target, in evaluation's dtype."""
     mark = fingerprint(recipe.target)
-    ends = Ends(target.embedding_VD.to(target.device), target.head, mark)
+    ends = target.ends(mark)
     drafts: dict[str, Source] = {}
     for name in names:
         config = recipe.draft[name]

@@ -23,28 +23,33 @@ def install(built: Path, release: Path) -> list[str]:
     Raises PipelineError for a folder that is no release, before anything in it is touched.
     """
     sync(built)
-    fresh = {path.name: sha256(path) for path in sorted(built.iterdir())}
+    fresh = {name: sha256(built / name) for name in files_in(built)}
     folder = _Folder(release)
     release.mkdir(exist_ok=True)
     notes = []
     if folder.is_users(CARD):
         notes.append(folder.keep_card(built, fresh))
     folder.write_list(built, folder.files, folder.pending | fresh)
+    for inner in sorted({name.partition("/")[0] for name in {*fresh, *folder.files, *folder.pending} if "/" in name}):
+        if (release / inner).is_symlink() or (release / inner).is_file():
+            notes.append(f"{inner} is a folder of the release; yours is now {folder.move_aside(inner)}")
     for name in sorted({*folder.files, *folder.pending} - set(fresh)):
         if folder.is_users(name):
             notes.append(f"{name} is no part of the release any more; your edited version stays, and belongs to you")
         else:
             (release / name).unlink(missing_ok=True)
-    for path in sorted(
-        built.iterdir(), key=lambda path: path.name == REPORT
-    ):  # last: by it others know that a release is there
-        if folder.is_users(path.name):
-            notes.append(
-                f"{path.name} is measured or made anew; your edited version is now {folder.move_aside(path.name)}"
-            )
-        path.replace(release / path.name)
+    for name in sorted(files_in(built), key=lambda name: name == REPORT):  # last: by it others know of a release
+        if folder.is_users(name):
+            notes.append(f"{name} is measured or made anew; your edited version is now {folder.move_aside(name)}")
+        (release / name).parent.mkdir(exist_ok=True)
+        (built / name).replace(release / name)
     folder.write_list(built, fresh, {})
     return notes
+
+
+def files_in(folder: Path) -> list[str]:
+    """Of a folder and those in it, sorted by name."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
 class _Folder:
@@ -90,7 +95,7 @@ class _Folder:
         """Gives what lies there another name, which nothing has; returns it."""
         plain, number = Path(name), 1
         while True:
-            other = f"{plain.stem}.edited{f'-{number}' if number > 1 else ''}{plain.suffix}"
+            other = str(plain.with_name(f"{plain.stem}.edited{f'-{number}' if number > 1 else ''}{plain.suffix}"))
             if not os.path.lexists(self._release / other):
                 (self._release / name).rename(self._release / other)
                 return other

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
 from eval.release.folder import CARD, install
@@ -16,14 +16,15 @@ from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
+from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
-from pipeline.basics.section import Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import kind_of
 from pipeline.recipe.recipe import Recipe
+from pipeline.serving.bundle import bundle
+from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-TEMPLATE_FILE = "chat_template.jinja"
 
 
 def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
@@ -48,6 +49,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         building.mkdir(parents=True)
         checkpoint.export(source, building, tree_of(facts), together_of(recipe, facts), recipe.eval_dir / RECIPE)
         shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+        bundle(building)
         if recipe.target.chat_template:
             shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
@@ -84,7 +86,7 @@ def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
 
 
 def tree_of(facts: dict[str, Any]) -> TreeConfig:
-    return TreeConfig.from_json(facts["tree"])
+    return from_json(TreeConfig, facts["tree"])
 
 
 def together_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Together | None:
@@ -141,18 +143,26 @@ def hub_name(model: str) -> str | None:
 def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plots: list[Path]) -> str:
     """README.md: a YAML head for the Hub and a body that states only what `measured` holds."""
     hub = hub_name(recipe.target.model)
+    provenance, method = measured["provenance"], released_method(recipe, measured)
+    entries = [entry for entry in measured["results"] if entry["draft"] == method]
+    name = f"{recipe.name}-{recipe.publish.draft}"
     head = ModelCardData(
         language=list(recipe.publish.language),
         license=recipe.publish.license,
         library_name="jakiro",
         base_model=hub,
-        tags=["speculative-decoding", "draft-model", kind_of(saved.config)],
+        base_model_revision=recipe.target.revision,
+        model_name=name,
+        eval_results=[found for entry in entries for found in _index(entry)],
+        tags=["speculative-decoding", "draft-model", "custom_generate", kind_of(saved.config)],
     )
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
-    provenance, method = measured["provenance"], released_method(recipe, measured)
     body = environment.from_string(TEMPLATE.read_text()).render(
-        name=f"{recipe.name}-{recipe.publish.draft}",
+        name=name,
+        headline=report.headline(entries),
+        times=lambda count: "once" if count == 1 else f"{count} times",
         kind=kind_of(saved.config),
+        hub=hub,
         target_name=hub or public_name(recipe.target.model),
         target_link=f"https://huggingface.co/{hub}" if hub else "#limits",
         target_address=public_name(recipe.target.model),
@@ -180,8 +190,9 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
         sampled=any(temperature > 0 for temperature in recipe.eval.temperatures),
         sampled_repeats=recipe.eval.sampled_repeats,
         template_settings=measured["template"],
+        template_mark=measured["template_fingerprint"],
+        positions=saved.shapes["max_position_embeddings"],
         template_keywords=recipe.target.template_keywords,
-        template_date=_unless_default(recipe.target, "template_date"),
         chat_template=TEMPLATE_FILE if recipe.target.chat_template else None,
         trust_remote_code=recipe.target.trust_remote_code,
         left_out=measured["prompts_left_out"],
@@ -204,6 +215,10 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
     return f"---\n{head.to_yaml()}\n---\n\n{body}"
 
 
-def _unless_default(section: Section, key: str) -> Any:
-    value = getattr(section, key)
-    return None if value == type(section).model_fields[key].default else value
+def _index(entry: dict[str, Any]) -> list[EvalResult]:
+    """The Hub's model-index of one row: what was measured, and nothing else."""
+    benchmark, temperature = entry["benchmark"], entry["temperature"]
+    place = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
+    place["dataset_name"] = f"{benchmark}, T = {temperature:g}, {entry['prompts']} prompts"
+    figures = {"tau": entry["tau"], "speed-up": entry["speedup"]}
+    return [EvalResult(**place, metric_type=key, metric_value=value) for key, value in figures.items() if value]

@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, is_offline_mod
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import logging, validate_repo_id
 
-from eval.release.folder import NEW_CARD, STALE
+from eval.release.folder import NEW_CARD, STALE, files_in
 from pipeline.artifacts.reports import RELEASE, REPORT, read_release, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
@@ -55,8 +55,16 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
     lines = [f"uploaded: {found.commit_url}{_seen_by(hidden, private)}"]
     if (release / NEW_CARD).exists():
         lines.append(STALE)
-    staying = sorted(path.name for path in release.iterdir() if path.name not in {*names, RELEASE, NEW_CARD})
+    staying = _unlisted(release, names)
     return lines + ([f"not uploaded, for the release does not list them: {', '.join(staying)}"] if staying else [])
+
+
+def _unlisted(release: Path, names: list[str]) -> list[str]:
+    """What else lies there; of the release's own folders, the files."""
+    own = {name.partition("/")[0] for name in names if "/" in name}
+    inside = {name for name in files_in(release) if name.partition("/")[0] in own}
+    outside = {path.name for path in release.iterdir()} - own
+    return sorted((inside | outside) - {*names, RELEASE, NEW_CARD})
 
 
 class _Asked:

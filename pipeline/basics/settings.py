@@ -1,9 +1,7 @@
 """Settings of drafts and trees: plain dataclasses, which need no recipe, and of which a recipe makes its sections."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
-
-from pydantic import TypeAdapter
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +25,3 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Self:
-        """What `to_json` gave. Raises ValueError for anything else, as a recipe would."""
-        return TypeAdapter(cls).validate_python(raw)

@@ -26,6 +26,7 @@ from pipeline.decoding.tree import Tree
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
 Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
+Listener = Callable[[list[int]], int | None]  # hears new tokens; says after how many of them to stop, None to go on
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
     if len(prompt) + room > limit:
         raise PipelineError(
             f"a prompt of {len(prompt)} tokens and up to {room} more exceed the target's {limit} positions: "
-            "shorten the prompt or lower eval.max_new_tokens"
+            "shorten the prompt or lower max_new_tokens"
         )
     cache = target.new_cache(len(prompt) + room)
     states = target.forward(torch.tensor(prompt, device=target.device), cache, layers=layers)
@@ -197,7 +198,13 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
 
 
 @torch.inference_mode()
-def plain(target: TargetModel, prompt: list[int], sampling: Sampling, prefilled: Prefilled | None = None) -> Generation:
+def plain(
+    target: TargetModel,
+    prompt: list[int],
+    sampling: Sampling,
+    prefilled: Prefilled | None = None,
+    heard: Listener = lambda _: None,
+) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
     cache, _, logits_V = (prefilled or prefill(target, prompt, sampling.max_new_tokens)).taken()
@@ -205,9 +212,8 @@ def plain(target: TargetModel, prompt: list[int], sampling: Sampling, prefilled:
     tokens: list[int] = []
     while True:
         before = sampling.before(prompt, tokens, None, target.device)
-        new, done = sampling.trimmed(
-            sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist(), len(tokens)
-        )
+        chosen = sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist()
+        new, done = _heard(heard, *sampling.trimmed(chosen, len(tokens)))
         tokens += new
         if done:
             return Generation(tokens, watch.total())
@@ -223,10 +229,11 @@ def speculative(
     observe: Observer | None = None,
     exact_split: bool = False,
     prefilled: Prefilled | None = None,
+    heard: Listener = lambda _: None,
 ) -> Generation:
     """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
     drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
-    time.
+    time. `heard` is told the tokens of every round.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
@@ -236,7 +243,7 @@ def speculative(
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
-    out.tokens, done = sampling.trimmed([first], 0)
+    out.tokens, done = _heard(heard, *sampling.trimmed([first], 0))
     state, text = draft.open(), [*prompt, first]
     while not done:
         tree = draft.propose(state, Verified(text, states.of(draft.needs)), spec, draws, timed)
@@ -251,12 +258,18 @@ def speculative(
         states = states.rows([0, *path])
         emitted = [*(tree.tokens[node] for node in path), bonus]
         text += emitted
-        new, done = sampling.trimmed(emitted, len(out.tokens))
+        new, done = _heard(heard, *sampling.trimmed(emitted, len(out.tokens)))
         out.tokens += new
         out.untrimmed_tokens += len(emitted)
         out.acceptance.add_pass(min(len(path), len(new)), len(new))
     out.seconds, out.split, out.draft_forwards = watch.total(), dict(watch.laps), watch.calls["draft"]
     return out
+
+
+def _heard(heard: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
+    """What a listener keeps of a round's tokens, and whether decoding ends."""
+    end = heard(new)
+    return (new, done) if end is None else (new[:end], True)
 
 
 def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor]:

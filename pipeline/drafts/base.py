@@ -9,7 +9,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.layers import initialise
 from pipeline.drafts.losses import OwnHead, Prediction, Teacher, Term, chunk_rows, renormalised, term_sums
-from pipeline.features.batch import Batch
 from pipeline.target.ends import Ends
 from pipeline.target.states import Needs
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class TrainedDraft(nn.Module):
         """Its losses at this optimiser step, the next token's first."""
 
     @abstractmethod
-    def predictions(self, batch: Batch) -> dict[str, Prediction]:
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         """One for each term, at every position."""
 
     @abstractmethod
@@ -256,7 +258,7 @@ class TrainedDraft(nn.Module):
         """The target's distribution over the draft's vocabulary."""
         return renormalised(self.ends.head)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    def loss(self, batch: "Batch") -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by term."""
         terms, predictions = self.terms(batch.step), self.predictions(batch)
         device = batch.labels_BTD.device
@@ -271,6 +273,6 @@ class TrainedDraft(nn.Module):
             total = total + weighted / max(batch.totals[term.horizon], 1)
         return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in sums.items()}
 
-    def forward(self, batch: Batch):
+    def forward(self, batch: "Batch"):
         """DeepSpeed calls the module; its forward is the loss."""
         return self.loss(batch)

@@ -117,7 +117,9 @@ class Eagle3Frame(OneLayer):
         found |= {key: (bool(theirs[key]), getattr(self.config, key)) for key in flags if key in theirs}
         if layers := theirs.get("eagle_aux_hidden_state_layer_ids"):
             mine = list(self.needs.auxiliary)
-            found["auxiliary_layers"] = (list(layers)[: len(mine)], mine)  # some list the last layer, too
+            stated = list(layers)[: len(mine)]  # some list the last layer, too
+            if stated != [layer - 1 for layer in mine]:  # as SGLang and SpecForge count
+                found["auxiliary_layers"] = (stated, mine)
         return found
 
     @property

@@ -17,7 +17,7 @@ of the input's features are the draft's own.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.layers import swiglu
 from pipeline.drafts.losses import Prediction, Term
 from pipeline.drafts.one_layer import Heads, OneLayer, Weights
-from pipeline.features.batch import Batch
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ class Experts(OneLayer):
         found, keys = super().released_facts(theirs), {"num_experts_per_tok": "experts_per_token"}
         return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 
-    def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
+    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
         found: dict[str, Prediction] = {}
         if self.config.expert_loss:
             found |= {f"expert_{place}": Prediction([f]) for place, f in enumerate(heads.experts, start=1)}
@@ -206,7 +208,7 @@ class Experts(OneLayer):
         return found
 
 
-def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: Batch) -> Tensor:
+def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch") -> Tensor:
     """Over dialogues, the sum of (trained positions) x E sum_e share_e mean_e: the share of slots that expert e has
     among a dialogue's trained positions, and the mean of its probability by the gate. By dialogue (DeepSeek-V3, eq.
     17), so that it does not depend on how a global batch is cut.

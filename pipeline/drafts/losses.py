@@ -14,13 +14,15 @@ p is recomputed from the stored features: no logits are stored.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.features.batch import Batch
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
 
 # Numbers of the largest tensor of a chunk, (rows x branches, U) in float32, a mixture of K features being K branches:
 # bounds the memory of the vocabulary-wide part.
@@ -274,7 +276,7 @@ _OBJECTIVES = {"soft-ce": _soft_ce, "acceptance": _acceptance}
 def term_sums(
     terms: dict[str, Term],
     predictions: dict[str, Prediction],
-    batch: Batch,
+    batch: "Batch",
     teacher: Teacher,
     chunk: int,
     head: Callable[[Tensor], Tensor],
@@ -318,7 +320,7 @@ def term_sums(
     return sums
 
 
-def _labelled(batch: Batch, horizon: int) -> Tensor:
+def _labelled(batch: "Batch", horizon: int) -> Tensor:
     """Which labels (B, T) a term of this horizon answers: that of input i stands at i + h - 1."""
     mask_BT = torch.zeros_like(batch.trained[horizon])
     mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : mask_BT.shape[1] + 1 - horizon]
@@ -330,13 +332,13 @@ def _regression(features: list[Tensor], label_MD: Tensor) -> Tensor:
     return F.smooth_l1_loss(hidden.float(), label_MD.float(), reduction="none").mean(-1).sum()
 
 
-def _shares(terms: list[Term], batch: Batch) -> list[float]:
+def _shares(terms: list[Term], batch: "Batch") -> list[float]:
     """Each term's weight in the loss, in units of a position of the first one."""
     first = max(batch.totals[terms[0].horizon], 1)
     return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.horizon], 1) for t in terms]
 
 
-def _trained_rows(prediction: Prediction, horizon: int, batch: Batch, inputs: int) -> list[Tensor]:
+def _trained_rows(prediction: Prediction, horizon: int, batch: "Batch", inputs: int) -> list[Tensor]:
     """The prediction's tensors at its trained positions."""
     last = inputs + 1 - horizon
     mask_BT = batch.trained[horizon][:, :last]

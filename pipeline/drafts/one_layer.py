@@ -6,7 +6,7 @@ the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.losses import Objective, Prediction, Term
-from pipeline.features.batch import Batch
 from pipeline.target.attention import additive
 from pipeline.target.cache import TreeCache
 from pipeline.target.states import States
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class OneLayer(TrainedDraft):
     def terms(self, step: int) -> dict[str, Term]:
         return self.config.terms()
 
-    def predictions(self, batch: Batch) -> dict[str, Prediction]:
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         """Every trained term at every position.
 
         In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention
@@ -179,12 +181,12 @@ class OneLayer(TrainedDraft):
             found[f"own_{number}"] = Prediction([heads.ahead[0]])
         return found
 
-    def more_predictions(self, heads: Heads, batch: Batch) -> dict[str, Prediction]:
+    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
         """Of the draft's further terms, from the first pass."""
         return {}
 
     def _pass(
-        self, number: int, batch: Batch, before_BTD: Tensor, keys_values: tuple[Tensor, ...]
+        self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: tuple[Tensor, ...]
     ) -> tuple[Heads, tuple[Tensor, ...]]:
         """Pass `number` of a roll-out on the features `before_BTD`: its heads, keys and values of all passes so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT

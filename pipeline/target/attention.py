@@ -4,7 +4,6 @@ A full layer sees all of a token's path. A sliding layer sees the last `window` 
 they are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from pipeline.basics.errors import PipelineError
 
 if TYPE_CHECKING:
-    from pipeline.target.model import Target
-
-if not torch.cuda.is_available():
-    # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
-    # not where a target is loaded, so that a process has one kernel from its start on.
-    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    from pipeline.target.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MASKED = ("sdpa", "eager")  # the implementations that add any mask that they are given
@@ -139,7 +133,7 @@ def _filled_up(seen_NC: Tensor, width: int, capacity: int) -> Tensor:
 
 
 @torch.inference_mode()
-def require_tree(target: "Target", name: str) -> None:
+def require_tree(target: "Verifier", name: str) -> None:
     """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give. Takes
     16 tokens.
 

@@ -1,12 +1,18 @@
-"""Conversations <-> token ids, through the target's own chat template.
+"""Conversations <-> token ids, through the target's own chat template, and what a target thinks before it answers.
 
 Guarantees: the loss mask marks the assistant's tokens only (the turn's closing marker included), each after exactly
 what the target would have seen when it gave them, proven for every dialogue by rendering its prefixes; a dialogue whose
 mask cannot be proven is refused with a reason.
+
+Targets like Qwen3 write thoughts between <think> and </think> in front of the answer; they stay part of the turn's
+content, and the template shows or hides them. In gpt-oss's format (harmony) thoughts and answer are messages of their
+own: a turn's `reasoning_content` and its content.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -15,6 +21,11 @@ import numpy as np
 from pipeline.basics.errors import PipelineError
 
 Messages = list[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}
+
+OPEN, CLOSE = "<think>", "</think>"
+SWITCHES = ("enable_thinking", "thinking")  # keywords by which templates turn it on and off
+HARMONY = "<|channel|>"
+_PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
 
 class Unusable(Exception):
@@ -107,3 +118,65 @@ def _marked(tokenizer: Any, text: str, spans: list[tuple[int, int]], max_length:
     for first, last in spans:
         mask |= ((starts >= first) & (starts < last)).astype(np.uint8)
     return Encoded(ids, mask)
+
+
+# -- thoughts -----------------------------------------------------------------------------------------------------
+
+
+def thinking(tokenizer: Any) -> bool | None:
+    """Whether the target is asked to think before it answers; None where its template has no say in it."""
+    return _thinking(tokenizer, tokenizer.chat_template)
+
+
+@lru_cache(maxsize=4)
+def _thinking(tokenizer: Any, template: str) -> bool | None:
+    if HARMONY in template:
+        return True
+    for switch in SWITCHES:
+        on, off = (probe(tokenizer, **{switch: value}) for value in (True, False))
+        if on != off:
+            return probe(tokenizer) != off
+    return _begins_thoughts(tokenizer) or None
+
+
+def probe(tokenizer: Any, **keywords: Any) -> str:
+    """A question's rendering, by which what a template does is told; empty where it refuses it."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **keywords)
+    except jinja2.TemplateError:
+        return ""
+
+
+def _begins_thoughts(tokenizer: Any) -> bool:
+    """The prompt ends in the opening tag, and the answer begins inside of the thoughts."""
+    return probe(tokenizer).rstrip().endswith(OPEN)
+
+
+def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
+    """The target's answer as a turn of the dialogue, thoughts included."""
+    if HARMONY not in tokenizer.chat_template:
+        return {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+    parts = _PART.findall(tokenizer.decode(answer, skip_special_tokens=False))
+    thoughts = "\n".join(text for channel, text in parts if channel == "analysis")
+    message = {"role": "assistant", "content": "".join(text for channel, text in parts if channel == "final")}
+    return message | ({"reasoning_content": thoughts} if thoughts.strip() else {})
+
+
+def thoughts_of(message: dict[str, str]) -> str:
+    """Empty where a turn has none."""
+    before, closed, _ = message["content"].partition(CLOSE)
+    inside = before.rpartition(OPEN)[2] if closed else ""
+    return message.get("reasoning_content", inside).strip()
+
+
+def without_thoughts(message: dict[str, str]) -> dict[str, str]:
+    return {"role": message["role"], "content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
+
+
+def cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:
+    """Whether an answer that was cut ends before its thoughts do."""
+    content = message["content"]
+    if "reasoning_content" in message:
+        return not content.strip()
+    return CLOSE not in content and (OPEN in content or _begins_thoughts(tokenizer))

@@ -12,8 +12,8 @@ import jinja2.meta
 from jinja2 import nodes
 
 from pipeline.basics.errors import PipelineError
+from pipeline.target.chat import probe, thinking
 from pipeline.target.config import TargetConfig
-from pipeline.target.thoughts import probe, thinking
 
 CLOCK = "strftime_now"  # the function by which templates print today's date
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}  # by whoever renders

@@ -22,9 +22,8 @@ from transformers import (
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import repeats_itself
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.chat import Messages, Unusable, prompt_ids
+from pipeline.target.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
 from pipeline.target.model import Target
-from pipeline.target.thoughts import as_message, cut_in_thoughts
 from preprocess.dump.task import ShardTask, Tell, nobody_listens
 from preprocess.dump.worker import take_threads
 from preprocess.sources.dialogues import Dialogue

@@ -15,8 +15,7 @@ import py3langid
 
 from pipeline.recipe.sections import DataConfig
 from pipeline.target import chat
-from pipeline.target.chat import Encoded, Messages, Unusable
-from pipeline.target.thoughts import thinking, thoughts_of, without_thoughts
+from pipeline.target.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
 from preprocess.sources.dialogues import Dialogue
 
 LOOKED_AT = 4000  # characters of a dialogue whose language is judged

@@ -11,6 +11,7 @@ from eval.tuning.calibrate import Answer, fit
 from eval.tuning.choose import COMPILED, predict
 from eval.tuning.costs import Costs
 from eval.tuning.pace import _walk, fixed_point, gain, paced, places
+from pipeline.basics.parse import from_json
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Line
@@ -55,7 +56,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_a_rule_survives_json():
     import json
 
-    assert Worth.from_json(json.loads(json.dumps(RULE.to_json()))) == RULE
+    assert from_json(Worth, json.loads(json.dumps(RULE.to_json()))) == RULE
 
 
 def test_gains_are_counted_by_what_the_round_is_worth_without_them():

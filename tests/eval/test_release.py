@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.release.folder import STALE, install
+from eval.release.folder import STALE, files_in, install
 from pipeline.artifacts.reports import RELEASE, read_release
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
@@ -26,9 +26,10 @@ def run(tmp_path) -> Path:
 def build(run: Path, files: dict[str, str]) -> Path:
     built = run / ".built"
     built.mkdir(exist_ok=True)
-    for old in built.iterdir():
-        old.unlink()
+    for old in files_in(built):
+        (built / old).unlink()
     for name, text in files.items():
+        (built / name).parent.mkdir(exist_ok=True)
         (built / name).write_text(text)
     return built
 
@@ -39,7 +40,7 @@ def put(run: Path, files: dict[str, str]) -> list[str]:
 
 def held(run: Path) -> dict[str, str]:
     """Names and contents, without the list."""
-    return {path.name: path.read_text() for path in (run / "release").iterdir() if path.name != RELEASE}
+    return {name: (run / "release" / name).read_text() for name in files_in(run / "release") if name != RELEASE}
 
 
 def assert_list_is_true(run: Path, but: str = "") -> None:
@@ -54,6 +55,36 @@ def test_a_release_lists_its_files_and_the_next_one_replaces_them(run):
     assert set(read_release(run / "release")["files"]) == set(FIRST)
     assert put(run, SECOND) == [] and held(run) == SECOND
     assert put(run, SECOND) == [] and held(run) == SECOND
+    assert_list_is_true(run)
+
+
+CODE = {"custom_generate/generate.py": "code", "custom_generate/part.py": "more"}
+
+
+def test_a_folder_in_the_release_is_replaced_and_what_a_user_did_in_it_stays(run):
+    assert put(run, FIRST | CODE) == [] and held(run) == FIRST | CODE
+    inner = run / "release/custom_generate"
+    (inner / "mine.py").write_text("mine")
+    (inner / "part.py").write_text("edited")
+    assert len(put(run, SECOND | {"custom_generate/generate.py": "other"})) == 1
+    kept = {"custom_generate/mine.py": "mine", "custom_generate/part.py": "edited"}
+    assert held(run) == SECOND | kept | {"custom_generate/generate.py": "other"}
+    assert_list_is_true(run)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_link_or_a_file_in_a_folders_place_is_moved_aside_and_not_followed(run, tmp_path, kind):
+    put(run, FIRST | CODE)
+    inner, elsewhere = run / "release/custom_generate", tmp_path / "elsewhere"
+    inner.rename(elsewhere)
+    if kind == "link":
+        inner.symlink_to(elsewhere)
+    else:
+        inner.write_text("mine")
+    (said,) = put(run, SECOND | {"custom_generate/generate.py": "other"})
+    assert "custom_generate is a folder of the release; yours is now custom_generate.edited" in said
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"generate.py": "code", "part.py": "more"}
+    assert (inner / "generate.py").read_text() == "other" and not inner.is_symlink()
     assert_list_is_true(run)
 
 

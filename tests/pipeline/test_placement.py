@@ -6,7 +6,8 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import Target, load_ends, placement, rounding
+from pipeline.target.model import Target, load_ends, placement
+from pipeline.target.verifier import rounding
 
 
 @pytest.fixture

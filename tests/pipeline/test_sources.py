@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.basics.parse import from_json
 from pipeline.decoding import replay
 from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
@@ -192,4 +193,4 @@ def test_without_a_curve_the_sources_own_default_holds_and_the_nearest_temperatu
 def test_a_calibration_survives_json():
     import json
 
-    assert Calibration.from_json(json.loads(json.dumps(CALIBRATION.to_json()))) == CALIBRATION
+    assert from_json(Calibration, json.loads(json.dumps(CALIBRATION.to_json()))) == CALIBRATION

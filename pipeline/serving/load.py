@@ -1,0 +1,135 @@
+"""A release on its target, in Python: ``pipeline.load("release/").generate("What is a prime number?").text``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.basics import embedded
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed
+from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.target.chat import Messages, prompt_ids
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target, fingerprint
+
+TEMPLATE = "chat_template.jinja"
+Heard = Callable[[list[int]], None]  # hears the tokens of each round
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer, and how it came about."""
+
+    text: str
+    tokens: list[int]
+    guessed: list[bool]  # by token: whether the draft guessed it
+    tau: float  # tokens a pass of the target
+    seconds: float  # behind the prompt's own forward
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Behind the first token, which the prompt's forward gives."""
+        return (len(self.tokens) - 1) / self.seconds if self.seconds > 0 else 0.0
+
+
+class Loaded:
+    """A draft on its target."""
+
+    def __init__(self, folder: Path, config: TargetConfig, dtype: str):
+        """Raises PipelineError for a folder that holds no release, and for another target than the draft's."""
+        mark = fingerprint(config)
+        draft = checkpoint.load(folder, mark)
+        self.target = Target(config, dtype)
+        draft.to(self.target.device, self.target.dtype)
+        draft.bind(self.target.ends(mark))
+        self.method = checkpoint.read_config(folder).method(draft)
+
+    def generate(
+        self,
+        prompt: str | Messages,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        plainly: bool = False,
+        heard: Heard = lambda _: None,
+    ) -> Answered:
+        """Answers a question or a conversation ({"role", "content"}, the user's turn last); `plainly` without the
+        draft. At temperature 0 in float32 the two give the same tokens.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        tokenizer, stop = self.target.tokenizer, frozenset(self.target.stop_ids())
+        sampling = Sampling(max_new_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed)
+        ids, starts = prompt_ids(tokenizer, messages), []
+
+        def listen(new: list[int]) -> None:
+            starts.append(len(new))
+            heard(new)
+
+        if plainly:
+            found = plain(self.target, ids, sampling, heard=listen)
+            flags, tau = [False] * len(found.tokens), 1.0
+        else:
+            found = speculative(self.target, self.method, ids, sampling, heard=listen)
+            flags, tau = guessed(starts, found), found.acceptance.tau if found.acceptance.passes else 1.0
+        text = tokenizer.decode(found.tokens, skip_special_tokens=True)
+        return Answered(text, found.tokens, flags, tau, found.seconds)
+
+
+def guessed(rounds: list[int], found: Generation) -> list[bool]:
+    """Of each of an answer's tokens, whether the draft guessed it. `rounds`: how many tokens each gave.
+
+    A pass gives the guesses that it accepts and one token of the target's own; the limit may cut the last pass short.
+    The first token is the prompt's pass's.
+    """
+    accepted_in_all, flags = sum(found.acceptance.accepted[1:]), [False]
+    for number, count in enumerate(rounds[1:], start=2):
+        accepted = count - 1
+        if number == len(rounds):
+            accepted = accepted_in_all - sum(flags)
+        flags += [True] * accepted + [False] * (count - accepted)
+    return flags
+
+
+def load(
+    folder: str | Path,
+    target: str | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """A release (its folder) on its target, in the dtype that it was measured in unless another is given.
+
+    `target`: folder or Hub id, where the release does not know it. Raises PipelineError.
+    """
+    folder = Path(folder).expanduser()
+    config = target_of(folder, target, device, trust_remote_code)
+    return Loaded(folder, config, dtype or _recipe(folder)["eval"]["dtype"])
+
+
+def target_of(
+    folder: Path, target: str | None = None, device: str = "auto", trust_remote_code: bool = False
+) -> TargetConfig:
+    """A release's target and how its conversations are rendered. Raises PipelineError where the folder is no release,
+    or does not know where its target is.
+    """
+    checkpoint.read_config(folder)
+    settings: dict[str, Any] = _recipe(folder)["target"] | {"device": device, "trust_remote_code": trust_remote_code}
+    template = folder / TEMPLATE
+    settings["chat_template"] = str(template) if template.is_file() else None
+    settings["model"] = target or settings["model"]
+    if target is None and not settings["model"].startswith(embedded.PREFIX) and "/" not in settings["model"]:
+        raise PipelineError(
+            f"{folder} was made with a target that lay in a folder named {settings['model']!r}: say target=FOLDER, or "
+            "the Hub's OWNER/NAME"
+        )
+    return TargetConfig.model_validate(settings)
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    return read_sealed(folder / RECIPE, "Take the release anew")

@@ -1,0 +1,289 @@
+"""The one line in transformers: a release's own code decodes what plain `generate` does, without this project."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.calibration import Calibration, Curve, Line
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.worth import Worth
+from pipeline.drafts.copier import CopierConfig
+from pipeline.serving import bundle as bundling
+from pipeline.serving.bundle import ENTRY, FOLDER, bundle
+from tests.kit import command_environment
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
+
+COUNT = 24
+RULE = Worth(
+    token=0.02,
+    verify={1: 0.020, 4: 0.021, 8: 0.023, 16: 0.030},
+    forwards=[0.004, 0.004],
+    gains=[Line(x=[0.0], y=[0.9]), Line(x=[0.0], y=[0.5])],
+)
+COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 0.9])}}})
+TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
+WAYS = {  # draft, how its nodes are chosen
+    "eagle": ("eagle", None),
+    "jakiro": ("jakiro", None),
+    "eagle3, reduced": ("eagle3, reduced", None),
+    "sparse on eagle-3": ("sparse on eagle-3", None),
+    "with the copier": ("eagle", checkpoint.Together({"copier": CopierConfig()}, "either", COUNTED, None)),
+    "rounds that pay": ("jakiro", checkpoint.Together({"copier": CopierConfig()}, "max", None, RULE)),
+}
+ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
+# What a user runs who has transformers and the release, and nothing of this project.
+USER = f"""
+import copy, json, sys
+sys.modules |= dict.fromkeys({ABSENT})
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+model_folder, release, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+said = {{}}
+
+def both(ids, **settings):
+    ids = torch.tensor([ids])
+    torch.manual_seed(1)
+    mine = {{name: value for name, value in settings.items() if name not in ("custom_generate", "revision", "token")}}
+    plainly = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **mine)
+    settings = {{"custom_generate": release, "trust_remote_code": True}} | settings
+    drafted = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
+    return plainly.tolist(), drafted.tolist()
+"""
+
+
+def released(tmp_path: Path, recipe, draft, tree: TreeConfig, together) -> Path:
+    """A release's folder as far as decoding goes."""
+    source, folder = tmp_path / "draft", tmp_path / "release"
+    checkpoint.save(source, draft, draft.state_dict(), recipe, "jakiro", {})
+    folder.mkdir()
+    checkpoint.export(source, folder, tree, together, source / RECIPE)
+    bundle(folder)
+    return folder
+
+
+def as_a_user(folder: Path, release: Path, target: Path, prompts: list[list[int]], body: str, **environ: str) -> dict:
+    """What `said` holds when USER and `body` have run in a folder and a cache of their own."""
+    environment = command_environment() | {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""} | environ
+    command = [sys.executable, "-c", USER + body + "\nprint(json.dumps(said))", target, release, json.dumps(prompts)]
+    done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
+    loaded_target, tiny_target, tiny_recipe, ends, tmp_path, way
+):
+    variant, together = WAYS[way]
+    prompts = [prompt_of(seed) * 2 for seed in range(3)]
+    answer = greedy(loaded_target, prompts[0], COUNT)
+    draft = taught(loaded_target, ends, VARIANTS[variant], prompts[0], answer)
+    folder = released(tmp_path, tiny_recipe, draft, TREE, together)
+    method = checkpoint.read_config(folder).method(draft)
+    own = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
+    assert own[0].acceptance.tau > 1.5  # it is a draft
+    said = as_a_user(
+        tmp_path, folder, tiny_target, prompts,
+        f"""
+both(prompts[0], max_new_tokens=2)
+forwards = []
+model.model.register_forward_hook(lambda *_: forwards.append(1))
+said["answers"], said["forwards"] = [], []
+for prompt in prompts:
+    plainly, drafted = both(prompt, max_new_tokens={COUNT}, eos_token_id=None)
+    said["answers"].append([plainly, drafted])
+    said["forwards"].append(len(forwards) - {COUNT})  # plain decoding's first
+    forwards.clear()
+""",
+    )  # fmt: skip
+    for (plainly, drafted), prompt, one in zip(said["answers"], prompts, own, strict=True):
+        assert drafted == plainly == [prompt + one.tokens]
+    assert said["forwards"] == [1 + one.acceptance.passes for one in own]
+
+
+def test_what_generate_honours_is_honoured_and_the_rest_is_refused(
+    loaded_target, tiny_target, tiny_recipe, ends, tmp_path
+):
+    prompt = prompt_of(0)
+    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, COUNT))
+    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    said = as_a_user(
+        tmp_path, folder, tiny_target, [prompt],
+        """
+class Third(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        return torch.tensor([ids.shape[1] >= len(prompts[0]) + 3])
+
+class Heard:
+    def __init__(self): self.got, self.ended = [], False
+    def put(self, value): self.got += value.flatten().tolist()
+    def end(self): self.ended = True
+
+ids = prompts[0]
+usual = both(ids, max_new_tokens=12)[0][0]
+word = tokenizer.decode(usual[len(ids) + 4 : len(ids) + 6])
+said["pairs"] = {
+    "default length": both(ids),
+    "max_length": both(ids, max_length=len(ids) + 7),
+    "a stop id": both(ids, max_new_tokens=12, eos_token_id=[usual[len(ids) + 5], 999]),
+    "a criterion": both(ids, max_new_tokens=12, stopping_criteria=StoppingCriteriaList([Third()])),
+    "a stop string": both(ids, max_new_tokens=12, stop_strings=[word], tokenizer=tokenizer),
+    "a penalty": both(ids, max_new_tokens=12, repetition_penalty=1.4),
+    "one token to choose from": both(ids, max_new_tokens=12, do_sample=True, top_k=1),
+    "a tiny top-p": both(ids, max_new_tokens=12, do_sample=True, top_p=1e-6, temperature=0.7),
+}
+drawn = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 0}
+said["drawn"] = [both(ids, **drawn)[1] for _ in range(2)]
+heard = Heard()
+one_line = {"custom_generate": release, "trust_remote_code": True}
+inputs = {"input_ids": torch.tensor([ids]), "max_new_tokens": 12, "pad_token_id": 0}
+whole = model.generate(**inputs, **one_line, streamer=heard)
+said["heard"] = [heard.got, whole[0].tolist(), heard.ended]
+padded = {"input_ids": torch.tensor([[0, 0, *ids]]), "attention_mask": torch.tensor([[0, 0, *[1] * len(ids)]])}
+for name, settings in {
+    "padded": {"max_new_tokens": 12}, "padded to a length": {"max_length": len(ids) + 9},
+    "no mask": {"pad_token_id": 0},
+}.items():
+    given = padded if name != "no mask" else {"input_ids": padded["input_ids"]}
+    settings = {"pad_token_id": 0, "return_dict_in_generate": True} | settings
+    found = [model.generate(**given, **settings, **more).sequences.tolist() for more in ({}, one_line)]
+    said["pairs"][name] = found
+    copy.deepcopy(model)  # nothing of a draft hinders it
+generous = {"max_length": model.config.max_position_embeddings, "eos_token_id": None}
+said["to the end"] = both(ids, **generous)
+said["refused"] = {}
+for name, wrong in {
+    "beams": {"num_beams": 2}, "several": {"num_return_sequences": 2, "do_sample": True}, "min_p": {"min_p": 0.1},
+    "scores": {"output_scores": True}, "processor": {"logits_processor": [print]}, "unknown": {"pixels": 3},
+    "shorter": {"max_length": 3, "max_new_tokens": None}, "string": {"stop_strings": ["a"]},
+    "batch": {"input_ids": torch.tensor([ids, ids])}, "hidden": {"attention_mask": torch.zeros(1, len(ids))},
+    "negative": {"negative_prompt_ids": torch.tensor([ids])}, "full": {"input_ids": torch.tensor([ids * 90])},
+    "draft": {"draft": "/nowhere"}, "damaged": {},
+}.items():
+    if name in ("draft", "damaged"):
+        del model._opened_drafts
+    if name == "damaged":
+        with open(f"{release}/model.safetensors", "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"?")
+    try:
+        model.generate(**(inputs | one_line | wrong))
+    except Exception as error:
+        said["refused"][name] = str(error)
+""",
+    )  # fmt: skip
+    for what, (plainly, drafted) in said["pairs"].items():
+        assert drafted == plainly, what
+    (plainly,), (drafted,) = said["to the end"]
+    assert drafted == plainly[: len(drafted)] and len(plainly) - len(drafted) == TREE.depth
+    assert len({len(plainly[0]) for plainly, _ in said["pairs"].values()}) > 3  # they do something
+    assert said["drawn"][0] == said["drawn"][1]  # torch.manual_seed repeats them
+    got, whole, ended = said["heard"]
+    assert got == whole and ended
+    for name, words in {
+        "beams": "num_beams=2 is not done with a draft",
+        "several": "num_return_sequences=2 is not done",
+        "min_p": "min_p=0.1 is not done",
+        "scores": "output_scores=True is not done",
+        "processor": "logits_processor is not done",
+        "unknown": "pixels is not known here",
+        "shorter": "max_length=3, but the prompt has 12 tokens already",
+        "string": "stop_strings wants tokenizer=",
+        "batch": "a batch of 2 prompts",
+        "hidden": "attention_mask hides the whole prompt",
+        "negative": "negative_prompt_ids is not done with a draft",
+        "full": "fills the target's 1024 positions",
+        "draft": "/nowhere",
+        "damaged": "holds other weights than this code was made for",
+    }.items():
+        assert words in said["refused"][name], name
+
+
+def test_a_release_of_the_hub_and_a_second_tree_for_the_same_weights(
+    loaded_target, tiny_target, tiny_recipe, ends, tmp_path
+):
+    """From a repository's snapshot in the cache, by name, revision and token; then another release of the weights."""
+    prompt, commit = prompt_of(0), "a" * 40
+    draft = taught(loaded_target, ends, VARIANTS["eagle3, reduced"], prompt, greedy(loaded_target, prompt, COUNT))
+    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    place = tmp_path / "hub/models--me--draft"
+    shutil.copytree(folder, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(commit)
+    small = TreeConfig(depth=1, top_k=1, nodes=2, parallel=1)
+    (tmp_path / "other").mkdir()
+    other = released(tmp_path / "other", tiny_recipe, draft, small, None)
+    method = checkpoint.read_config(folder).method(draft)
+    own = [
+        speculative(loaded_target, replace(method, tree=tree), prompt, Sampling(COUNT, NEVER)) for tree in (TREE, small)
+    ]
+    assert own[0].acceptance.passes < own[1].acceptance.passes
+    said = as_a_user(
+        tmp_path, folder, tiny_target, [prompt],
+        f"""
+settings = {{"max_new_tokens": {COUNT}, "eos_token_id": None}}
+forwards, said["answers"], said["forwards"] = [], [], []
+for place in ({{"custom_generate": "me/draft", "revision": "main", "token": "hf_x"}}, {{"custom_generate": "{other}"}}):
+    both(prompts[0], max_new_tokens=2, **place)
+    hook = model.model.register_forward_hook(lambda *_: forwards.append(1))
+    plainly, drafted = both(prompts[0], **settings, **place)
+    hook.remove()
+    said["answers"].append([plainly, drafted])
+    said["forwards"].append(len(forwards) - {COUNT})
+    forwards.clear()
+said["hooks"] = sum(len(layer._forward_hooks) for layer in model.model.layers)
+""",
+        HF_HUB_CACHE=str(tmp_path / "hub"),
+    )  # fmt: skip
+    for (plainly, drafted), one in zip(said["answers"], own, strict=True):
+        assert drafted == plainly == [prompt + one.tokens]
+    assert said["forwards"] == [1 + one.acceptance.passes for one in own] and said["hooks"] == 0
+
+
+def test_another_target_is_refused(loaded_target, tiny_target, tiny_recipe, ends, tmp_path):
+    prompt = prompt_of(0)
+    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 4), steps=1)
+    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    said = as_a_user(
+        tmp_path, folder, tiny_target, [prompt],
+        """
+from transformers import LlamaConfig, LlamaForCausalLM
+settings = model.config.to_dict() | {"num_hidden_layers": 3, "layer_types": None}
+other = LlamaForCausalLM(LlamaConfig(**settings))
+try:
+    other.generate(torch.tensor(prompts), custom_generate=release, trust_remote_code=True)
+except Exception as error:
+    said["error"] = str(error)
+""",
+    )  # fmt: skip
+    assert "a draft works with its own target only" in said["error"]
+
+
+def test_a_release_carries_no_module_that_transformers_users_lack():
+    with pytest.raises(PipelineError, match=r"pipeline\.features\.schema imports pyarrow"):
+        bundling._closure(["pipeline.features.schema"])
+
+
+def test_the_bundle_is_this_projects_own_code(loaded_target, tiny_recipe, ends, tmp_path):
+    """Each module is the project's, but for where it imports from."""
+    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt_of(0), [1, 2, 3, 4], steps=1)
+    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    files = {path.name: path.read_text() for path in (folder / FOLDER).iterdir()}
+    assert "decoding_generate.py" in files and "drafts_eagle.py" in files and "drafts_jakiro.py" not in files
+    own = (bundling.ROOT / "pipeline/decoding/generate.py").read_text().splitlines()
+    theirs = files["decoding_generate.py"].splitlines()
+    differing = [(a, b) for a, b in zip(own, theirs, strict=True) if a != b]
+    assert differing and all(a.startswith("from pipeline.") and b.startswith("from .") for a, b in differing)
+    assert not any("pipeline." in line for text in files.values() for line in text.splitlines() if "import" in line)
+    assert str(tmp_path) not in "".join(files.values()) and files[ENTRY].count("SHAPES") > 2

@@ -1,0 +1,194 @@
+"""Drafts as engines load them: names, shapes and settings by list, and back again the same bytes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.__main__ import main
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.imported import import_draft
+from pipeline.artifacts.provenance import RECIPE
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.recipe.recipe import Recipe
+from pipeline.serving.export import export
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target, fingerprint
+from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
+from tests.pipeline.taught import NEVER, make_draft, prompt_of
+
+LAYER = {
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+}
+EAGLE = {f"layers.0.{name}" for name in LAYER} | {"fc.weight"}  # what vLLM's loader has a place for, and no more
+EAGLE_3 = {f"midlayer.{name}" for name in LAYER | {"input_layernorm.weight", "hidden_norm.weight"}} | {
+    "fc.weight",
+    "norm.weight",
+    "lm_head.weight",
+}
+REDUCED = EAGLE_3 | {"d2t", "t2d"}
+CASES = {  # settings, engine -> architecture, names
+    "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
+    "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
+    "eagle with a bias to sglang": (EagleConfig(fc_bias=True), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
+    "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
+    "eagle3, reduced, to vllm": (
+        Eagle3Config(vocabulary=100),
+        "vllm",
+        "LlamaForCausalLMEagle3",
+        REDUCED,
+    ),
+    "eagle3.1 to vllm": (
+        Eagle3Config(vocabulary=100, fc_norm=True, norm_output=True, norm_before_residual=True),
+        "vllm",
+        "LlamaForCausalLMEagle3",
+        REDUCED | {f"fc_norm.{place}.weight" for place in range(3)},
+    ),
+    "eagle3 to sglang": (Eagle3Config(vocabulary=100), "sglang", "LlamaForCausalLMEagle3", REDUCED),
+    "eagle3 to speculators": (
+        Eagle3Config(vocabulary=100),
+        "speculators",
+        "Eagle3Speculator",
+        {name.replace("midlayer.", "layers.0.") for name in REDUCED},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def deep_target(tmp_path_factory):
+    """Of eight layers, so that three of them are others than the last."""
+    folder = save_tiny_target(tmp_path_factory.mktemp("deep"), layers=8)
+    return Target(TargetConfig(model=str(folder), device="cpu"), "float32"), folder
+
+
+@pytest.fixture
+def recipe(deep_target, tmp_path):
+    return Recipe.model_validate(recipe_tree(deep_target[1], write_sharegpt(tmp_path / "data.json"), tmp_path / "run"))
+
+
+@pytest.fixture
+def released(recipe, deep_target, tmp_path):
+    """released(settings) -> the folder of a release with random weights"""
+
+    def factory(settings):
+        target, folder = deep_target[0], tmp_path / "release"
+        draft = make_draft(target, target.ends(fingerprint(recipe.target)), settings)
+        checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
+        folder.mkdir()
+        checkpoint.export(tmp_path / "draft", folder, recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
+        return folder
+
+    return factory
+
+
+@pytest.fixture
+def imported(recipe, tmp_path):
+    """imported(folder, settings) -> the draft's folder that an import of it wrote"""
+
+    def factory(folder, settings, name="back"):
+        tree = recipe.model_dump(mode="json")
+        tree["draft"], tree["output"] = {"theirs": settings.to_json()}, str(tmp_path / name)
+        tree["publish"]["draft"] = "theirs"
+        other = Recipe.model_validate(tree)
+        import_draft(folder, other, "theirs")
+        return other.draft_dir("theirs")
+
+    return factory
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(released, imported, tmp_path, case):
+    settings, engine, architecture, names = CASES[case]
+    release, out = released(settings), tmp_path / "out"
+    said = export(release, engine, out, "me/target")
+    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert str(out) in said[0] and str(out) in said[1]
+    assert config["architectures"] == [architecture] and set(weights) == names
+    layer = config.get("transformer_layer_config", config)
+    assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (1, 32, 260)
+    assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
+    if "d2t" in weights:
+        ids = torch.arange(100) + weights["d2t"]
+        assert weights["t2d"].nonzero()[:, 0].tolist() == ids.tolist() == sorted(set(ids.tolist()))
+        assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == 100
+    if isinstance(settings, Eagle3Config):
+        ids = config if engine == "speculators" else config["eagle_config"]
+        assert ids["eagle_aux_hidden_state_layer_ids"] == ([1, 3, 4] if engine == "sglang" else [2, 4, 5])
+        for key in ("norm_before_residual", "norm_output", "fc_norm"):
+            assert config[key] == getattr(settings, key)
+    own = load_file(release / "model.safetensors")
+    back = load_file(imported(out, settings_of(settings, weights)) / "model.safetensors")
+    assert set(own) | ({"fc.bias"} & set(weights)) == set(back)
+    for name, tensor in own.items():
+        assert torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype, name
+
+
+def settings_of(settings, weights):
+    """The draft that an import makes of it: SGLang's bias is one."""
+    return EagleConfig(fc_bias=True) if "fc.bias" in weights else settings
+
+
+def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, imported, recipe, deep_target, tmp_path):
+    target = deep_target[0]
+    ends, release = target.ends(fingerprint(recipe.target)), released(EagleConfig(embedding_scale=10.0))
+    export(release, "vllm", tmp_path / "out")
+    own, theirs = (load_file(folder / "model.safetensors")["fc.weight"] for folder in (release, tmp_path / "out"))
+    assert torch.equal(theirs[:, :32], 10 * own[:, :32]) and torch.equal(theirs[:, 32:], own[:, 32:])
+    folders = release, imported(tmp_path / "out", EagleConfig())
+    for tree in ({"depth": 3, "top_k": 1, "nodes": 4}, {"depth": 3, "top_k": 4, "nodes": 12}):
+        found = []
+        for folder in folders:
+            draft = checkpoint.load(folder, ends.fingerprint)
+            draft.bind(ends)
+            method = Method(draft, checkpoint.TreeConfig(**tree))
+            found.append(speculative(target, method, prompt_of(0), Sampling(24, NEVER)))
+        assert found[0].acceptance == found[1].acceptance
+        assert found[1].tokens == plain(target, prompt_of(0), Sampling(24, NEVER)).tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "said"),
+    [
+        (JakiroConfig(), "vllm", "no engine loads a draft with experts"),
+        (EagleConfig(horizons=2), "vllm", "no engine takes levels ahead"),
+        (EagleConfig(fc_bias=True), "vllm", "vLLM has no bias there"),
+        (EagleConfig(), "speculators", "speculators has no EAGLE-1/2"),
+        (Eagle3Config(embedding_scale=2.0), "sglang", "engines norm the plain embedding"),
+        (Eagle3Config(auxiliary_layers=[1, 2]), "vllm", "engines fuse 3 layers"),
+        (Eagle3Config(auxiliary_layers=[1, 2, 8]), "vllm", "none follows layer 8"),
+        (Eagle3Config(norm_before_residual=True), "sglang", "SGLang adds the plain feature"),
+        (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
+    ],
+)
+def test_what_an_engine_cannot_take_is_refused_and_nothing_is_written(released, tmp_path, settings, engine, said):
+    with pytest.raises(PipelineError, match=said):
+        export(released(settings), engine, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_writes_a_new_folder_only_and_of_whole_weights(released, tmp_path, capsys):
+    release, out = released(EagleConfig()), tmp_path / "out"
+    arguments = ["export", str(release), "--to", "vllm", "--out", str(out)]
+    call(main, *arguments)
+    assert '"method": "eagle"' in capsys.readouterr().out
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(PipelineError, match="is there already"):
+        call(main, *arguments)
+    assert (out / "model.safetensors").read_bytes() == before
+    flip(release / "model.safetensors")
+    with pytest.raises(PipelineError, match=r"not the file that config\.json describes"):
+        call(main, *arguments[:-1], str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()

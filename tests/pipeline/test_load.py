@@ -1,0 +1,51 @@
+"""A release from a checkout: `pipeline.load`, and the chat."""
+
+import pytest
+
+import pipeline
+from pipeline.__main__ import main
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.target.chat import prompt_ids
+from tests.kit import call
+from tests.pipeline.taught import VARIANTS, greedy, taught
+from tests.pipeline.test_drop_in import TREE, released
+
+QUESTION = "why?"
+
+
+@pytest.fixture
+def release(loaded_target, tiny_recipe, ends, tmp_path):
+    ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
+    draft = taught(loaded_target, ends, VARIANTS["jakiro"], ids, greedy(loaded_target, ids, 24))
+    return released(tmp_path, tiny_recipe, draft, TREE, None)
+
+
+def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tiny_target):
+    loaded = pipeline.load(release, target=str(tiny_target), device="cpu")
+    heard: list[int] = []
+    found = loaded.generate(QUESTION, max_new_tokens=24, heard=heard.extend)
+    ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
+    expected = plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
+    assert found.tokens == heard == expected.tokens and len(found.guessed) == len(found.tokens)
+    assert found.tau > 1.2 and sum(found.guessed) > 3 and found.tokens_per_second > 0
+    plainly = loaded.generate([{"role": "user", "content": QUESTION}], max_new_tokens=24, plainly=True)
+    assert plainly.tokens == found.tokens and plainly.tau == 1.0 and not any(plainly.guessed)
+    assert plainly.text == found.text
+
+
+def test_a_release_that_does_not_know_its_target_asks_for_it(release):
+    with pytest.raises(PipelineError, match="say target=FOLDER"):
+        pipeline.load(release)
+    with pytest.raises(PipelineError, match="holds no draft checkpoint"):
+        pipeline.load(release / "custom_generate")
+
+
+@pytest.mark.parametrize("tokens", [24, 1])
+def test_a_chat_answers_until_a_line_is_empty(release, tiny_target, monkeypatch, capsys, tokens):
+    lines = iter([QUESTION, "and why?", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    call(main, "chat", str(release), "--target", str(tiny_target), "--plain", "--tokens", str(tokens))
+    said = capsys.readouterr().out
+    assert said.count("; plain decoding ") == 2 and said.count("the same tokens") == 2 and "OTHER" not in said
+    assert said.count(" tokens, tau ") == 2 and next(lines, None) is None
