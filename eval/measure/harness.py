@@ -210,14 +210,13 @@ class Harness:
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
         for repeat in range(self.repeats[unit.temperature > 0]):
-            sampling, answers = self.sampling_of(unit, turn, repeat), {}
+            sampling, found = self.sampling_of(unit, turn, repeat), {}
             for number in range(len(methods)):
                 method = methods[(shift + number + repeat) % len(methods)]
-                generation = self._one(method, ids, sampling)
-                answers[method] = generation.tokens
-                outcome.records.append(Record(*place, method, repeat, generation))
+                found[method] = self._one(method, ids, sampling)
                 told()
-            repeats.append((sampling, answers))
+            outcome.records += [Record(*place, method, repeat, found[method]) for method in methods]
+            repeats.append((sampling, {method: one.tokens for method, one in found.items()}))
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, told)

@@ -94,6 +94,22 @@ def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, 
     assert left_out == {"bench": 0}
 
 
+def test_methods_take_turns_in_starting_and_are_reported_in_the_recipes_order(
+    tiny_recipe, loaded_target, drafts, monkeypatch
+):
+    """Without a turn, what goes first would always find the caches as the prompt left them."""
+    made, went, one = harness_of(tiny_recipe, loaded_target, drafts, repeats=1), [], Harness._one
+    made._warm.add(())  # no warm-up: only what is measured
+    monkeypatch.setattr(Harness, "_one", lambda self, method, *more: (went.append(method), one(self, method, *more))[1])
+    prompts = [Prompt(str(number), "", ("Why?",)) for number in range(12)]
+    records, _, _ = measured(made, prompts, [0.0])
+    methods = [PLAIN, *drafts]
+    turns = [went[begin : begin + len(methods)] for begin in range(0, len(went), len(methods))]
+    assert len(turns) == 12 and all(sorted(turn) == sorted(methods) for turn in turns)
+    assert {turn[0] for turn in turns} == set(methods)
+    assert [record.method for record in records] == methods * 12
+
+
 layout = generate._layout
 
 
