@@ -214,7 +214,7 @@ def test_every_recipe_is_covered_and_loads():
     for path in RECIPES.glob("eagle-3/*.toml"):
         assert load_recipe(path).name == f"{path.stem}-eagle-3"
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "ablations", "frames", "losses"}
+    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "serve", "ablations", "frames", "losses"}
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 

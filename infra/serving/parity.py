@@ -163,7 +163,7 @@ def main() -> None:
         served = answers(address, encoded)
     rows = {
         "engine": f"llama.cpp {version}",
-        "hardware": hardware(),
+        "hardware": hardware("cpu"),
         "prompts": len(prompts),
         "same tokens, plain": sum(a.tokens == b.tokens for a, b in zip(mine, plain_served, strict=True)),
         "same tokens, chain": sum(a.tokens == b.tokens for a, b in zip(mine, served, strict=True)),
