@@ -1,0 +1,314 @@
+"""Measures a running server that speaks OpenAI's API: acceptance length and tokens a second.
+
+    python -m eval.served RECIPE --url http://127.0.0.1:8000 [--plain-url URL] [--at-once 1 4 16] [--model NAME]
+
+The recipe's benchmarks go to ``/v1/chat/completions`` with its temperatures, sampling and `max_new_tokens`.
+`--plain-url` names a server of the same target without a draft; the two take turns. A key, where the server wants one,
+stands in the environment variable OPENAI_API_KEY. The figures go to ``served.json`` in the run's eval folder.
+
+tau is 1 + accepted guesses / passes that verified guesses, by the server's own counts: llama.cpp's and SGLang's in each
+answer, vLLM's in ``/metrics`` (so nobody else may use that server meanwhile). A server that tells neither gets no tau.
+Tokens a second are all tokens of a benchmark over the time it took: prompts, HTTP and waiting included.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.measure.harness import Unit
+from eval.measure.units import units_of
+from pipeline.artifacts.provenance import provenance
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_json
+from pipeline.basics.progress import Progress
+from pipeline.basics.public import public_name, scrubbed
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import entry
+from pipeline.target.chat import prompt_ids
+from pipeline.target.model import load_tokenizer
+
+SERVED = "served.json"
+TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
+VLLM = "vllm:spec_decode_num_"
+_FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError)
+
+
+@dataclass
+class Counts:
+    """What a server says of its guesses."""
+
+    passes: int = 0  # of the target, that verified guesses
+    drafted: int = 0
+    accepted: int = 0
+    by_place: dict[int, int] = field(default_factory=dict)  # accepted guesses, the first of a pass at place 1; vLLM's
+
+    @property
+    def tau(self) -> float | None:
+        return 1 + self.accepted / self.passes if self.passes else None
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return self._with(other, 1)
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return self._with(other, -1)
+
+    def _with(self, other: "Counts", sign: int) -> "Counts":
+        places = {place: n + sign * other.by_place.get(place, 0) for place, n in self.by_place.items()}
+        return Counts(
+            self.passes + sign * other.passes,
+            self.drafted + sign * other.drafted,
+            self.accepted + sign * other.accepted,
+            places,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    prompt_tokens: int
+    tokens: int
+    counts: Counts | None  # None: this answer does not say
+
+
+@dataclass(frozen=True)
+class Level:
+    """A benchmark's answers at one temperature, so many at once, by one server."""
+
+    benchmark: str
+    temperature: float
+    at_once: int
+    draft: bool
+    answers: int
+    tokens: int
+    seconds: float
+    counts: Counts | None
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Server:
+    """One address. Raises PipelineError where it does not answer as it should."""
+
+    def __init__(self, url: str, recipe: Recipe, model: str | None = None):
+        self._url, self._config = url.rstrip("/").removesuffix("/v1"), recipe.eval
+        self._keywords = recipe.target.template_keywords
+        self._seed = recipe.seed
+        key = os.environ.get("OPENAI_API_KEY")
+        self._client = httpx2.Client(
+            timeout=TIMEOUT,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx2.Limits(max_connections=None),
+        )
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        found = [one["id"] for one in self._json("GET", "/v1/models")["data"]]
+        if len(found) != 1:
+            raise PipelineError(f"{scrubbed(self._url)} serves {found}: choose one with --model")
+        return found[0]
+
+    def ask(self, messages: list[dict[str, str]], temperature: float) -> Answer:
+        """The answer to a conversation."""
+        config = self._config
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": temperature,
+            "max_tokens": config.max_new_tokens,
+            "top_p": config.top_p,
+            "seed": self._seed,
+            "return_spec_tokens_details": True,  # SGLang's
+        }
+        if config.top_k is not None:
+            body["top_k"] = config.top_k
+        if self._keywords:
+            body["chat_template_kwargs"] = self._keywords
+        found = self._json("POST", "/v1/chat/completions", body)
+        try:
+            usage, content = found["usage"], found["choices"][0]["message"]["content"] or ""
+            return Answer(content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
+        except _FAILED as error:
+            raise PipelineError(
+                f"{scrubbed(self._url)} does not answer as /v1/chat/completions should: {type(error).__name__}: "
+                f"{error}, got {json.dumps(found)[:300]}"
+            ) from error
+
+    def counters(self) -> Counts | None:
+        """vLLM's, of all answers since it started; None for a server that has none."""
+        try:
+            got = self._client.get(f"{self._url}/metrics")
+            return counters(got.text) if got.status_code == 200 else None
+        except _FAILED:
+            return None
+
+    def _json(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
+        try:
+            got = self._client.request(method, self._url + path, json=body)
+            got.raise_for_status()
+            return got.json()
+        except httpx2.HTTPStatusError as error:
+            said = " ".join(error.response.text.split())[:300]
+            raise PipelineError(
+                f"{scrubbed(self._url)}{path} answers {error.response.status_code}: {said}. "
+                + ("Set OPENAI_API_KEY" if error.response.status_code in (401, 403) else "See the server's log")
+            ) from error
+        except _FAILED as error:
+            why = f"{type(error).__name__}: {scrubbed(str(error), self._url)}"
+            raise PipelineError(
+                f"{scrubbed(self._url)}{path} cannot be read: {why}. Is it the address of a server "
+                "that speaks OpenAI's API?"
+            ) from error
+
+
+def counters(metrics: str) -> Counts | None:
+    """vLLM's of guesses, in Prometheus' text; None where there are none."""
+    total: Counter[str] = Counter()
+    places: Counter[int] = Counter()
+    for sample in (sample for family in text_string_to_metric_families(metrics) for sample in family.samples):
+        name = sample.name.removeprefix(VLLM).removesuffix("_total")
+        if sample.name == f"{VLLM}accepted_tokens_per_pos_total":
+            places[int(sample.labels["position"]) + 1] += int(sample.value)
+        elif sample.name == f"{VLLM}{name}_total":
+            total[name] += int(sample.value)
+    if "drafts" not in total:
+        return None
+    return Counts(total["drafts"], total["draft_tokens"], total["accepted_tokens"], dict(sorted(places.items())))
+
+
+def counts_of(found: dict[str, Any]) -> Counts | None:
+    """What an answer says of its guesses: llama.cpp's ``timings``, SGLang's ``sglext``."""
+    timings = found.get("timings", {})
+    if timings.get("draft_n"):
+        # each pass gives what it accepts and one token; the first token is the prompt's
+        passes = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+        return Counts(passes, timings["draft_n"], timings["draft_n_accepted"])
+    extra = found.get("sglext") or found["choices"][0].get("sglext") or {}
+    details = extra.get("spec_tokens_details") or {}
+    if details.get("spec_verify_ct"):
+        counts = (details[f"spec_{name}"] for name in ("verify_ct", "num_proposed_drafts", "num_correct_drafts"))
+        return Counts(*counts)
+    return None
+
+
+def converse(server: Server, unit: Unit) -> list[Answer]:
+    """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
+    messages: list[dict[str, str]] = []
+    found = []
+    for turn in unit.prompt.turns:
+        messages.append({"role": "user", "content": turn})
+        found.append(server.ask(messages, unit.temperature))
+        messages.append({"role": "assistant", "content": found[-1].text})
+    return found
+
+
+def level(server: Server, units: list[Unit], at_once: int, draft: bool, progress: Progress) -> tuple[Level, list]:
+    """Measures one. Also its answers, by unit."""
+    before, begin = server.counters(), time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        found = []
+        for answers in pool.map(lambda unit: converse(server, unit), units):
+            found.append(answers)
+            progress.advance(1, benchmark=units[0].benchmark, at_once=at_once)
+    seconds, after = time.perf_counter() - begin, server.counters()
+    flat = [answer for answers in found for answer in answers]
+    told = [answer.counts for answer in flat if answer.counts is not None]
+    counts = sum(told, Counts()) if told else after - before if after and before else None
+    size = len(flat), sum(answer.tokens for answer in flat)
+    return Level(units[0].benchmark, units[0].temperature, at_once, draft, *size, seconds, counts), found
+
+
+def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int]) -> tuple[list[Level], int]:
+    """All levels, and how many prompts the server counts more or fewer tokens in than our tokenizer and template do."""
+    units = units_of(recipe)
+    groups = list(_groups(units))
+    tokenizer, differ = load_tokenizer(recipe.target), set()
+    for server in servers.values():
+        converse(server, units[0])  # a server's first answer pays for what it compiles
+    levels = []
+    with Progress("served", len(units) * len(at_once) * len(servers), "prompts") as progress:
+        for group in groups:
+            for size in at_once:
+                for draft, server in servers.items():
+                    one, answers = level(server, group, size, draft, progress)
+                    levels.append(one)
+                    for unit, found in zip(group, answers, strict=True):
+                        ids = prompt_ids(tokenizer, [{"role": "user", "content": unit.prompt.turns[0]}])
+                        if len(ids) != found[0].prompt_tokens:
+                            differ.add((unit.benchmark, unit.prompt.question_id))
+    return levels, len(differ)
+
+
+def _groups(units: list[Unit]) -> Iterator[list[Unit]]:
+    for key in dict.fromkeys((unit.benchmark, unit.temperature) for unit in units):
+        yield [unit for unit in units if (unit.benchmark, unit.temperature) == key]
+
+
+def table(levels: list[Level]) -> str:
+    """As Markdown."""
+    plain = {(one.benchmark, one.temperature, one.at_once): one.per_second for one in levels if not one.draft}
+    heads = ["benchmark", "T", "at once", "answers", "tau", "accepted by place", "tokens/s", "plain", "speed-up"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in levels:
+        if one.draft:
+            base = plain.get((one.benchmark, one.temperature, one.at_once))
+            tau = one.counts.tau if one.counts else None
+            shares = [n / one.counts.passes for n in one.counts.by_place.values()] if one.counts and tau else []
+            cells = [
+                one.benchmark,
+                f"{one.temperature:g}",
+                one.at_once,
+                one.answers,
+                f"{tau:.3f}" if tau else "not told",
+            ]
+            cells += [", ".join(f"{share:.2f}" for share in shares), f"{one.per_second:.1f}"]
+            cells += [f"{base:.1f}", f"{one.per_second / base:.2f}x"] if base else ["", ""]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--url", required=True, help="the server that drafts")
+    parser.add_argument("--plain-url", help="a server of the same target without a draft")
+    parser.add_argument("--model", help="of the server's models; needed where it serves several")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16], help="answers asked for at the same time")
+    arguments = parser.parse_args()
+    if min(arguments.at_once) < 1:
+        raise PipelineError(f"--at-once {arguments.at_once}: expected numbers from 1 on")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if recipe.eval.repetition_penalty != 1:
+        raise PipelineError(
+            "eval.repetition_penalty: servers name it differently and penalise other tokens: set it to 1 to measure one"
+        )
+    servers = {True: Server(arguments.url, recipe, arguments.model)}
+    if arguments.plain_url:
+        servers[False] = Server(arguments.plain_url, recipe, arguments.model)
+    levels, differ = measure(recipe, servers, arguments.at_once)
+    found = {
+        "provenance": provenance(recipe),
+        "model": public_name(servers[True].model),
+        "levels": [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels],
+        "prompts_of_other_lengths": differ,
+        "table": table(levels),
+    }
+    write_json(recipe.eval_dir / SERVED, found)
+    print(found["table"])
+    if differ:
+        print(f"{differ} prompts have other lengths on the server than here: its chat template is another one")
+
+
+if __name__ == "__main__":
+    entry.run(main)

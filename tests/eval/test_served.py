@@ -1,0 +1,199 @@
+"""A running server's figures: its own counts of guesses, tokens over time, and one clear error for what it is not."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Lock, Thread
+
+import pytest
+
+from eval import served
+from eval.served import Counts, counts_of
+from pipeline.basics.errors import PipelineError
+from tests.kit import call, recipe_tree, write_recipe
+
+TOKENS = 7  # of every answer
+
+
+class Engine:
+    """An OpenAI server on the loopback interface that tells of its guesses as `kind` does."""
+
+    def __init__(self, kind: str, models: tuple[str, ...] = ("target",), key: str | None = None):
+        self.kind, self.models, self.key = kind, models, key
+        self.bodies: list[dict] = []
+        self.answered, self.busy, self.most_at_once, self._lock = 5, 0, 0, Lock()  # five answers before ours
+        self.prompt_tokens = 3
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "Engine":
+        Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, body: dict) -> dict:
+        """Three passes after the prompt's, which accept 2, 1 and 0 of 3 guesses each."""
+        message = {"role": "assistant", "content": f"answer {len(body['messages'])}"}
+        found = {
+            "choices": [{"message": message}],
+            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": TOKENS},
+        }
+        if self.kind == "llama.cpp":
+            found["timings"] = {"predicted_n": TOKENS, "draft_n": 9, "draft_n_accepted": 3}
+        if self.kind == "sglang" and body.get("return_spec_tokens_details"):
+            details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 3}
+            found["sglext"] = {"spec_tokens_details": details}
+        return found
+
+    def metrics(self) -> str:
+        if self.kind != "vllm":
+            return ""
+        total = {"drafts": 3, "draft_tokens": 9, "accepted_tokens": 3}
+        lines = [f"vllm:spec_decode_num_{name}_total {n * self.answered}.0" for name, n in total.items()]
+        for place, n in enumerate((2, 1, 0)):
+            place = f'{{engine="0",position="{place}"}}'
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{place} {n * self.answered}.0")
+        return "\n".join(["# TYPE other gauge", "other 1.0", *lines, ""])
+
+    def _handler(engine):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def say(self, content: str, status: int = 200) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content.encode())))
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self.say(engine.metrics(), 200 if engine.metrics() else 404)
+                elif engine.key and self.headers.get("Authorization") != f"Bearer {engine.key}":
+                    self.say('{"error": "who are you?"}', 401)
+                else:
+                    self.say(json.dumps({"data": [{"id": name} for name in engine.models]}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with engine._lock:
+                    engine.bodies.append(body)
+                    engine.answered += 1
+                    engine.busy += 1
+                    engine.most_at_once = max(engine.most_at_once, engine.busy)
+                self.say(json.dumps(engine.answer(body)))
+                with engine._lock:
+                    engine.busy -= 1
+
+        return Handler
+
+
+@pytest.fixture
+def recipe(tiny_target, tmp_path) -> Path:
+    """Two prompts, one of two turns."""
+    prompts = [{"question_id": f"q{n}", "category": "", "turns": ["one", "two"][: n + 1]} for n in range(2)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
+    tree["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0, 1.0]}
+    return write_recipe(tree, tmp_path / "recipe.toml")
+
+
+def measured(recipe: Path, *arguments: str) -> dict:
+    call(served.main, str(recipe), *arguments)
+    return json.loads(next((recipe.parent / "run").rglob("served.json")).read_text())
+
+
+def refusal(recipe: Path, *arguments: str) -> str:
+    with pytest.raises(PipelineError) as caught:
+        call(served.main, str(recipe), *arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llama.cpp"])
+def test_tau_is_of_the_servers_own_counts(recipe, kind):
+    with Engine(kind) as engine:
+        levels = measured(recipe, "--url", f"{engine.url}/v1/", "--at-once", "1", "2")["levels"]
+    assert [(one["temperature"], one["at_once"]) for one in levels] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
+    for one in levels:  # the warm-up's answers and those before it are not among them
+        assert (one["answers"], one["tokens"], one["tau"]) == (3, 3 * TOKENS, 2.0)
+        expected = {"passes": 9, "drafted": 27, "accepted": 9}
+        assert one["counts"] == expected | {"by_place": {"1": 6, "2": 3, "3": 0} if kind == "vllm" else {}}
+
+
+def test_a_server_that_does_not_tell_gets_no_tau(recipe, capsys):
+    with Engine("silent") as engine:
+        levels = measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+    assert [one["tau"] for one in levels] == [None, None]
+    assert "not told" in capsys.readouterr().out
+
+
+def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
+    more = ["--set", "eval.top_k=5", "--set", "eval.top_p=0.9", "--set", "eval.max_new_tokens=11"]
+    with Engine("silent") as engine:
+        measured(recipe, "--url", engine.url, "--at-once", "1", *more)
+    last = engine.bodies[-1]
+    assert {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 11, "model": "target"}.items() <= last.items()
+    assert [one["content"] for one in last["messages"]] == ["one", "answer 1", "two"]
+
+
+def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
+    with Engine("vllm") as engine, Engine("silent") as plain:
+        levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--at-once", "2")["levels"]
+    assert [one["draft"] for one in levels] == [True, False, True, False]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| b | 0 |"))
+    speed, base = (one["tokens"] / one["seconds"] for one in levels[:2])
+    assert row.split(" | ")[5:] == ["0.67, 0.33, 0.00", f"{speed:.1f}", f"{base:.1f}", f"{speed / base:.2f}x |"]
+
+
+def test_another_template_on_the_server_is_told(recipe, capsys):
+    with Engine("silent") as engine:
+        found = measured(recipe, "--url", engine.url, "--at-once", "1")
+    assert found["prompts_of_other_lengths"] == 2
+    assert "chat template is another one" in capsys.readouterr().out
+
+
+def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
+    with Engine("silent") as engine:
+        measured(recipe, "--url", engine.url, "--at-once", "1")
+        assert engine.most_at_once == 1
+        answer, both, begun = engine.answer, Event(), len(engine.bodies)
+
+        def wait_for_the_other(body: dict) -> dict:
+            if len(engine.bodies) > begun + 1 and engine.busy == 2:  # one warms up
+                both.set()
+            return answer(body) if len(engine.bodies) <= begun + 1 or both.wait(30) else {}
+
+        monkeypatch.setattr(engine, "answer", wait_for_the_other)
+        measured(recipe, "--url", engine.url, "--at-once", "2")
+        assert both.is_set() and engine.most_at_once == 2
+
+
+def test_refusals(recipe, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with Engine("silent", models=("a", "b")) as engine:
+        assert "choose one with --model" in refusal(recipe, "--url", engine.url)
+        assert "--at-once [0]" in refusal(recipe, "--url", engine.url, "--at-once", "0")
+        wrong = refusal(recipe, "--url", engine.url, "--set", "eval.repetition_penalty=1.1")
+        assert "eval.repetition_penalty" in wrong
+    with Engine("silent", key="sk-secret") as engine:
+        assert "401" in (said := refusal(recipe, "--url", engine.url)) and "Set OPENAI_API_KEY" in said
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+        assert measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+    gone = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
+    assert "cannot be read" in gone and "hunter2" not in gone
+
+
+def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):
+    with Engine("silent") as engine:
+        monkeypatch.setattr(engine, "answer", lambda body: {"choices": []})
+        assert "does not answer as /v1/chat/completions should" in refusal(recipe, "--url", engine.url)
+
+
+def test_counts_add_and_subtract_by_place():
+    one, two = Counts(3, 9, 3, {1: 2, 2: 1}), Counts(1, 3, 1, {1: 1, 2: 0})
+    assert one + two == Counts(4, 12, 4, {1: 3, 2: 1}) and one - two == Counts(2, 6, 2, {1: 1, 2: 1})
+    assert Counts().tau is None
+    assert counts_of({"timings": {"predicted_n": 5}, "choices": [{}]}) is None
