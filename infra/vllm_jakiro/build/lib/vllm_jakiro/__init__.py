@@ -1,0 +1,13 @@
+"""Tells vLLM of Jakiro's drafts; it calls `register` in every process of its own."""
+
+ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # behind EAGLE-1's frame and EAGLE-3's
+
+
+def register() -> None:
+    """By name: nothing of torch is imported here."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    for name in ARCHITECTURES:
+        if name not in known:
+            ModelRegistry.register_model(name, f"vllm_jakiro.models:{name}")
