@@ -22,8 +22,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.serving.load import guessed
-from pipeline.target.chat import prompt_ids
+from pipeline.target.chat import pieces_of, prompt_ids
 
 QUESTION = "What is a prime number? Give three examples."
 COLUMNS, CELL, LINE, MARGIN = 92, 8.4, 24, 20  # characters of a line; pixels
@@ -47,8 +46,8 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
     harness = make_harness(recipe, {name: Measured(name, saved.weights_sha256, recipe.tree(name))})
     target, method = harness.target, harness.methods[name]
     prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": question}])
-    sampling, rounds = Sampling(tokens, frozenset(target.stop_ids())), []
-    found = speculative(target, method, prompt, sampling, heard=lambda new: rounds.append(len(new)))
+    sampling = Sampling(tokens, frozenset(target.stop_ids()))
+    found = speculative(target, method, prompt, sampling)
     expected = plain(target, prompt, sampling).tokens
     if found.tokens != expected:
         raise PipelineError(
@@ -61,19 +60,8 @@ def answer(recipe: Recipe, name: str, question: str, tokens: int) -> Shown:
         f"target {where.rpartition('/')[2]}, {recipe.eval.dtype}; draft {name}, {parameters:,} parameters; {revision()}"
     )
     texts = pieces_of(target.tokenizer, found.tokens)
-    flags = guessed(rounds, found)
-    return Shown(question, list(zip(texts, flags, strict=True)), found.acceptance.passes, found.acceptance.tau, source)
-
-
-def pieces_of(tokenizer, tokens: list[int]) -> list[str]:
-    """What each token adds to the text; part of a letter adds nothing until the letter is whole."""
-    texts, before = [], ""
-    for count in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-        whole = text.rstrip("\ufffd") if count < len(tokens) else text
-        texts.append(whole[len(before) :])
-        before = whole if len(whole) > len(before) else before
-    return texts
+    pieces = [(text, depth > 0) for text, depth in zip(texts, found.depths, strict=True)]
+    return Shown(question, pieces, found.acceptance.passes, found.acceptance.tau, source)
 
 
 def lines_of(pieces: list[tuple[str, bool]]) -> list[list[tuple[str, bool]]]:

@@ -21,7 +21,8 @@ def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path]
 
 
 def _save(figure, path: Path) -> Path:
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     figure.savefig(path, dpi=110)
     return path
 
@@ -31,7 +32,8 @@ def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> 
     shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
     benchmarks = sorted({entry["benchmark"] for entry in shown})
     drafts = sorted({entry["draft"] for entry in shown})
-    figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.9), sharey=True, squeeze=False)
+    figure.set_layout_engine("constrained")
     for axis, benchmark in zip(axes[0], benchmarks, strict=True):
         for entry in (e for e in shown if e["benchmark"] == benchmark):
             rates = entry["acceptance_by_depth"]
@@ -45,20 +47,20 @@ def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> 
             free = range(parallel.get(entry["draft"], len(rates)) + 1, len(rates) + 1)
             colour = COLOURS[drafts.index(entry["draft"]) % 6]
             axis.plot(free, [rates[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
-        axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1))
+        axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1.05))
         axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accepted, given the depth before")
     if parallel:
-        figure.suptitle("circled: levels that come without a draft forward of their own", fontsize=9)
-    axes[0][0].legend()
+        figure.supxlabel("circled: levels that come without a draft forward of their own", fontsize=9)
+    _legend_above(figure, axes[0][0])
     return _save(figure, folder / "acceptance_by_depth.png")
 
 
 def _plot_bars(entries: list[dict], folder: Path) -> Path:
     drafts = sorted({entry["draft"] for entry in entries})
     groups = list(dict.fromkeys((entry["benchmark"], entry["temperature"]) for entry in entries))
-    figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 3.8))
+    figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 4.1), layout="constrained")
     width = 0.8 / len(drafts)
     for axis, (value, bounds, label) in zip(
         axes,
@@ -82,8 +84,14 @@ def _plot_bars(entries: list[dict], folder: Path) -> Path:
         axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
         axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
-    axes[0].legend()
+    _legend_above(figure, axes[0])
     return _save(figure, folder / "tau_and_speed.png")
+
+
+def _legend_above(figure, axis) -> None:
+    """Where it covers nothing."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
 
 
 def draw_table(rows: list[dict], path: Path) -> Path:

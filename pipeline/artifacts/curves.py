@@ -24,7 +24,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 def draw_training(metrics: dict[str, Path], file: Path) -> Path:
     """One picture of all drafts' metrics files (by the draft's name), over trained tokens; returns `file`."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     for number, (name, path) in enumerate(sorted(metrics.items())):
         _one_draft(axes, name, read_metrics(path), COLOURS[number % len(COLOURS)])
     for axis, what in zip(axes, ("cross-entropy, next token", "top-1 agreement with the target", "tau"), strict=True):
@@ -32,11 +32,10 @@ def draw_training(metrics: dict[str, Path], file: Path) -> Path:
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     figure.suptitle(
         f"training: mean of the last {SMOOTHED} steps; steps in the curve: the dialogues are seen again", fontsize=9
     )
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file

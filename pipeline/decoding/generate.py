@@ -107,6 +107,7 @@ class Generation:
     draft_forwards: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     untrimmed_tokens: int = 0  # emitted by passes, with what is beyond the stop id or the limit
+    depths: list[int] = field(default_factory=list)  # of each token in the tree that guessed it; 0: the target's own
 
 
 def repeats_itself(ids: list[int]) -> bool:
@@ -216,7 +217,7 @@ def plain(
         new, done = _heard(heard, *sampling.trimmed(chosen, len(tokens)))
         tokens += new
         if done:
-            return Generation(tokens, watch.total())
+            return Generation(tokens, watch.total(), depths=[0] * len(tokens))
         logits_V = target.head(target.forward(torch.tensor(new, device=target.device), cache).final_ND[0])
 
 
@@ -244,6 +245,7 @@ def speculative(
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
     out.tokens, done = _heard(heard, *sampling.trimmed([first], 0))
+    out.depths = [0] * len(out.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
         tree = draft.propose(state, Verified(text, states.of(draft.needs)), spec, draws, timed)
@@ -260,6 +262,7 @@ def speculative(
         text += emitted
         new, done = _heard(heard, *sampling.trimmed(emitted, len(out.tokens)))
         out.tokens += new
+        out.depths += [*range(1, len(path) + 1), 0][: len(new)]
         out.untrimmed_tokens += len(emitted)
         out.acceptance.add_pass(min(len(path), len(new)), len(new))
     out.seconds, out.split, out.draft_forwards = watch.total(), dict(watch.laps), watch.calls["draft"]

@@ -10,7 +10,7 @@ from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
-from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.target.chat import Messages, prompt_ids
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target, fingerprint
@@ -25,7 +25,7 @@ class Answered:
 
     text: str
     tokens: list[int]
-    guessed: list[bool]  # by token: whether the draft guessed it
+    depths: list[int]  # of each token in the tree that guessed it; 0: the target's own
     tau: float  # tokens a pass of the target
     seconds: float  # behind the prompt's own forward
 
@@ -65,35 +65,14 @@ class Loaded:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tokenizer, stop = self.target.tokenizer, frozenset(self.target.stop_ids())
         sampling = Sampling(max_new_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed)
-        ids, starts = prompt_ids(tokenizer, messages), []
-
-        def listen(new: list[int]) -> None:
-            starts.append(len(new))
-            heard(new)
-
+        ids = prompt_ids(tokenizer, messages)
         if plainly:
-            found = plain(self.target, ids, sampling, heard=listen)
-            flags, tau = [False] * len(found.tokens), 1.0
+            found = plain(self.target, ids, sampling, heard=heard)
         else:
-            found = speculative(self.target, self.method, ids, sampling, heard=listen)
-            flags, tau = guessed(starts, found), found.acceptance.tau if found.acceptance.passes else 1.0
+            found = speculative(self.target, self.method, ids, sampling, heard=heard)
+        tau = found.acceptance.tau if found.acceptance.passes else 1.0
         text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-        return Answered(text, found.tokens, flags, tau, found.seconds)
-
-
-def guessed(rounds: list[int], found: Generation) -> list[bool]:
-    """Of each of an answer's tokens, whether the draft guessed it. `rounds`: how many tokens each gave.
-
-    A pass gives the guesses that it accepts and one token of the target's own; the limit may cut the last pass short.
-    The first token is the prompt's pass's.
-    """
-    accepted_in_all, flags = sum(found.acceptance.accepted[1:]), [False]
-    for number, count in enumerate(rounds[1:], start=2):
-        accepted = count - 1
-        if number == len(rounds):
-            accepted = accepted_in_all - sum(flags)
-        flags += [True] * accepted + [False] * (count - accepted)
-    return flags
+        return Answered(text, found.tokens, found.depths, tau, found.seconds)
 
 
 def load(

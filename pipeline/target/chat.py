@@ -153,6 +153,17 @@ def _begins_thoughts(tokenizer: Any) -> bool:
     return probe(tokenizer).rstrip().endswith(OPEN)
 
 
+def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:
+    """What each token adds to the text; part of a letter adds nothing until the letter is whole."""
+    texts, before = [], ""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        whole = text.rstrip("\ufffd") if count < len(tokens) else text
+        texts.append(whole[len(before) :])
+        before = whole if len(whole) > len(before) else before
+    return texts
+
+
 def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
     """The target's answer as a turn of the dialogue, thoughts included."""
     if HARMONY not in tokenizer.chat_template:

@@ -8,40 +8,17 @@ from dataclasses import replace
 import pytest
 
 from eval import show
-from eval.show import Shown, lines_of, pieces_of, svg
+from eval.show import Shown, lines_of, svg
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.generate import Generation, plain
+from pipeline.decoding.generate import plain
 from pipeline.drafts import build
 from pipeline.drafts.layers import shapes_of
-from pipeline.serving.load import guessed
+from pipeline.target.chat import pieces_of
 from pipeline.target.model import load_config
 from tests.kit import byte_tokenizer
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def generation(tokens: int, *accepted: int) -> Generation:
-    """An answer of so many tokens, from passes that accepted so many guesses each."""
-    counts = Acceptance()
-    for one in accepted:
-        counts.add_pass(one, one + 1)
-    return Generation(list(range(tokens)), acceptance=counts)
-
-
-def test_a_pass_gives_its_guesses_and_one_token_of_the_targets():
-    """One token of the prompt's pass, then 2 + 1, 0 + 1 and 1 + 1."""
-    assert guessed([1, 3, 1, 2], generation(7, 2, 0, 1)) == [False, True, True, False, False, True, False]
-
-
-def test_the_limit_may_cut_the_last_pass_behind_its_guesses():
-    """The last pass accepted two tokens, and only these were wanted."""
-    assert guessed([1, 2, 2], generation(5, 1, 2)) == [False, True, False, True, True]
-
-
-def test_an_answer_of_the_prompts_pass_alone_has_no_guess():
-    assert guessed([1], generation(1)) == [False]
 
 
 def test_pieces_make_the_text_and_letters_of_several_tokens_wait_for_their_last():

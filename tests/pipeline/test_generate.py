@@ -262,6 +262,7 @@ def decode_with(target, right, tree, count, stop=NEVER, prompt=None):
     sequence = [*prompt, *greedy(target, prompt, count + 8)]
     got = speculative(target, grown(Oracle(sequence, right), **{"parallel": 1, **tree}), prompt, Sampling(count, stop))
     assert got.tokens == plain(target, prompt, Sampling(count, stop)).tokens
+    assert len(got.depths) == len(got.tokens) and sum(map(bool, got.depths)) == sum(got.acceptance.accepted[1:])
     return got
 
 
@@ -276,13 +277,14 @@ def test_a_draft_that_always_agrees_has_tau_depth_plus_one(loaded_target, tree):
     got = decode_with(loaded_target, lambda position, depth: True, tree, 1 + 4 * (tree["depth"] + 1))
     assert (got.acceptance.tau, got.acceptance.passes) == (tree["depth"] + 1, 4)
     assert got.acceptance.rate_by_depth() == [1.0] * tree["depth"]
+    assert got.depths == [0, *[*range(1, tree["depth"] + 1), 0] * 4]
     assert got.untrimmed_tokens == len(got.tokens) - 1  # the first token belongs to no pass
 
 
 @pytest.mark.parametrize("tree", ORACLE_TREES[1:])
 def test_a_draft_that_is_right_at_depth_one_only_has_tau_two(loaded_target, tree):
     got = decode_with(loaded_target, lambda position, depth: depth == 1, tree, 1 + 2 * 6)
-    assert (got.acceptance.tau, got.acceptance.accepted) == (2.0, [6, 6])
+    assert (got.acceptance.tau, got.acceptance.accepted, got.depths) == (2.0, [6, 6], [0, *[1, 0] * 6])
 
 
 @pytest.mark.parametrize("tree", ORACLE_TREES)
@@ -317,6 +319,7 @@ def test_the_limit_cuts_inside_a_pass(loaded_target, limit):
     assert len(got.tokens) == limit
     assert (got.acceptance.tokens, got.acceptance.passes) == (limit - 1, passes)
     assert got.untrimmed_tokens == 5 * passes
+    assert got.depths == [0, *[1, 2, 3, 4, 0] * passes][:limit]
 
 
 def test_a_stop_id_as_first_token_ends_at_once(loaded_target):

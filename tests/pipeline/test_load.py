@@ -27,10 +27,10 @@ def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tin
     found = loaded.generate(QUESTION, max_new_tokens=24, heard=heard.extend)
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
     expected = plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
-    assert found.tokens == heard == expected.tokens and len(found.guessed) == len(found.tokens)
-    assert found.tau > 1.2 and sum(found.guessed) > 3 and found.tokens_per_second > 0
+    assert found.tokens == heard == expected.tokens and len(found.depths) == len(found.tokens)
+    assert found.tau > 1.2 and sum(map(bool, found.depths)) > 3 and found.tokens_per_second > 0
     plainly = loaded.generate([{"role": "user", "content": QUESTION}], max_new_tokens=24, plainly=True)
-    assert plainly.tokens == found.tokens and plainly.tau == 1.0 and not any(plainly.guessed)
+    assert plainly.tokens == found.tokens and plainly.tau == 1.0 and not any(plainly.depths)
     assert plainly.text == found.text
 
 

@@ -1,0 +1,86 @@
+"""report.html: a whole report on one page. It needs no file beside it, no network and no script."""
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from eval.measure import report
+from eval.measure.harness import Record
+from eval.measure.units import Job
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import BenchmarkConfig
+from pipeline.target.chat import pieces_of
+
+PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+COLOURS = ["#cdeccf", "#9fd8b4", "#7cc4c4", "#8fb4e3", "#b9a6e6"]  # by depth, the last one for all further ones
+
+
+def samples(job: Job, records: Iterable[Record], tokenizer: Any) -> list[dict[str, Any]]:
+    """Answers of the released draft's methods to the first prompt of each public benchmark, at the lowest temperature.
+    Held-out dialogues and a user's own prompts are nobody else's business.
+    """
+    recipe, found = job.recipe, []
+    public = [name for name, benchmark in recipe.eval.benchmarks.items() if _is_public(benchmark)]
+    lowest = min(recipe.eval.temperatures)
+    of_draft = {name for name, method in job.methods.items() if method.draft == recipe.publish.draft}
+    first = {name: next(unit.prompt for unit in job.units if unit.benchmark == name) for name in public}
+    for record in records:
+        prompt = first.get(record.benchmark)
+        if prompt is None or record.method not in of_draft or record.temperature != lowest:
+            continue
+        answer = record.generation
+        if (record.question_id, record.turn, record.repeat) == (prompt.question_id, 0, 0) and answer.depths:
+            pieces = zip(pieces_of(tokenizer, answer.tokens), answer.depths, strict=True)
+            one = {"benchmark": record.benchmark, "temperature": record.temperature, "method": record.method}
+            counts = {"passes": answer.acceptance.passes, "tau": answer.acceptance.tau if len(answer.tokens) > 1 else 1}
+            found.append(one | counts | {"question": prompt.turns[0], "pieces": [list(pair) for pair in pieces]})
+    return found
+
+
+def _is_public(benchmark: BenchmarkConfig) -> bool:
+    """Whether its prompts are published already."""
+    named = benchmark.source.startswith(("embedded:", "benchmark:"))
+    return named and benchmark.path is None
+
+
+def page(recipe: Recipe, measured: dict[str, Any], method: str, plots: list[Path], facts: dict[str, Any]) -> str:
+    """HTML. `method`: how the release decodes; `facts`: what else the head says (kind, target, parameters, tree)."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=True)
+    provenance = measured["provenance"]
+    return environment.from_string(TEMPLATE.read_text()).render(
+        **facts,
+        method=method,
+        hardware=provenance["hardware"],
+        dtype=recipe.eval.dtype,
+        recipe_hash=recipe.hash,
+        code_revision=provenance["code_revision"],
+        rows=[{"released": entry["draft"] == method, "cells": _cells(entry)} for entry in measured["results"]],
+        plots=[{"alt": plot.stem.replace("_", " "), "data": _encoded(plot)} for plot in plots],
+        samples=[sample for sample in measured["samples"] if sample["method"] == method],
+        colours=COLOURS,
+        definitions=report.explain(),
+    )
+
+
+def _cells(entry: dict[str, Any]) -> list[Any]:
+    gate, speed = entry["gate"], report.with_interval(entry["speedup"], entry.get("speedup_interval"))
+    same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
+    same += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
+    return [
+        entry["benchmark"],
+        f"{entry['temperature']:g}",
+        entry["draft"],
+        report.with_interval(entry["tau"], entry["tau_interval"]),
+        speed + ("x" if entry["speedup"] else ""),
+        entry["prompts"],
+        ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"]),
+        same if gate["passed"] else "NO",
+    ]
+
+
+def _encoded(plot: Path) -> str:
+    return base64.b64encode(plot.read_bytes()).decode()
