@@ -17,10 +17,12 @@ import torch
 from eval.measure import plots, report
 from eval.measure.harness import pooled
 from eval.measure.units import Job, Measured, decode_all, job_of, method_facts, read_tuned
+from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import provenance, write_provenance
+from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
@@ -65,6 +67,7 @@ def measure(job: Job) -> dict:
         "key": job.key,
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
+        "dtype": recipe.eval.dtype,
         "template": template_settings(tokenizer, recipe.target),
         "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),
@@ -72,6 +75,7 @@ def measure(job: Job) -> dict:
         "tuned": read_tuned(recipe),
         "results": entries,
         "prompts_left_out": left_out,  # too long for the target's positions
+        "samples": samples(job, records, tokenizer),
         "table": report.table(entries),
         "plots": {path.name: sha256(path) for path in drawn},
     }
@@ -91,6 +95,8 @@ def main() -> None:
     if arguments.push:
         require_repository_name(arguments.push)
     path = recipe.eval_dir / REPORT
+    for line in fetch(recipe):
+        print(line)
     job = job_of(recipe)
     measured = read_report(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])

@@ -5,7 +5,7 @@
     python -m pipeline status RECIPE
     python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
     python -m pipeline chat RECIPE-or-RELEASE [--plain]                talk to the target, with the draft
-    python -m pipeline export RELEASE --to ENGINE --out FOLDER         what vLLM, SGLang and speculators load
+    python -m pipeline export RELEASE --to ENGINE --out FOLDER         what vLLM, SGLang, speculators, llama.cpp load
 
 Stages are separate processes with their own commands; this file imports none of them and knows their results only by
 what they leave on disk. A stage that is done is not started again, so a second `run` continues where the first stopped.
@@ -33,6 +33,7 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.provenance import ROOT
+from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
 from pipeline.basics.display import Display, display
 from pipeline.basics.errors import PipelineError
@@ -81,6 +82,7 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
         if not (folder / checkpoint.CONFIG).exists():
             resume = recipe.resume_dir(name) / "resume.json"
             at = f"stopped after step {_resume_step(resume)}" if resume.exists() else "not trained"
+            at = "not fetched" if name in recipe.published else at
             parts.append(f"{name}: {at}")
             done = False
             continue
@@ -155,7 +157,10 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     begin = time.monotonic()
     wanted = stages(recipe_path, overrides, recipe)
     wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
+    fetched = fetch(recipe) if until != "preprocess" else []
     with display() as shown:
+        for line in fetched:
+            shown.say(line)
         for line in expect.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
             shown.say(line)
         for stage in wanted:
@@ -298,9 +303,11 @@ def main() -> None:
     exported.add_argument("--to", required=True, choices=sorted(LAUNCH))
     exported.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     exported.add_argument("--target", metavar="OWNER/NAME", help="for speculators, whose config names it")
+    exported.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")
     arguments = parser.parse_args()
     if arguments.command == "export":
-        print("\n".join(export(arguments.release, arguments.to, arguments.out, arguments.target)))
+        one = arguments
+        print("\n".join(export(one.release, one.to, one.out, one.target, one.llama_cpp)))
     elif arguments.command == "chat":
         folder, target, device, trust = arguments.place, arguments.target, "auto", arguments.trust_remote_code
         if not folder.is_dir():

@@ -59,6 +59,7 @@ RELEASE = {
     "chat_template.jinja",
     "config.json",
     "custom_generate",
+    "report.html",
     "loss_curves.png",
     "model.safetensors",
     "provenance.json",

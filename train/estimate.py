@@ -200,7 +200,7 @@ def main() -> None:
     validations = steps // config.validate_every + 1
     tokens = arguments.tokens * config.epochs + VALIDATION * validations * arguments.validation_tokens
     drafts, shapes = {}, shapes_of(load_config(recipe.target))
-    for name in recipe.trained:
+    for name in recipe.to_train:
         with torch.device("meta"):
             draft = build(recipe.draft[name], shapes)
         speed = arguments.tokens_per_second or measured_speed(

@@ -32,15 +32,17 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.draft and arguments.draft not in recipe.trained:
-        parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(recipe.trained)} to train")
+    if arguments.draft and arguments.draft not in recipe.to_train:
+        parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(recipe.to_train)} to train")
+    if not recipe.to_train:
+        return
     ends = load_ends(recipe.target)
     expected = feature_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
-    for name in [arguments.draft] if arguments.draft else recipe.trained:
+    for name in [arguments.draft] if arguments.draft else recipe.to_train:
         line = train(recipe, name, ends, features, rank, ranks)
         if rank == 0:
             print(line)

@@ -9,13 +9,16 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
+from eval.release.elsewhere import earlier
 from eval.release.folder import CARD, install
+from eval.release.page import PAGE, page
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
+from pipeline.artifacts.published import ELSEWHERE
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, sha256, write_text
+from pipeline.basics.files import exclusive, sha256, write_sealed, write_text
 from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
 from pipeline.decoding.config import TreeConfig
@@ -52,8 +55,12 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         bundle(building)
         if recipe.target.chat_template:
             shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
+        others = earlier([release, source], weights, measured)
+        if others:
+            write_sealed(building / ELSEWHERE, {"machines": others})
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
-        write_text(building / CARD, card(recipe, saved, measured, drawn))
+        write_text(building / CARD, card(recipe, saved, measured, drawn, others))
+        write_text(building / PAGE, _page(recipe, saved, measured, drawn))
         notes = install(building, release)
         shutil.rmtree(building)
     return release, notes
@@ -140,8 +147,16 @@ def hub_name(model: str) -> str | None:
     return model if model.count("/") == 1 and public_name(model) == model else None
 
 
-def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plots: list[Path]) -> str:
-    """README.md: a YAML head for the Hub and a body that states only what `measured` holds."""
+def card(
+    recipe: Recipe,
+    saved: checkpoint.Saved,
+    measured: dict[str, Any],
+    plots: list[Path],
+    elsewhere: list[dict[str, Any]],
+) -> str:
+    """README.md: a YAML head for the Hub and a body that states only what `measured` holds, and what the same weights
+    measured elsewhere.
+    """
     hub = hub_name(recipe.target.model)
     provenance, method = measured["provenance"], released_method(recipe, measured)
     entries = [entry for entry in measured["results"] if entry["draft"] == method]
@@ -210,9 +225,30 @@ def card(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plot
             if name != method
         ],
         plots=plots,
+        elsewhere=[one | {"rows": [_shown(row) for row in one["results"]]} for one in elsewhere],
+        samples=any(sample["method"] == method for sample in measured["samples"]),
         max_length=recipe.data.max_length,
     )
     return f"---\n{head.to_yaml()}\n---\n\n{body}"
+
+
+def _page(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plots: list[Path]) -> str:
+    method = released_method(recipe, measured)
+    facts = {
+        "name": f"{recipe.name}-{recipe.publish.draft}",
+        "kind": kind_of(saved.config),
+        "target": hub_name(recipe.target.model) or public_name(recipe.target.model),
+        "parameters": saved.training["parameters"],
+        "tree": said(measured["drafts"][method]),
+    }
+    return page(recipe, measured, method, plots, facts)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """A row of figures as Markdown."""
+    speed = report.with_interval(row["speedup"], row["speedup_interval"]) + ("x" if row["speedup"] else "")
+    tau = report.with_interval(row["tau"], row["tau_interval"])
+    return f"| {row['benchmark']} | {row['temperature']:g} | {row['draft']} | {row['prompts']} | {tau} | {speed} |"
 
 
 def _index(entry: dict[str, Any]) -> list[EvalResult]:

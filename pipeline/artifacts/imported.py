@@ -48,8 +48,9 @@ class Imported:
         return lines + [f"dropped {name}: {why}" for name, why in self.dropped.items()]
 
 
-def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
-    """Writes the recipe's draft `name` from the checkpoint in `source`; says what became of its tensors.
+def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, str] | None = None) -> list[str]:
+    """Writes the recipe's draft `name` from the checkpoint in `source`; says what became of its tensors. `published`:
+    the repository and revision that it is from.
 
     Raises PipelineError where it does not fit the recipe's target or draft, or one is there already.
     """
@@ -58,7 +59,7 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
     folder = recipe.draft_dir(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
-    theirs, ends = _their_config(source), load_ends(recipe.target)
+    theirs, ends = their_config(source), load_ends(recipe.target)
     draft = build(recipe.draft[name], _shapes(theirs, recipe))
     draft.name = name
     for key, (value, ours) in draft.released_facts(theirs).items():
@@ -76,7 +77,10 @@ def import_draft(source: Path, recipe: Recipe, name: str) -> list[str]:
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
     draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
     draft.bind(ends)
-    facts = {"parameters": parameter_count(draft), "imported": _facts(path, found)}
+    imported = _facts(path, found)
+    facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
+    if published is not None:
+        facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
     return found.said()
@@ -133,7 +137,8 @@ def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[s
         )
 
 
-def _their_config(source: Path) -> dict[str, Any]:
+def their_config(source: Path) -> dict[str, Any]:
+    """Without the nesting that some have. Raises PipelineError where there is none."""
     path = source / "config.json"
     if not path.is_file():
         raise PipelineError(

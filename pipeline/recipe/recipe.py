@@ -25,6 +25,7 @@ from pipeline.recipe.sections import (
     FeaturesConfig,
     MethodConfig,
     PublishConfig,
+    PublishedConfig,
     RegenerateConfig,
     TrainConfig,
 )
@@ -54,6 +55,8 @@ class Recipe(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig
     publish: PublishConfig
+    # drafts that are fetched, not trained
+    published: Annotated[dict[Name, PublishedConfig], Field(default_factory=dict)]
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -63,6 +66,9 @@ class Recipe(Section):
             raise ValueError(f"publish.draft={self.publish.draft!r} is not one of the drafts {sorted(self.draft)}")
         if not self.draft[self.publish.draft].trained:
             raise ValueError(f"publish.draft={self.publish.draft!r} is not trained: there are no weights to release")
+        for name in self.published:
+            if name not in self.draft or not self.draft[name].trained:
+                raise ValueError(f"published.{name} is no draft with weights: add its section [draft.{name}]")
         if self.target.device == "spread":
             asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
             for section, config in asked.items():
@@ -168,8 +174,13 @@ class Recipe(Section):
 
     @property
     def trained(self) -> list[str]:
-        """The drafts that are trained."""
+        """The drafts that have weights."""
         return [name for name, config in sorted(self.draft.items()) if config.trained]
+
+    @property
+    def to_train(self) -> list[str]:
+        """Those of them that this recipe trains."""
+        return [name for name in self.trained if name not in self.published]
 
     @property
     def tunable(self) -> list[str]:
@@ -235,8 +246,10 @@ class Recipe(Section):
     def train_hash(self, draft: str) -> str:
         """What one draft's weights depend on. Who shares a global batch and how, schedules of I/O and what only watches
         are not, nor its decoding tree and when it is validated, unless the estimated tau decides which weights are
-        kept.
+        kept. Of a published draft: what it is, and where it is from.
         """
+        if draft in self.published:
+            return digest({"published": self.published[draft].model_dump(), "draft": self.draft[draft].to_json()})
         apart = {
             *WHERE,
             "ranks",

@@ -201,6 +201,13 @@ class EvalConfig(Section):
         return self
 
 
+class PublishedConfig(Section):
+    """Where a draft is fetched from, which this recipe does not train."""
+
+    repository: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]  # OWNER/NAME on the Hub
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]  # a commit: a branch would move
+
+
 class PublishConfig(Section):
     draft: str  # which of the run's drafts
     license: str  # of the draft, as the Hub spells it; mind the target's and the data's

@@ -21,6 +21,7 @@ FOUND = {
     "results": [{"tau": 2.5, "speedup": 1.5}],
     "table": "| a |",
     "plots": {"tau_and_speed.png": "0" * 64},
+    "samples": [],
     "template_fingerprint": "0",
 }
 

@@ -187,8 +187,8 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = of_one_rank(load_recipe(arguments.recipe, arguments.overrides))
     name = arguments.draft or recipe.publish.draft
-    if name not in recipe.trained:
-        parser.error(f"--draft {name}: the recipe has {', '.join(recipe.trained)}")
+    if name not in recipe.to_train:
+        parser.error(f"--draft {name}: the recipe has {', '.join(recipe.to_train)}")
     bring(recipe, feature_spec(recipe))
     start_distributed()
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ def run(recipe_path: str, overrides: list[str], until: str) -> None:
 def results(recipe: Recipe, rate: float) -> list[dict]:
     """One line a draft."""
     out = []
-    for name in recipe.trained:
+    for name in recipe.to_train:
         facts = checkpoint.require_trained_under(recipe, name).training
         measured = {key: facts["validation"][key] for key in SHOWN if key in facts["validation"]}
         out.append({"draft": name, "rate": rate, "trained_tokens": facts["trained_tokens"], **measured})

@@ -1,0 +1,81 @@
+"""Drafts that are published, ours and others', fetched by repository and revision instead of trained.
+
+A recipe names one as ``[published.NAME] repository = "OWNER/NAME", revision = "COMMIT"``, and its kind and settings in
+``[draft.NAME]``. Settings and weights only are fetched, never code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.imported import WEIGHTS, import_draft, their_config
+from pipeline.artifacts.reports import REPORT
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path, exclusive
+from pipeline.basics.public import scrubbed
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.model import load_ends
+
+ELSEWHERE = "elsewhere.json"  # a release's figures of other machines
+CARRIED = (REPORT, ELSEWHERE)  # what a release of ours says of itself
+
+
+def fetch(recipe: Recipe) -> list[str]:
+    """Fetches the recipe's published drafts that are not in its run yet; a line for each. Raises PipelineError."""
+    lines = []
+    for name in sorted(recipe.published):
+        if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
+            given = recipe.published[name]
+            folder = _download(given.repository, given.revision)
+            facts = {"repository": given.repository, "revision": given.revision}
+            if is_ours(folder):
+                adopt(folder, recipe, name, facts)
+            else:
+                import_draft(folder, recipe, name, facts)
+            lines.append(f"{name}: fetched from {given.repository}, revision {given.revision}")
+    return lines
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a checkpoint has this project's own form."""
+    return "format_version" in their_config(folder)
+
+
+def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> None:
+    """Makes a release of ours the recipe's draft `name`: the same weights, what its training was, what it measured.
+
+    Raises PipelineError where it is of another target or has other settings.
+    """
+    saved, folder, mine = checkpoint.read_config(source), recipe.draft_dir(name), recipe.draft[name].to_json()
+    theirs = saved.config.to_json()
+    if differ := sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)):
+        said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r}" for key in differ)
+        raise PipelineError(f"{published['repository']} has other settings than draft.{name}: set {said}")
+    ends = load_ends(recipe.target)
+    draft = checkpoint.load(source, ends.fingerprint)
+    draft.name = name
+    draft.bind(ends)
+    training: dict[str, Any] = saved.training | {"published": published}
+    with exclusive(folder, "import"):
+        for file in CARRIED:
+            if (source / file).is_file():
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_path(folder / file) as temporary:
+                    temporary.write_bytes((source / file).read_bytes())
+        checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
+
+
+def _download(repository: str, revision: str) -> Path:
+    """A folder of the cache. Raises PipelineError where the Hub does not give it."""
+    try:
+        found = snapshot_download(repository, revision=revision, allow_patterns=["*.json", *WEIGHTS])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = scrubbed(" ".join(str(error).split()))[:300]
+        raise PipelineError(
+            f"{repository}, revision {revision}, cannot be fetched: {reason}. Is it public, or are you logged in "
+            "(hf auth login)?"
+        ) from None
+    return Path(found)

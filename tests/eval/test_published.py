@@ -1,0 +1,160 @@
+"""Published drafts are fetched by repository and commit and measured beside ours; figures of other machines stay."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from eval import main as evaluation
+from eval.release.elsewhere import earlier
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.published import fetch
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256, write_sealed
+from pipeline.decoding.config import TreeConfig
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.serving.export import export
+from pipeline.target.model import fingerprint
+from tests.kit import call, change_sealed, recipe_tree, write_recipe
+from tests.pipeline.taught import make_draft
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """hub(folder, "me/draft"): its content is in the Hub's cache, under `COMMIT`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(folder: Path, repository: str) -> None:
+        shutil.copytree(folder, tmp_path / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / COMMIT)
+
+    return put
+
+
+@pytest.fixture
+def tree(tiny_target, tmp_path) -> dict:
+    """Of a recipe that measures two prompts of a file, and dumps and trains nothing."""
+    lines = [json.dumps({"question_id": f"q{n}", "category": "", "turns": [f"turn {n}"]}) for n in range(2)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    found = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
+    found["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0]}
+    found["draft"] = {"jakiro": found["draft"]["jakiro"]}
+    return found
+
+
+@pytest.fixture
+def release(tree, loaded_target, ends, tmp_path) -> Path:
+    """A draft with random weights as somebody released it, without figures."""
+    other = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
+    draft, own, folder = (
+        make_draft(loaded_target, ends, other.draft["jakiro"]),
+        other.draft_dir("jakiro"),
+        tmp_path / "r",
+    )
+    checkpoint.save(own, draft, draft.state_dict(), other, "jakiro", {"parameters": 5, "trained_tokens": 7})
+    folder.mkdir()
+    checkpoint.export(own, folder, TreeConfig(depth=2, top_k=2, nodes=5), None, own / "recipe.json")
+    return folder
+
+
+def published(tree: dict, repository: str = "me/draft", revision: str = COMMIT) -> Recipe:
+    return Recipe.model_validate(tree | {"published": {"jakiro": {"repository": repository, "revision": revision}}})
+
+
+def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, release, hub):
+    hub(release, "me/draft")
+    recipe = published(tree)
+    assert recipe.to_train == [] and recipe.trained == ["jakiro"]
+    assert fetch(recipe) == [f"jakiro: fetched from me/draft, revision {COMMIT}"]
+    assert fetch(recipe) == []
+    saved = checkpoint.require_trained_under(recipe, "jakiro")
+    assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
+    assert saved.training["published"] == {"repository": "me/draft", "revision": COMMIT}
+    assert saved.training["trained_tokens"] == 7 and "imported" not in saved.training
+    with pytest.raises(PipelineError, match="trained with other settings"):  # of another commit
+        checkpoint.require_trained_under(published(tree, revision="b" * 40), "jakiro")
+
+
+def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
+    """As vLLM loads it: without our config."""
+    export(release, "vllm", tmp_path / "exported")
+    hub(tmp_path / "exported", "they/draft")
+    recipe = published(tree, "they/draft")
+    fetch(recipe)
+    saved = checkpoint.require_trained_under(recipe, "jakiro")
+    assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
+    assert saved.training["imported"]["from"] == "they/draft"
+
+
+def test_refusals(tree, release, hub, tmp_path):
+    with pytest.raises(PipelineError, match=r"me/draft, revision a+, cannot be fetched"):
+        fetch(published(tree))
+    hub(release, "me/draft")
+    tree["draft"]["jakiro"]["contrast"] = "scalar"
+    with pytest.raises(PipelineError, match=r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router'"):
+        fetch(published(tree))
+    assert not (tmp_path / "run/drafts/jakiro/config.json").exists()
+    for wrong, said in (({"revision": "main"}, "revision"), ({"repository": "/a/folder"}, "repository")):
+        with pytest.raises(ValueError, match=said):
+            Recipe.model_validate(tree | {"published": {"jakiro": {"repository": "a/b", "revision": COMMIT} | wrong}})
+    with pytest.raises(ValueError, match=r"published\.eagle is no draft"):
+        Recipe.model_validate(tree | {"published": {"eagle": {"repository": "a/b", "revision": COMMIT}}})
+
+
+def test_of_another_target_it_is_refused(tree, release, hub):
+    change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
+    hub(release, "me/draft")
+    with pytest.raises(PipelineError, match="target"):
+        fetch(published(tree))
+
+
+def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hub, tmp_path):
+    """Measured here, released; published again by somebody with another machine; measured here once more."""
+    hub(release, "me/draft")
+    tree["published"] = {"jakiro": {"repository": "me/draft", "revision": COMMIT}}
+    path = write_recipe(tree, tmp_path / "recipe.toml")
+    call(evaluation.main, str(path))
+    first = tmp_path / "run/release"
+    card = (first / "README.md").read_text()
+    assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Measured before on" not in card
+    assert not (first / "elsewhere.json").exists()
+
+    theirs = tmp_path / "theirs-release"
+    shutil.copytree(first, theirs)
+    change_sealed(theirs / "report.json", lambda raw: raw["provenance"].update(hardware="a large GPU"))
+    hub(theirs, "me/again")
+    tree |= {"published": {"jakiro": {"repository": "me/again", "revision": COMMIT}}, "output": str(tmp_path / "run2")}
+    path = write_recipe(tree, tmp_path / "again.toml")
+    for _ in range(2):  # building it again adds nothing
+        call(evaluation.main, str(path))
+        card = (tmp_path / "run2/release/README.md").read_text()
+        assert card.count("### Measured before on a large GPU, float32") == 1
+    (machine,) = json.loads((tmp_path / "run2/release/elsewhere.json").read_text())["machines"]
+    recipe = load_recipe(str(path), [])
+    assert machine["weights_sha256"] == checkpoint.require_trained_under(recipe, "jakiro").weights_sha256
+    row = next(line for line in card.split("### Measured before")[1].splitlines() if line.startswith("| b | 0 |"))
+    assert row.startswith("| b | 0 | jakiro | 2 | 1.") and fingerprint(recipe.target)
+
+
+def report(folder: Path, hardware: str, weights: str, tau: float) -> Path:
+    folder.mkdir()
+    row = {"benchmark": "b", "temperature": 0.0, "draft": "mine", "prompts": 3, "tau": tau, "speedup": None}
+    facts = {"mine": {"weights_sha256": weights}, "other": {"weights_sha256": "other"}}
+    head = {key: {} for key in ("table", "samples")} | {"name": "n", "target": "t", "template_fingerprint": "0"}
+    made = head | {"plots": {}, "dtype": "float32", "drafts": facts, "results": [row, row | {"draft": "other"}]}
+    write_sealed(folder / "report.json", made | {"provenance": {"hardware": hardware, "code_revision": "c"}})
+    return folder
+
+
+def test_the_newest_figures_of_a_machine_win_and_this_machines_are_left_out(tmp_path):
+    new, old = report(tmp_path / "new", "A", "w", 2.0), report(tmp_path / "old", "A", "w", 1.0)
+    here, foreign = report(tmp_path / "here", "B", "w", 1.5), report(tmp_path / "foreign", "C", "x", 1.2)
+    now = {"provenance": {"hardware": "B"}, "dtype": "float32"}
+    found = earlier([new, old, here, foreign, tmp_path / "nothing"], "w", now)
+    assert [(one["hardware"], [row["tau"] for row in one["results"]]) for one in found] == [("A", [2.0])]
+    write_sealed(new / "elsewhere.json", {"machines": [found[0] | {"hardware": "D"}]})
+    assert [one["hardware"] for one in earlier([new], "w", now)] == ["A", "D"]
