@@ -195,23 +195,33 @@ class Gatekeeper:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def look_at_rounds(
-        self, gate: Gate, method: str, ids: list[int], sampling: Sampling, begun: Prefilled | None
+        self,
+        gate: Gate,
+        method: str,
+        ids: list[int],
+        sampling: Sampling,
+        plainly: list[int],
+        begun: Prefilled | None,
     ) -> None:
         """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same
         tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and
-        for drawn candidates the distribution of the first token over every draw and decision. `begun`: the prompt's own
-        forward, where there is one.
+        for drawn candidates the distribution of the first token over every draw and decision. `plainly`: plain
+        decoding's answer; `begun`: the prompt's own forward, where there is one.
         """
         until = gate.rounds + self._rounds
-        rows = self._rows(tuple(ids), tuple(self._continued(tuple(ids), sampling)), 0)
+        answer = plainly if len(plainly) >= ROWS else self._continued(tuple(ids), sampling)
+        rows = self._rows(tuple(ids), tuple(answer[:ROWS]), 0)
         gate.plain_drift = max(gate.plain_drift, rows.drift)
 
         def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
             if gate.rounds < until:
                 self._examine(gate, sampling, tokens, tree, logits_NV)
 
+        def enough(new: list[int]) -> int | None:
+            return len(new) if gate.rounds >= until else None
+
         few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
-        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun)
+        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, heard=enough)
 
     def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
         """One round of the gate. A figure that is not a number fails it."""

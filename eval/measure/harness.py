@@ -221,7 +221,9 @@ class Harness:
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, told)
             if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
-                self._gatekeeper.look_at_rounds(gate, method, ids, repeats[0][0], self._begun(ids, False))
+                sampling, answers = repeats[0]
+                begun = self._begun(ids, False)
+                self._gatekeeper.look_at_rounds(gate, method, ids, sampling, answers[PLAIN], begun)
             told()
 
 

@@ -153,7 +153,8 @@ def method_facts(method: Measured) -> dict[str, Any]:
 def units_of(recipe: Recipe) -> list[Unit]:
     config = recipe.eval
     prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
-    return [Unit(name, prompt, t) for name, found in prompts.items() for t in config.temperatures for prompt in found]
+    # a prompt's temperatures together: they share its forward
+    return [Unit(name, prompt, t) for name, found in prompts.items() for prompt in found for t in config.temperatures]
 
 
 def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool = False) -> Harness:
