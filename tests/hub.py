@@ -11,7 +11,7 @@ class Hub:
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
     `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status
-    200) or "drop" (the connection is closed). `exists`: the repository is there. `private`: what the Hub says of it,
+    200), "drop" (the connection is closed) or "cut" (closed amid what is sent). `exists`: the repository is there. `private`: what the Hub says of it,
     None: nothing.
     """
 
@@ -66,6 +66,9 @@ class Hub:
                     self.answer("<html>Welcome</html>", kind="text/html")
                 elif fault == "drop":
                     self.close_connection = True
+                elif fault == "cut":
+                    self.rfile.read(10)
+                    self.close_connection = True
                 elif fault is not None:
                     self.answer({"error": "as the test wants it"}, fault)
                 return fault is not None
@@ -81,9 +84,10 @@ class Hub:
                     self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": [], **said})
 
             def do_PUT(self) -> None:
+                hub.requests.append(f"PUT {self.path}")
                 if self.is_faulty():
                     return
-                hub._objects[self.path.removeprefix("/objects/")] = self.body()
+                hub._objects[self.path.removeprefix("/store/")] = self.body()
                 self.answer({})
 
             def do_POST(self) -> None:
@@ -118,7 +122,9 @@ class Hub:
                 return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
 
             def lfs(self, item: dict) -> dict:
-                upload = {"href": f"{hub.url}/objects/{item['oid']}"}
+                if item["oid"] in hub._objects:  # it is there already
+                    return {"oid": item["oid"], "size": item["size"]}
+                upload = {"href": f"{hub.url}/store/{item['oid']}"}
                 return {"oid": item["oid"], "size": item["size"], "actions": {"upload": upload}}
 
             def commit(self, body: bytes) -> None:

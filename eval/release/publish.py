@@ -25,6 +25,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import kind_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
+from pipeline.serving.export import tried
 from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -225,6 +226,8 @@ def card(
             if name != method
         ],
         plots=plots,
+        engines=tried(recipe.draft_dir(recipe.publish.draft)),
+        chain=saved.training.get("validation", {}).get("estimated_chain_tau"),
         elsewhere=[one | {"rows": [_shown(row) for row in one["results"]]} for one in elsewhere],
         samples=any(sample["method"] == method for sample in measured["samples"]),
         max_length=recipe.data.max_length,

@@ -47,7 +47,10 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
         there = str(api.create_repo(repository, private=private, exist_ok=True))
         hidden = api.repo_info(repository).private
         found = api.create_commit(repository, files, commit_message=message)
-    except _FAILED as error:
+    except (*_FAILED, RuntimeError) as caught:  # huggingface_hub hides a file's failed upload in a RuntimeError
+        error = caught if isinstance(caught, _FAILED) else caught.__cause__
+        if not isinstance(error, _FAILED):
+            raise
         raise PipelineError(
             f"{_why(error, repository, public_name(api.endpoint), asked.last)}. {_state(error, there)} The release "
             f"stays in {release}: run the same command again, it measures nothing twice"

@@ -30,6 +30,7 @@ from pipeline.target.model import source
 
 PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
+TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434"}  # by `make serve-test`
 FUSED = 3  # layers whose outputs engines fuse
 
 
@@ -52,16 +53,7 @@ def export(
     saved = checkpoint.read_config(release)
     if out.exists():
         raise PipelineError(f"{out} is there already: remove it, or name another folder")
-    config = saved.config
-    weights = checkpoint.load(release, saved.target["fingerprint"]).state_dict()
-    if isinstance(config, ExpertsConfig):
-        _require_experts_served(config, engine)
-    if isinstance(config, EagleConfig | JakiroConfig):
-        written = _eagle(saved, config, weights, engine)
-    elif isinstance(config, Eagle3FrameConfig):
-        written = _eagle3(saved, config, weights, engine, target)
-    else:
-        raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
+    written = _formed(release, saved, engine, target)
     if engine == GGUF:
         if llama_cpp is None:
             raise PipelineError("--to gguf runs llama.cpp's own converter: say --llama-cpp CHECKOUT")
@@ -74,9 +66,41 @@ def export(
     if llama_cpp is not None and engine == GGUF:
         building = _gguf(building, llama_cpp, folder)
     building.replace(out)
-    launch = LAUNCH[engine](isinstance(config, Eagle3FrameConfig), out, saved.tree.depth)
-    first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if isinstance(config, ExpertsConfig) else []
-    return [f"{engine}: {out}", *first, launch]
+    return [f"{engine}: {out}", *_launch(saved, engine, out)]
+
+
+def tried(release: Path) -> dict[str, list[str]]:
+    """Each engine that takes this draft and that `make serve-test` has tried with one of its kind: how to serve it
+    there.
+    """
+    saved, out, found = checkpoint.read_config(release), Path("exported"), {}
+    for engine, version in TRIED.items():
+        try:
+            _formed(release, saved, engine, None)
+        except PipelineError:
+            continue
+        more = " --llama-cpp CHECKOUT" if engine == GGUF else ""
+        command = f"python -m pipeline export PATH/TO/THIS/FOLDER --to {engine} --out {out}{more}"
+        found[version] = [command, *_launch(saved, engine, out)]
+    return found
+
+
+def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
+    is_mixed = isinstance(saved.config, ExpertsConfig)
+    first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if is_mixed else []
+    return [*first, LAUNCH[engine](isinstance(saved.config, Eagle3FrameConfig), out, saved.tree.depth)]
+
+
+def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | None) -> Written:
+    """Raises PipelineError for what the engine cannot take."""
+    config, weights = saved.config, checkpoint.load(release, saved.target["fingerprint"]).state_dict()
+    if isinstance(config, ExpertsConfig):
+        _require_experts_served(config, engine)
+    if isinstance(config, EagleConfig | JakiroConfig):
+        return _eagle(saved, config, weights, engine)
+    if isinstance(config, Eagle3FrameConfig):
+        return _eagle3(saved, config, weights, engine, target)
+    raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
 
 
 def _gguf(written: Path, llama_cpp: Path, target: Path) -> Path:

@@ -95,8 +95,13 @@ THERE = "the upload into it did not end, and arrives as a whole or not at all"
         ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", THERE),
         ("objects/", "hang", "did not answer in time", THERE),
         ("objects/", 500, r"failed \(500\)", THERE),
+        ("/store/", "hang", "did not answer in time", THERE),
+        ("/store/", 500, r"failed \(500\)", THERE),
+        ("/store/", "cut", r"cannot be reached at http://127.0.0.1:\d+ \(\w+\)", THERE),
         ("/commit/", "hang", "did not answer in time", THERE),
         ("/commit/", "html", "answered 200 with text/html", THERE),
+        ("/commit/", 409, r"refused the upload to me/draft \(409\)", THERE),
+        ("/commit/", 429, r"refused the upload to me/draft \(429\)", THERE),
         ("/commit/", 403, r"refused the upload to me/draft \(403\)", THERE),
         ("/commit/", 504, r"failed \(504\)", THERE),
     ],
@@ -114,6 +119,16 @@ def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monk
     lines = push(release, "me/draft", private=True)
     assert set(hub.files) == LISTED and len(hub.created) == 1
     assert lines == [f"uploaded: {hub.url}/me/draft/commit/{'1' * 40} (a private repository)"]
+
+
+def test_what_is_uploaded_already_is_not_sent_again(release, hub):
+    hub.faults["/commit/"] = 504
+    refusal(release)
+    sent = [request for request in hub.requests if request.startswith("PUT")]
+    hub.faults.clear()
+    push(release, "me/draft", private=True)
+    assert sent and [request for request in hub.requests if request.startswith("PUT")] == sent
+    assert set(hub.files) == LISTED
 
 
 def test_a_hub_that_is_not_there_is_told(release, hub, monkeypatch):
