@@ -11,8 +11,8 @@ class Hub:
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
     `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status
-    200), "drop" (the connection is closed) or "cut" (closed amid what is sent). `exists`: the repository is there. `private`: what the Hub says of it,
-    None: nothing.
+    200), "drop" (the connection is closed) or "cut" (closed amid what is sent). `exists`: the repository is there.
+    `private`: what the Hub says of it, None: nothing.
     """
 
     def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):

@@ -3,9 +3,9 @@
     python one_line.py RELEASE TARGET PROMPTS [--tokens 64]
 
 It needs torch, transformers and safetensors. PROMPTS is a JSON list of lists of token ids. All ways answer each prompt
-greedily in float32, in turns: plain `generate()`, the release's draft, prompt lookup, and an assistant (the
-target's own first six layers: no smaller model of its tokenizer exists). The last line is JSON: on how many prompts the answer is
-plain generate()'s, and seconds, the prompt's own forward included.
+greedily in float32, in turns: plain `generate()`, the release's draft, prompt lookup, and an assistant (the target's
+own first six layers: no smaller model of its tokenizer exists). The last line is JSON: on how many prompts the answer
+is plain generate()'s, and seconds, the prompt's own forward included.
 """
 
 import argparse
