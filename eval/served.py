@@ -4,11 +4,14 @@
 
 The recipe's benchmarks go to ``/v1/chat/completions`` with its temperatures, sampling and `max_new_tokens`.
 `--plain-url` names a server of the same target without a draft; the two take turns. A key, where the server wants one,
-stands in the environment variable OPENAI_API_KEY. The figures go to ``served.json`` in the run's eval folder.
+stands in the environment variable OPENAI_API_KEY. The figures go to ``served.json`` in the run's eval folder, or to
+`--out`, after each level.
 
-tau is 1 + accepted guesses / passes that verified guesses, by the server's own counts: llama.cpp's and SGLang's in each
-answer, vLLM's in ``/metrics`` (so nobody else may use that server meanwhile). A server that tells neither gets no tau.
-Tokens a second are all tokens of a benchmark over the time it took: prompts, HTTP and waiting included.
+tau is 1 + accepted guesses / passes, by the server's own counts: llama.cpp's in each answer, of all passes; SGLang's in
+each answer and vLLM's in ``/metrics``, of passes that verified guesses (nobody else may use vLLM meanwhile). A server
+that tells none gets no tau. Tokens a second are all tokens of a benchmark over the time it took, with prompts, HTTP and
+waiting; no level takes a prompt's forward from an earlier one's cache. What a server adds to the sampling by itself is
+switched off.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -40,7 +44,7 @@ from pipeline.target.model import load_tokenizer
 SERVED = "served.json"
 TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
 VLLM = "vllm:spec_decode_num_"
-_FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError)
+_FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Answer:
+    server: str  # what it calls itself
     text: str
     prompt_tokens: int
     tokens: int
@@ -88,6 +93,7 @@ class Level:
     temperature: float
     at_once: int
     draft: bool
+    refused: int  # prompts that the server does not take: too long for it, say
     answers: int
     tokens: int
     seconds: float
@@ -96,6 +102,10 @@ class Level:
     @property
     def per_second(self) -> float:
         return self.tokens / self.seconds
+
+
+class Refused(PipelineError):
+    """The server takes no such prompt."""
 
 
 class Server:
@@ -114,13 +124,20 @@ class Server:
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
-        found = [one["id"] for one in self._json("GET", "/v1/models")["data"]]
+        listed = self._json("GET", "/v1/models")
+        try:
+            found = [one["id"] for one in listed["data"]]
+        except _FAILED as error:
+            raise PipelineError(
+                f"{scrubbed(self._url)}/v1/models lists no models, got {json.dumps(listed)[:300]}: is it a server that "
+                "speaks OpenAI's API?"
+            ) from error
         if len(found) != 1:
             raise PipelineError(f"{scrubbed(self._url)} serves {found}: choose one with --model")
         return found[0]
 
-    def ask(self, messages: list[dict[str, str]], temperature: float) -> Answer:
-        """The answer to a conversation."""
+    def ask(self, messages: list[dict[str, str]], temperature: float, level: str) -> Answer:
+        """The answer to a conversation. `level`: its caches are not those of others. Raises Refused, PipelineError."""
         config = self._config
         body: dict[str, Any] = {
             "model": self.model,
@@ -129,16 +146,23 @@ class Server:
             "max_tokens": config.max_new_tokens,
             "top_p": config.top_p,
             "seed": self._seed,
+            # what is left out a server takes from the model's generation_config.json, or from defaults of its own
+            "top_k": -1 if config.top_k is None else config.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "cache_salt": level,  # vLLM's and SGLang's
+            "cache_prompt": False,  # llama.cpp's
             "return_spec_tokens_details": True,  # SGLang's
         }
-        if config.top_k is not None:
-            body["top_k"] = config.top_k
         if self._keywords:
             body["chat_template_kwargs"] = self._keywords
         found = self._json("POST", "/v1/chat/completions", body)
         try:
             usage, content = found["usage"], found["choices"][0]["message"]["content"] or ""
-            return Answer(content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
+            name = str(found.get("system_fingerprint") or "")
+            return Answer(name, content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
         except _FAILED as error:
             raise PipelineError(
                 f"{scrubbed(self._url)} does not answer as /v1/chat/completions should: {type(error).__name__}: "
@@ -159,10 +183,11 @@ class Server:
             got.raise_for_status()
             return got.json()
         except httpx2.HTTPStatusError as error:
-            said = " ".join(error.response.text.split())[:300]
-            raise PipelineError(
-                f"{scrubbed(self._url)}{path} answers {error.response.status_code}: {said}. "
-                + ("Set OPENAI_API_KEY" if error.response.status_code in (401, 403) else "See the server's log")
+            said, status = " ".join(error.response.text.split())[:300], error.response.status_code
+            kind = Refused if status in (400, 413, 422) else PipelineError
+            raise kind(
+                f"{scrubbed(self._url)}{path} answers {status}: {said}. "
+                + ("Set OPENAI_API_KEY" if status in (401, 403) else "See the server's log")
             ) from error
         except _FAILED as error:
             why = f"{type(error).__name__}: {scrubbed(str(error), self._url)}"
@@ -189,11 +214,10 @@ def counters(metrics: str) -> Counts | None:
 
 def counts_of(found: dict[str, Any]) -> Counts | None:
     """What an answer says of its guesses: llama.cpp's ``timings``, SGLang's ``sglext``."""
-    timings = found.get("timings", {})
-    if timings.get("draft_n"):
+    if timings := found.get("timings"):
         # each pass gives what it accepts and one token; the first token is the prompt's
-        passes = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
-        return Counts(passes, timings["draft_n"], timings["draft_n_accepted"])
+        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+        return Counts(max(timings["predicted_n"] - 1 - accepted, 0), drafted, accepted)
     extra = found.get("sglext") or found["choices"][0].get("sglext") or {}
     details = extra.get("spec_tokens_details") or {}
     if details.get("spec_verify_ct"):
@@ -202,52 +226,68 @@ def counts_of(found: dict[str, Any]) -> Counts | None:
     return None
 
 
-def converse(server: Server, unit: Unit) -> list[Answer]:
+def converse(server: Server, unit: Unit, level: str) -> list[Answer] | Refused:
     """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
     messages: list[dict[str, str]] = []
     found = []
     for turn in unit.prompt.turns:
         messages.append({"role": "user", "content": turn})
-        found.append(server.ask(messages, unit.temperature))
+        try:
+            found.append(server.ask(messages, unit.temperature, level))
+        except Refused as error:
+            return error
         messages.append({"role": "assistant", "content": found[-1].text})
     return found
 
 
 def level(server: Server, units: list[Unit], at_once: int, draft: bool, progress: Progress) -> tuple[Level, list]:
     """Measures one. Also its answers, by unit."""
+    name = f"{units[0].benchmark} {units[0].temperature} {at_once} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         found = []
-        for answers in pool.map(lambda unit: converse(server, unit), units):
+        for answers in pool.map(lambda unit: converse(server, unit, name), units):
             found.append(answers)
             progress.advance(1, benchmark=units[0].benchmark, at_once=at_once)
     seconds, after = time.perf_counter() - begin, server.counters()
-    flat = [answer for answers in found for answer in answers]
+    flat = [answer for answers in found if not isinstance(answers, Refused) for answer in answers]
+    refused = [one for one in found if isinstance(one, Refused)]
+    if not flat:
+        raise refused[0]
     told = [answer.counts for answer in flat if answer.counts is not None]
-    counts = sum(told, Counts()) if told else after - before if after and before else None
-    size = len(flat), sum(answer.tokens for answer in flat)
-    return Level(units[0].benchmark, units[0].temperature, at_once, draft, *size, seconds, counts), found
+    counts = sum(told, Counts()) if told else after - before if after and before else Counts()
+    size = len(refused), len(flat), sum(answer.tokens for answer in flat)
+    known = counts if counts.drafted else None
+    return Level(units[0].benchmark, units[0].temperature, at_once, draft, *size, seconds, known), found
 
 
-def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int]) -> tuple[list[Level], int]:
-    """All levels, and how many prompts the server counts more or fewer tokens in than our tokenizer and template do."""
+def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int], out: Path) -> dict[str, Any]:
+    """All levels, written to `out` after each."""
     units = units_of(recipe)
     groups = list(_groups(units))
     tokenizer, differ = load_tokenizer(recipe.target), set()
     for server in servers.values():
-        converse(server, units[0])  # a server's first answer pays for what it compiles
-    levels = []
+        converse(server, units[0], "warm-up")  # a server's first answer pays for what it compiles
+    levels: list[Level] = []
+    # of this machine, which asks; the server's is not known
+    origin = {key: value for key, value in provenance(recipe).items() if key != "hardware"}
+    found = {"provenance": origin, "model": public_name(servers[True].model)}
     with Progress("served", len(units) * len(at_once) * len(servers), "prompts") as progress:
         for group in groups:
             for size in at_once:
                 for draft, server in servers.items():
                     one, answers = level(server, group, size, draft, progress)
                     levels.append(one)
-                    for unit, found in zip(group, answers, strict=True):
+                    for unit, said in zip(group, answers, strict=True):
                         ids = prompt_ids(tokenizer, [{"role": "user", "content": unit.prompt.turns[0]}])
-                        if len(ids) != found[0].prompt_tokens:
-                            differ.add((unit.benchmark, unit.prompt.question_id))
-    return levels, len(differ)
+                        if not isinstance(said, Refused):
+                            found["server"] = said[0].server if draft else found.get("server")
+                            if len(ids) != said[0].prompt_tokens:
+                                differ.add((unit.benchmark, unit.prompt.question_id))
+                    found["levels"] = [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels]
+                    found |= {"prompts_of_other_lengths": len(differ), "table": table(levels)}
+                    write_json(out, found)
+    return found
 
 
 def _groups(units: list[Unit]) -> Iterator[list[Unit]]:
@@ -285,6 +325,7 @@ def main() -> None:
     parser.add_argument("--plain-url", help="a server of the same target without a draft")
     parser.add_argument("--model", help="of the server's models; needed where it serves several")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16], help="answers asked for at the same time")
+    parser.add_argument("--out", type=Path, help="default: served.json in the run's eval folder")
     arguments = parser.parse_args()
     if min(arguments.at_once) < 1:
         raise PipelineError(f"--at-once {arguments.at_once}: expected numbers from 1 on")
@@ -296,17 +337,14 @@ def main() -> None:
     servers = {True: Server(arguments.url, recipe, arguments.model)}
     if arguments.plain_url:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
-    levels, differ = measure(recipe, servers, arguments.at_once)
-    found = {
-        "provenance": provenance(recipe),
-        "model": public_name(servers[True].model),
-        "levels": [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels],
-        "prompts_of_other_lengths": differ,
-        "table": table(levels),
-    }
-    write_json(recipe.eval_dir / SERVED, found)
+    out = arguments.out or recipe.eval_dir / SERVED
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found = measure(recipe, servers, arguments.at_once, out)
     print(found["table"])
-    if differ:
+    refused = sum(one["refused"] for one in found["levels"])
+    if refused:
+        print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
+    if differ := found["prompts_of_other_lengths"]:
         print(f"{differ} prompts have other lengths on the server than here: its chat template is another one")
 
 

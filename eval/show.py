@@ -14,6 +14,7 @@ from pathlib import Path
 from eval.measure.units import Measured, make_harness
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
+from pipeline.artifacts.published import fetch
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
@@ -138,6 +139,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: eval/answer.svg in the run's folder")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    for line in fetch(recipe):
+        print(line)
     name = arguments.draft or recipe.publish.draft
     if name not in recipe.draft:
         raise PipelineError(f"--draft {name!r} is not one of the recipe's: {', '.join(sorted(recipe.draft))}")

@@ -302,7 +302,7 @@ def main() -> None:
     exported.add_argument("release", type=Path)
     exported.add_argument("--to", required=True, choices=sorted(LAUNCH))
     exported.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
-    exported.add_argument("--target", metavar="OWNER/NAME", help="for speculators, whose config names it")
+    exported.add_argument("--target", help="for speculators, whose config names it: OWNER/NAME; for gguf: its folder")
     exported.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")
     arguments = parser.parse_args()
     if arguments.command == "export":

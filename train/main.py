@@ -35,6 +35,7 @@ def main() -> None:
     if arguments.draft and arguments.draft not in recipe.to_train:
         parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(recipe.to_train)} to train")
     if not recipe.to_train:
+        print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
     ends = load_ends(recipe.target)
     expected = feature_spec(recipe)

@@ -91,7 +91,9 @@ def _plot_bars(entries: list[dict], folder: Path) -> Path:
 def _legend_above(figure, axis) -> None:
     """Where it covers nothing."""
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=max(int(figure.get_figwidth() / 1.6), 1), frameon=False
+    )
 
 
 def draw_table(rows: list[dict], path: Path) -> Path:

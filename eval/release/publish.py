@@ -9,7 +9,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
-from eval.release.elsewhere import earlier
+from eval.release.elsewhere import by_origin, earlier
 from eval.release.folder import CARD, install
 from eval.release.page import PAGE, page
 from pipeline.artifacts import checkpoint
@@ -56,15 +56,15 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         bundle(building)
         if recipe.target.chat_template:
             shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
-        others = earlier([release, source], weights, measured)
+        others, old = earlier([release, source], weights, measured)
         if others:
-            write_sealed(building / ELSEWHERE, {"machines": others})
+            write_sealed(building / ELSEWHERE, {"rows": others})
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
-        write_text(building / CARD, card(recipe, saved, measured, drawn, others))
+        write_text(building / CARD, card(recipe, saved, measured, drawn, others, tried(building)))
         write_text(building / PAGE, _page(recipe, saved, measured, drawn))
         notes = install(building, release)
         shutil.rmtree(building)
-    return release, notes
+    return release, notes + old
 
 
 def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Path]:
@@ -154,6 +154,7 @@ def card(
     measured: dict[str, Any],
     plots: list[Path],
     elsewhere: list[dict[str, Any]],
+    engines: dict[str, list[str]],
 ) -> str:
     """README.md: a YAML head for the Hub and a body that states only what `measured` holds, and what the same weights
     measured elsewhere.
@@ -226,9 +227,9 @@ def card(
             if name != method
         ],
         plots=plots,
-        engines=tried(recipe.draft_dir(recipe.publish.draft)),
+        engines=engines,
         chain=saved.training.get("validation", {}).get("estimated_chain_tau"),
-        elsewhere=[one | {"rows": [_shown(row) for row in one["results"]]} for one in elsewhere],
+        elsewhere=[one | {"rows": [_shown(row) for row in one["rows"]]} for one in by_origin(elsewhere)],
         samples=any(sample["method"] == method for sample in measured["samples"]),
         max_length=recipe.data.max_length,
     )
@@ -249,9 +250,11 @@ def _page(recipe: Recipe, saved: checkpoint.Saved, measured: dict[str, Any], plo
 
 def _shown(row: dict[str, Any]) -> str:
     """A row of figures as Markdown."""
-    speed = report.with_interval(row["speedup"], row["speedup_interval"]) + ("x" if row["speedup"] else "")
+    speed = report.with_interval(row["speedup"], row.get("speedup_interval")) + ("x" if row["speedup"] else "")
     tau = report.with_interval(row["tau"], row["tau_interval"])
-    return f"| {row['benchmark']} | {row['temperature']:g} | {row['draft']} | {row['prompts']} | {tau} | {speed} |"
+    tree = f"depth {row['tree']['depth']}, {row['tree']['nodes']} nodes"
+    cells = [row["benchmark"], f"{row['temperature']:g}", row["draft"], tree, str(row["prompts"]), tau, speed]
+    return f"| {' | '.join(cells)} |"
 
 
 def _index(entry: dict[str, Any]) -> list[EvalResult]:

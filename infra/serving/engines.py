@@ -1,11 +1,12 @@
 """Engines that run on a CPU: how each is started on 127.0.0.1, asked for an answer, and what it says of its guesses."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,17 @@ class Engine:
                     time.sleep(0.2)
                 yield address
             finally:
-                process.terminate()
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """And all that it has started."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+            return
 
 
 def _why(log: Path) -> str:
@@ -187,4 +193,4 @@ class Vllm(Engine):
     def counts(self, answer: Generation, rounds: list[int], chain: int, tokens: int) -> tuple[int, int, int]:
         """It always guesses the whole chain, and counts all that it accepts."""
         found = answer.acceptance
-        return found.passes, chain * found.passes, sum(found.accepted[1:])
+        return found.passes, chain * found.passes, answer.untrimmed_tokens - found.passes

@@ -146,7 +146,7 @@ def main() -> None:
     rows = compare(recipe, [LlamaCpp(folder, work), Vllm(folder, work)], work)
     write_json(recipe.run_dir / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
-    wrong = [one for one in rows if not one["same_chain"] == one["same_counts"] == one["prompts"]]
+    wrong = [one for one in rows if not one["same_plain"] == one["same_chain"] == one["same_counts"] == one["prompts"]]
     if wrong:
         raise PipelineError(f"{len(wrong)} of {len(rows)} do not serve what we measured: see runs/serve/parity.json")
 

@@ -26,8 +26,8 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
             f"features.auxiliary_layers={layers}, but {recipe.target.model!r} has {config.num_hidden_layers} layers, "
             "counted from 1"
         )
-    for name, draft in sorted(recipe.draft.items()):
-        if lacking := sorted(set(draft.needs(config.num_hidden_layers).auxiliary) - set(layers)):
+    for name in recipe.to_train:
+        if lacking := sorted(set(recipe.draft[name].needs(config.num_hidden_layers).auxiliary) - set(layers)):
             raise PipelineError(
                 f"features.auxiliary_layers={layers} lacks {lacking}, which draft.{name} wants: name them, too, or "
                 "leave the key out"

@@ -27,7 +27,10 @@ def fetch(recipe: Recipe) -> list[str]:
     """Fetches the recipe's published drafts that are not in its run yet; a line for each. Raises PipelineError."""
     lines = []
     for name in sorted(recipe.published):
-        if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
+        mine = recipe.draft_dir(name)
+        if not (mine / checkpoint.CONFIG).exists():
+            if (mine / checkpoint.METRICS).exists():
+                raise PipelineError(f"{mine} holds a training that was broken off: move it away, {name} is published")
             given = recipe.published[name]
             folder = _download(given.repository, given.revision)
             facts = {"repository": given.repository, "revision": given.revision}

@@ -14,7 +14,18 @@ from pipeline.basics.files import read_sealed
 REPORT, RELEASE = "report.json", "release.json"
 _AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
 _MOVE = "Move the folder away and run python eval/main.py RECIPE again"
-_KEYS = ("name", "provenance", "target", "drafts", "results", "table", "plots", "samples", "template_fingerprint")
+_KEYS = (
+    "name",
+    "provenance",
+    "target",
+    "drafts",
+    "results",
+    "table",
+    "plots",
+    "samples",
+    "settings",
+    "template_fingerprint",
+)
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -183,6 +183,11 @@ class Recipe(Section):
         return [name for name in self.trained if name not in self.published]
 
     @property
+    def _dumped_for(self) -> list[AnyDraft]:
+        """The drafts whose wants the dump holds: a published one is not trained from it."""
+        return [config for name, config in self.draft.items() if name not in self.published]
+
+    @property
     def tunable(self) -> list[str]:
         """The methods that eval/tune.py chooses a tree for: every draft, those with others beside them, sized ones."""
         return sorted([*self.draft, *(name for name, method in self.eval.methods.items() if method.together)])
@@ -196,14 +201,14 @@ class Recipe(Section):
     @property
     def stored_dtype(self) -> str:
         """Of the features: four states a token are worth half their size."""
-        wants = any(config.needs(DEEPEST).auxiliary for config in self.draft.values())
+        wants = any(config.needs(DEEPEST).auxiliary for config in self._dumped_for)
         return self.features.stored_dtype or (FP8 if wants else "bfloat16")
 
     def auxiliary_layers(self, target_layers: int) -> list[int]:
         """Of a target with so many: those that the recipe names or, unless it does, those that its drafts want."""
         if self.features.auxiliary_layers is not None:
             return self.features.auxiliary_layers
-        return sorted({n for config in self.draft.values() for n in config.needs(target_layers).auxiliary})
+        return sorted({n for config in self._dumped_for for n in config.needs(target_layers).auxiliary})
 
     @property
     def hash(self) -> str:

@@ -90,7 +90,7 @@ def of_train(recipe: Recipe) -> Expected:
     settings = {
         "target": public_name(recipe.target.model),
         "drafts": parameters,
-        "vocabularies": {name: recipe.draft[name].vocabulary for name in recipe.trained},
+        "vocabularies": {name: recipe.draft[name].vocabulary for name in recipe.to_train},
         "dtype": config.dtype,
         "max_length": recipe.data.max_length,
         "micro_batch": config.micro_batch,
@@ -119,7 +119,7 @@ def parameters_of(recipe: Recipe) -> dict[str, int]:
     """By draft; counted without allocating them."""
     shapes = shapes_of(load_config(recipe.target))
     with torch.device("meta"):
-        return {name: parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained}
+        return {name: parameter_count(build(recipe.draft[name], shapes)) for name in recipe.to_train}
 
 
 def of_eval(recipe: Recipe) -> Expected:

@@ -79,7 +79,7 @@ def tried(release: Path) -> dict[str, list[str]]:
             _formed(release, saved, engine, None)
         except PipelineError:
             continue
-        more = " --llama-cpp CHECKOUT" if engine == GGUF else ""
+        more = " --llama-cpp CHECKOUT --target TARGET_FOLDER" if engine == GGUF else ""
         command = f"python -m pipeline export PATH/TO/THIS/FOLDER --to {engine} --out {out}{more}"
         found[version] = [command, *_launch(saved, engine, out)]
     return found

@@ -66,10 +66,14 @@ class Loaded:
         tokenizer, stop = self.target.tokenizer, frozenset(self.target.stop_ids())
         sampling = Sampling(max_new_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed)
         ids = prompt_ids(tokenizer, messages)
+
+        def listen(new: list[int]) -> None:  # what it returns would end the answer
+            heard(new)
+
         if plainly:
-            found = plain(self.target, ids, sampling, heard=heard)
+            found = plain(self.target, ids, sampling, heard=listen)
         else:
-            found = speculative(self.target, self.method, ids, sampling, heard=heard)
+            found = speculative(self.target, self.method, ids, sampling, heard=listen)
         tau = found.acceptance.tau if found.acceptance.passes else 1.0
         text = tokenizer.decode(found.tokens, skip_special_tokens=True)
         return Answered(text, found.tokens, found.depths, tau, found.seconds)

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from eval import main as evaluation
-from eval.release.elsewhere import earlier
+from eval.release.elsewhere import by_origin, earlier
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.published import fetch
 from pipeline.basics.errors import PipelineError
@@ -17,7 +17,6 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
-from pipeline.target.model import fingerprint
 from tests.kit import call, change_sealed, recipe_tree, write_recipe
 from tests.pipeline.taught import make_draft
 
@@ -133,28 +132,56 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
         call(evaluation.main, str(path))
         card = (tmp_path / "run2/release/README.md").read_text()
         assert card.count("### Measured before on a large GPU, float32") == 1
-    (machine,) = json.loads((tmp_path / "run2/release/elsewhere.json").read_text())["machines"]
-    recipe = load_recipe(str(path), [])
-    assert machine["weights_sha256"] == checkpoint.require_trained_under(recipe, "jakiro").weights_sha256
+    (kept,) = json.loads((tmp_path / "run2/release/elsewhere.json").read_text())["rows"]
+    saved = checkpoint.require_trained_under(load_recipe(str(path), []), "jakiro")
+    assert kept["weights_sha256"] == saved.weights_sha256
     row = next(line for line in card.split("### Measured before")[1].splitlines() if line.startswith("| b | 0 |"))
-    assert row.startswith("| b | 0 | jakiro | 2 | 1.") and fingerprint(recipe.target)
+    assert row.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
-def report(folder: Path, hardware: str, weights: str, tau: float) -> Path:
+def report(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
     folder.mkdir()
-    row = {"benchmark": "b", "temperature": 0.0, "draft": "mine", "prompts": 3, "tau": tau, "speedup": None}
-    facts = {"mine": {"weights_sha256": weights}, "other": {"weights_sha256": "other"}}
-    head = {key: {} for key in ("table", "samples")} | {"name": "n", "target": "t", "template_fingerprint": "0"}
-    made = head | {"plots": {}, "dtype": "float32", "drafts": facts, "results": [row, row | {"draft": "other"}]}
-    write_sealed(folder / "report.json", made | {"provenance": {"hardware": hardware, "code_revision": "c"}})
+    row = {"benchmark": benchmark, "temperature": 0.0, "draft": "mine", "prompts": 3, "tau": tau, "speedup": None}
+    facts = {"tree": {"depth": 1, "nodes": 2}}
+    drafts = {"mine": facts | {"weights_sha256": weights}, "other": facts | {"weights_sha256": "other"}}
+    made = {"drafts": drafts, "results": [row, row | {"draft": "other"}], "settings": {"dtype": "float32"} | settings}
+    write_sealed(folder / "report.json", made | {"provenance": {"hardware": hardware, "code_revision": folder.name}})
     return folder
 
 
-def test_the_newest_figures_of_a_machine_win_and_this_machines_are_left_out(tmp_path):
-    new, old = report(tmp_path / "new", "A", "w", 2.0), report(tmp_path / "old", "A", "w", 1.0)
-    here, foreign = report(tmp_path / "here", "B", "w", 1.5), report(tmp_path / "foreign", "C", "x", 1.2)
-    now = {"provenance": {"hardware": "B"}, "dtype": "float32"}
-    found = earlier([new, old, here, foreign, tmp_path / "nothing"], "w", now)
-    assert [(one["hardware"], [row["tau"] for row in one["results"]]) for one in found] == [("A", [2.0])]
-    write_sealed(new / "elsewhere.json", {"machines": [found[0] | {"hardware": "D"}]})
-    assert [one["hardware"] for one in earlier([new], "w", now)] == ["A", "D"]
+def test_only_the_same_measurement_is_replaced(tmp_path):
+    """Of the same machine, settings, benchmark and tree; whatever the code."""
+    new, old = report(tmp_path / "new", "A", 2.0), report(tmp_path / "old", "A", 1.0)
+    other, half = report(tmp_path / "other", "A", 1.4, "c"), report(tmp_path / "half", "A", 1.3, dtype="bfloat16")
+    here, foreign = report(tmp_path / "here", "B", 1.5), report(tmp_path / "foreign", "C", 1.2, weights="x")
+    now = json.loads((here / "report.json").read_text())
+    found, notes = earlier([new, old, other, half, here, foreign, tmp_path / "nothing"], "w", now)
+    assert not notes and [row["tau"] for row in found] == [2.0, 1.4, 1.3]
+    assert [len(one["rows"]) for one in by_origin(found)] == [1, 1, 1]
+    write_sealed(new / "elsewhere.json", {"rows": found[1:]})
+    again, _ = earlier([new], "w", now)
+    assert again == found
+    change_sealed(old / "report.json", lambda raw: raw.pop("settings"))
+    found, (note,) = earlier([old], "w", now)
+    assert found == [] and "has no 'settings': it is of another version" in note
+
+
+def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_recipe):
+    """An EAGLE-3 draft wants three more states of every token, but only from who trains it."""
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["draft"]["theirs"] = {"kind": "eagle3"}
+    dumped = Recipe.model_validate(tree)
+    assert dumped.dump_hash != tiny_recipe.dump_hash
+    tree["published"] = {"theirs": {"repository": "me/draft", "revision": COMMIT}}
+    fetched = Recipe.model_validate(tree)
+    assert fetched.dump_hash == tiny_recipe.dump_hash
+    assert all(fetched.train_hash(name) == tiny_recipe.train_hash(name) for name in tiny_recipe.trained)
+
+
+def test_a_training_that_was_broken_off_is_not_mixed_with_a_published_draft(tree, release, hub):
+    hub(release, "me/draft")
+    recipe = published(tree)
+    recipe.draft_dir("jakiro").mkdir(parents=True)
+    (recipe.draft_dir("jakiro") / checkpoint.METRICS).write_text("")
+    with pytest.raises(PipelineError, match="holds a training that was broken off"):
+        fetch(recipe)

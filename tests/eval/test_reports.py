@@ -22,6 +22,7 @@ FOUND = {
     "table": "| a |",
     "plots": {"tau_and_speed.png": "0" * 64},
     "samples": [],
+    "settings": {"dtype": "float32"},
     "template_fingerprint": "0",
 }
 

@@ -22,7 +22,7 @@ class Engine:
         self.kind, self.models, self.key = kind, models, key
         self.bodies: list[dict] = []
         self.answered, self.busy, self.most_at_once, self._lock = 5, 0, 0, Lock()  # five answers before ours
-        self.prompt_tokens = 3
+        self.prompt_tokens, self.longest = 3, None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -75,7 +75,8 @@ class Engine:
                 elif engine.key and self.headers.get("Authorization") != f"Bearer {engine.key}":
                     self.say('{"error": "who are you?"}', 401)
                 else:
-                    self.say(json.dumps({"data": [{"id": name} for name in engine.models]}))
+                    listed = engine.models and [{"id": name} for name in engine.models]
+                    self.say(json.dumps({"data": listed}))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -84,9 +85,14 @@ class Engine:
                     engine.answered += 1
                     engine.busy += 1
                     engine.most_at_once = max(engine.most_at_once, engine.busy)
-                self.say(json.dumps(engine.answer(body)))
+                too_long = engine.longest is not None and len(body["messages"]) > engine.longest
+                found = None if too_long else engine.answer(body)
                 with engine._lock:
-                    engine.busy -= 1
+                    engine.busy -= 1  # before it is told: then the next question may come
+                if found is None:
+                    self.say('{"error": "too long"}', 400)
+                else:
+                    self.say(json.dumps(found))
 
         return Handler
 
@@ -135,6 +141,8 @@ def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
     with Engine("silent") as engine:
         measured(recipe, "--url", engine.url, "--at-once", "1", *more)
     last = engine.bodies[-1]
+    plain = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert plain.items() <= last.items() and {body["top_k"] for body in engine.bodies} == {5}
     assert {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 11, "model": "target"}.items() <= last.items()
     assert [one["content"] for one in last["messages"]] == ["one", "answer 1", "two"]
 
@@ -173,6 +181,9 @@ def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
 
 def test_refusals(recipe, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with Engine("silent", models=()) as engine:
+        engine.models = None
+        assert "lists no models" in refusal(recipe, "--url", engine.url)
     with Engine("silent", models=("a", "b")) as engine:
         assert "choose one with --model" in refusal(recipe, "--url", engine.url)
         assert "--at-once [0]" in refusal(recipe, "--url", engine.url, "--at-once", "0")
@@ -192,8 +203,31 @@ def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):
         assert "does not answer as /v1/chat/completions should" in refusal(recipe, "--url", engine.url)
 
 
+def test_a_prompt_that_the_server_does_not_take_is_left_out_and_told(recipe, capsys):
+    with Engine("llama.cpp") as engine:
+        engine.longest = 1  # the second turn has three messages
+        levels = measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+        assert [(one["refused"], one["answers"]) for one in levels] == [(1, 1), (1, 1)]
+        assert "2 prompts were refused" in capsys.readouterr().out
+        engine.longest = 0
+        assert "too long" in refusal(recipe, "--url", engine.url)
+
+
+def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch, tmp_path):
+    out = tmp_path / "other/one.json"
+    with Engine("vllm") as engine:
+        answer = engine.answer
+        monkeypatch.setattr(engine, "answer", lambda body: answer(body) if body["temperature"] == 0 else {})
+        assert "does not answer as" in refusal(recipe, "--url", engine.url, "--at-once", "1", "2", "--out", str(out))
+        salts = [body["cache_salt"] for body in engine.bodies]
+    assert [one["at_once"] for one in json.loads(out.read_text())["levels"]] == [1, 2]
+    assert len(set(salts)) == 4 and salts[0] == "warm-up" and {body["top_k"] for body in engine.bodies} == {-1}
+
+
 def test_counts_add_and_subtract_by_place():
     one, two = Counts(3, 9, 3, {1: 2, 2: 1}), Counts(1, 3, 1, {1: 1, 2: 0})
     assert one + two == Counts(4, 12, 4, {1: 3, 2: 1}) and one - two == Counts(2, 6, 2, {1: 1, 2: 1})
     assert Counts().tau is None
-    assert counts_of({"timings": {"predicted_n": 5}, "choices": [{}]}) is None
+    # llama.cpp: an answer without a guess has passes, too
+    assert counts_of({"timings": {"predicted_n": 5}, "choices": [{}]}) == Counts(4, 0, 0)
+    assert counts_of({"timings": None, "choices": [{}]}) is None
