@@ -24,6 +24,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 from pipeline.artifacts.provenance import write_provenance
+from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
 from pipeline.basics.progress import Progress
@@ -38,8 +39,6 @@ from preprocess.dump.driver import REJECTED, require_lasting
 from preprocess.dump.pool import Pool
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
-
-MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
 
 
 @dataclass(frozen=True)

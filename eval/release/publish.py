@@ -15,6 +15,7 @@ from eval.release.page import PAGE, page
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.published import ELSEWHERE
+from pipeline.artifacts.regenerated import are_of
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
@@ -193,6 +194,7 @@ def card(
         tree=said(measured["drafts"][method]),
         tuned=measured["tuned"][method.removesuffix("-tuned")] if method.endswith("-tuned") else None,
         data=public_name(recipe.data.source),
+        own_answers=are_of(recipe.data.source, saved.target["fingerprint"]),
         dialogues=saved.training.get("dialogues"),
         training=saved.training,
         recipe_hash=recipe.hash,

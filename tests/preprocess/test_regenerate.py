@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import repeats_itself
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.target import chat
 from pipeline.target.chat import prompt_ids
-from pipeline.target.model import load_tokenizer
+from pipeline.target.model import fingerprint, load_tokenizer
 from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
@@ -233,8 +234,10 @@ def test_a_damaged_part_is_answered_again_and_other_settings_are_refused(job):
     with without_ray():
         regenerate(load_recipe(recipe))
     assert (folder / "dialogues.jsonl").read_bytes() == whole
+    answers, mark = str(folder / "dialogues.jsonl"), fingerprint(load_recipe(recipe).target)
+    assert are_of(answers, mark) and not are_of(answers, "0" * 16) and not are_of(str(folder.parent / "d.json"), mark)
     flip(folder / "dialogues.jsonl")
-    assert not Parts.load(folder).complete
+    assert not Parts.load(folder).complete and not are_of(answers, mark)
     flip(folder / "dialogues.jsonl")
     assert Parts.load(folder).complete
     with pytest.raises(PipelineError, match="answers of another target or other settings"):
