@@ -31,6 +31,8 @@ from pipeline.target.model import source
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
+# Engines run a forward for every guess, also where a draft of ours would give two levels by one.
+CHAIN_TREE = TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1, parallel=1)
 HEADS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 HEADS += ["tokens/s: ours plain, served plain, served chain"]
 
@@ -50,7 +52,7 @@ class Ours:
 
     def chains(self, plainly: list[Generation]) -> list[tuple[Generation, list[int]]]:
         """Each with how many tokens its rounds gave. Raises PipelineError where one is not plain decoding's."""
-        method = Method(self.loaded.method.draft, TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1))
+        method = Method(self.loaded.method.draft, CHAIN_TREE)
         found = []
         for ids, expected in zip(self.prompts, plainly, strict=True):
             rounds: list[int] = []
@@ -67,7 +69,7 @@ def released(recipe: Recipe, name: str, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     own = recipe.draft_dir(name)
-    checkpoint.export(own, folder, TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1), None, own / RECIPE_FILE)
+    checkpoint.export(own, folder, CHAIN_TREE, None, own / RECIPE_FILE)
     return folder
 
 
