@@ -22,7 +22,6 @@ from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import provenance, write_provenance
-from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
@@ -103,8 +102,6 @@ def main() -> None:
     if arguments.push:
         require_repository_name(arguments.push)
     path = recipe.eval_dir / REPORT
-    for line in fetch(recipe):
-        print(line)
     job = job_of(recipe)
     measured = read_report(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])

@@ -19,9 +19,11 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.measure.harness import Unit
+from eval.measure.prompts import Prompt
 from eval.measure.units import units_of
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
@@ -263,9 +266,7 @@ def level(server: Server, units: list[Unit], at_once: int, draft: bool, progress
 
 def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int], out: Path) -> dict[str, Any]:
     """All levels, written to `out` after each."""
-    units = units_of(recipe)
-    groups = list(_groups(units))
-    tokenizer, differ = load_tokenizer(recipe.target), set()
+    units, lengths, differ = units_of(recipe), _lengths(recipe), set()
     for server in servers.values():
         converse(server, units[0], "warm-up")  # a server's first answer pays for what it compiles
     levels: list[Level] = []
@@ -273,21 +274,26 @@ def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int], out
     origin = {key: value for key, value in provenance(recipe).items() if key != "hardware"}
     found = {"provenance": origin, "model": public_name(servers[True].model)}
     with Progress("served", len(units) * len(at_once) * len(servers), "prompts") as progress:
-        for group in groups:
-            for size in at_once:
-                for draft, server in servers.items():
-                    one, answers = level(server, group, size, draft, progress)
-                    levels.append(one)
-                    for unit, said in zip(group, answers, strict=True):
-                        ids = prompt_ids(tokenizer, [{"role": "user", "content": unit.prompt.turns[0]}])
-                        if not isinstance(said, Refused):
-                            found["server"] = said[0].server if draft else found.get("server")
-                            if len(ids) != said[0].prompt_tokens:
-                                differ.add((unit.benchmark, unit.prompt.question_id))
-                    found["levels"] = [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels]
-                    found |= {"prompts_of_other_lengths": len(differ), "table": table(levels)}
-                    write_json(out, found)
+        for group, size, (draft, server) in product(_groups(units), at_once, servers.items()):
+            one, answers = level(server, group, size, draft, progress)
+            levels.append(one)
+            for unit, said in zip(group, answers, strict=True):
+                if isinstance(said, Refused):
+                    continue
+                if draft:
+                    found["server"] = said[0].server
+                if said[0].prompt_tokens != lengths(unit.prompt):
+                    differ.add((unit.benchmark, unit.prompt.question_id))
+            found["levels"] = [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels]
+            found |= {"prompts_of_other_lengths": len(differ), "table": table(levels)}
+            write_json(out, found)
     return found
+
+
+def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
+    """How many tokens a prompt's first turn has by our template."""
+    tokenizer = load_tokenizer(recipe.target)
+    return cache(lambda prompt: len(prompt_ids(tokenizer, [{"role": "user", "content": prompt.turns[0]}])))
 
 
 def _groups(units: list[Unit]) -> Iterator[list[Unit]]:

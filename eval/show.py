@@ -139,8 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: eval/answer.svg in the run's folder")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    for line in fetch(recipe):
-        print(line)
+    fetch(recipe)
     name = arguments.draft or recipe.publish.draft
     if name not in recipe.draft:
         raise PipelineError(f"--draft {name!r} is not one of the recipe's: {', '.join(sorted(recipe.draft))}")

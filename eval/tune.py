@@ -31,7 +31,6 @@ from eval.measure.units import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
 from eval.tuning.choose import Replays, choose, largest, of_sized, tune
 from eval.tuning.costs import Costs, measure_costs
-from pipeline.artifacts.published import fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
 from pipeline.basics.progress import Progress
@@ -139,8 +138,6 @@ def main() -> None:
         parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
     repeats = [f"eval.{key}={arguments.repeats}" for key in ("repeats", "sampled_repeats")]
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *repeats])
-    for line in fetch(recipe):
-        print(line)
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")

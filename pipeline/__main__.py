@@ -157,10 +157,9 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     begin = time.monotonic()
     wanted = stages(recipe_path, overrides, recipe)
     wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
-    fetched = fetch(recipe) if until != "preprocess" else []
     with display() as shown:
-        for line in fetched:
-            shown.say(line)
+        if until != "preprocess":
+            fetch(recipe, shown.say)
         for line in expect.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
             shown.say(line)
         for stage in wanted:

@@ -3,11 +3,12 @@
 import base64
 import hashlib
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
+
+from tests.loopback import Handler, Loopback
 
 
-class Hub:
+class Hub(Loopback):
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
     `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status
@@ -22,41 +23,14 @@ class Hub:
         self.created: list[dict] = []
         self.requests: list[str] = []
         self.token, self._objects = token, {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "Hub":
-        Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
+        super().__init__()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__exit__()
 
-    def _handler(hub):
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def body(self) -> bytes:
-                if self.headers.get("Transfer-Encoding") == "chunked":
-                    parts = []
-                    while size := int(self.rfile.readline(), 16):
-                        parts.append(self.rfile.read(size))
-                        self.rfile.readline()
-                    self.rfile.readline()
-                    return b"".join(parts)
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-            def answer(self, value: object, status: int = 200, kind: str = "application/json") -> None:
-                content = json.dumps(value).encode() if kind == "application/json" else str(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
+    def handler(hub):
+        class HubHandler(Handler):
             def is_faulty(self) -> bool:
                 """Answers with the fault that this request is to have, if any."""
                 fault = next((fault for part, fault in hub.faults.items() if part in self.path), None)
@@ -140,4 +114,4 @@ class Hub:
                 sha = "1" * 40
                 self.answer({"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True})
 
-        return Handler
+        return HubHandler

@@ -196,9 +196,30 @@ def lossless(entries: list[dict]) -> bool:
     return all(entry["gate"]["passed"] for entry in entries)
 
 
-def with_interval(value: float | None, bounds: list[float] | None) -> str:
-    if value is None:
+def tau_said(entry: dict) -> str:
+    return _with_interval(entry["tau"], entry["tau_interval"])
+
+
+def speed_said(entry: dict) -> str:
+    if entry["speedup"] is None:
         return "withheld"
+    return _with_interval(entry["speedup"], entry.get("speedup_interval")) + "x"
+
+
+def rates_said(entry: dict) -> str:
+    return ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"])
+
+
+def verdict(entry: dict) -> str:
+    """The gate's, in a few words."""
+    gate = entry["gate"]
+    if not gate["passed"]:
+        return "NO"
+    same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
+    return same + (f", {gate['near_ties']} near ties" if gate["near_ties"] else "")
+
+
+def _with_interval(value: float, bounds: list[float] | None) -> str:
     return f"{value:.2f}" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
 
 
@@ -224,12 +245,9 @@ def table(entries: list[dict]) -> str:
             if entry["speedup"] is None
             else f"{entry['ms_per_token']:.1f}, {entry['plain_ms_per_token']:.1f}"
         )
-        speed = f"{with_interval(entry['speedup'], entry.get('speedup_interval'))}" + ("x" if entry["speedup"] else "")
-        tau = with_interval(entry["tau"], entry["tau_interval"])
-        verdict = "" if gate["passed"] else "NO: "
         lines.append(
-            f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | {tau} | "
-            f"{speed} | {paid} | {verdict}{proof} | "
+            f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | "
+            f"{tau_said(entry)} | {speed_said(entry)} | {paid} | {'' if gate['passed'] else 'NO: '}{proof} | "
             f"{'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
             + (f" {_circles_said(entry)} |" if circles else "")
         )
@@ -240,14 +258,8 @@ def headline(entries: list[dict]) -> str:
     """Markdown: one method's figures, a line per benchmark and temperature."""
     lines = ["| benchmark | T | tau | speed-up | accepted at depth 1, 2, ... | lossless |", "|---|---|---|---|---|---|"]
     for entry in entries:
-        speed = with_interval(entry["speedup"], entry.get("speedup_interval")) + ("x" if entry["speedup"] else "")
-        rates = ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"])
-        gate = entry["gate"]
-        same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
-        lines.append(
-            f"| {entry['benchmark']} | {entry['temperature']:g} | {with_interval(entry['tau'], entry['tau_interval'])} "
-            f"| {speed} | {rates} | {same if gate['passed'] else 'NO'} |"
-        )
+        cells = [entry["benchmark"], f"{entry['temperature']:g}", tau_said(entry), speed_said(entry)]
+        lines.append(f"| {' | '.join([*cells, rates_said(entry), verdict(entry)])} |")
     return "\n".join(lines)
 
 

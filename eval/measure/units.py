@@ -16,6 +16,7 @@ from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
+from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
@@ -54,10 +55,11 @@ class Measured:
 
 
 def untuned(recipe: Recipe) -> dict[str, Measured]:
-    """Every draft as a method of its own name, and those of ``eval.methods``.
+    """Every draft as a method of its own name, and those of ``eval.methods``; published drafts are fetched first.
 
     Raises PipelineError where a draft is missing, or was trained under other settings.
     """
+    fetch(recipe)
     weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
     weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
     found = {}

@@ -10,7 +10,6 @@ import jinja2
 from eval.measure import report
 from eval.measure.harness import Record
 from eval.measure.units import Job
-from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.target.chat import pieces_of
 
@@ -47,17 +46,12 @@ def _is_public(benchmark: BenchmarkConfig) -> bool:
     return named and benchmark.path is None
 
 
-def page(recipe: Recipe, measured: dict[str, Any], method: str, plots: list[Path], facts: dict[str, Any]) -> str:
-    """HTML. `method`: how the release decodes; `facts`: what else the head says (kind, target, parameters, tree)."""
+def page(measured: dict[str, Any], method: str, plots: list[Path], identity: dict[str, Any]) -> str:
+    """HTML. `method`: how the release decodes; `identity`: what the head says."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=True)
-    provenance = measured["provenance"]
     return environment.from_string(TEMPLATE.read_text()).render(
-        **facts,
+        **identity,
         method=method,
-        hardware=provenance["hardware"],
-        dtype=recipe.eval.dtype,
-        recipe_hash=recipe.hash,
-        code_revision=provenance["code_revision"],
         rows=[{"released": entry["draft"] == method, "cells": _cells(entry)} for entry in measured["results"]],
         plots=[{"alt": plot.stem.replace("_", " "), "data": _encoded(plot)} for plot in plots],
         samples=[sample for sample in measured["samples"] if sample["method"] == method],
@@ -67,19 +61,9 @@ def page(recipe: Recipe, measured: dict[str, Any], method: str, plots: list[Path
 
 
 def _cells(entry: dict[str, Any]) -> list[Any]:
-    gate, speed = entry["gate"], report.with_interval(entry["speedup"], entry.get("speedup_interval"))
-    same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
-    same += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
-    return [
-        entry["benchmark"],
-        f"{entry['temperature']:g}",
-        entry["draft"],
-        report.with_interval(entry["tau"], entry["tau_interval"]),
-        speed + ("x" if entry["speedup"] else ""),
-        entry["prompts"],
-        ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"]),
-        same if gate["passed"] else "NO",
-    ]
+    where = [entry["benchmark"], f"{entry['temperature']:g}", entry["draft"]]
+    figures = [report.tau_said(entry), report.speed_said(entry), entry["prompts"], report.rates_said(entry)]
+    return [*where, *figures, report.verdict(entry)]
 
 
 def _encoded(plot: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.measure import plots
-from eval.measure.report import with_interval
+from eval.measure.report import speed_said, tau_said
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
@@ -58,8 +58,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             if cell is None:
                 cells += ["-", "-"]
                 continue
-            cells.append(with_interval(cell["speedup"], cell["speedup_interval"]) + ("x" if cell["speedup"] else ""))
-            cells.append(f"{with_interval(cell['tau'], cell['tau_interval'])} ({_legacy(cell['tau_legacy'])})")
+            cells.append(speed_said(cell))
+            cells.append(f"{tau_said(cell)} ({_legacy(cell['tau_legacy'])})")
         cells.append("-" if row["mean_speedup"] is None else f"{row['mean_speedup']:.2f}x")
         cells.append("-" if row["mean_tau"] is None else f"{row['mean_tau']:.2f} ({_legacy(row['mean_tau_legacy'])})")
         lines.append(f"| {' | '.join(cells)} |")

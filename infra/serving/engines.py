@@ -57,8 +57,8 @@ class Engine:
         """Its greedy answer to a prompt of token ids."""
         raise NotImplementedError
 
-    def counts(self, answer: Generation, rounds: list[int], chain: int, tokens: int) -> tuple[int, int, int]:
-        """(passes, drafted, accepted) of our answer, as this engine counts."""
+    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
+        """(passes, drafted, accepted) of our answer of at most `tokens`, as this engine counts."""
         raise NotImplementedError
 
     @contextmanager
@@ -148,14 +148,11 @@ class LlamaCpp(Engine):
         seconds = timings["predicted_ms"] / 1000
         return Served(answer, drafted, accepted, len(answer) - 1 - accepted, seconds)
 
-    def counts(self, answer: Generation, rounds: list[int], chain: int, tokens: int) -> tuple[int, int, int]:
+    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
         """It guesses no more than it still may emit."""
-        left, drafted = tokens - rounds[0], 0
-        for new in rounds[1:]:
-            drafted += min(chain, left - 1)
-            left -= new
-        passes = len(rounds) - 1
-        return passes, drafted, len(answer.tokens) - 1 - passes
+        begins = [place for place in range(1, len(answer.depths)) if answer.depths[place - 1] == 0]  # of its rounds
+        drafted = sum(min(chain, tokens - place - 1) for place in begins)
+        return len(begins), drafted, len(answer.tokens) - 1 - len(begins)
 
 
 class Vllm(Engine):
@@ -190,7 +187,7 @@ class Vllm(Engine):
         counted = after - before
         return Served(answer, counted.drafted, counted.accepted, counted.passes, seconds)
 
-    def counts(self, answer: Generation, rounds: list[int], chain: int, tokens: int) -> tuple[int, int, int]:
+    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
         """It always guesses the whole chain, and counts all that it accepts."""
         found = answer.acceptance
         return found.passes, chain * found.passes, answer.untrimmed_tokens - found.passes

@@ -2,10 +2,10 @@
 
     python one_line.py RELEASE TARGET PROMPTS [--tokens 64]
 
-It needs torch, transformers and safetensors. PROMPTS is a JSON list of lists of token ids. All ways answer each prompt
-greedily in float32, in turns: plain `generate()`, the release's draft, prompt lookup, and an assistant (the target's
-own first six layers: no smaller model of its tokenizer exists). The last line is JSON: on how many prompts the answer
-is plain generate()'s, and seconds, the prompt's own forward included.
+infra/serving/in_transformers.py calls it. It needs torch, transformers and safetensors. PROMPTS is a JSON list of lists
+of token ids. All ways answer each prompt greedily in float32, in turns: plain `generate()`, the release's draft, prompt
+lookup, and an assistant, the first fifth of the target's own layers. The last line is JSON: on how many prompts the
+answer is plain generate()'s, and seconds, the prompt's own forward included.
 """
 
 import argparse
@@ -14,10 +14,8 @@ import json
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-OURS = ("pipeline", "pydantic", "ray", "deepspeed", "datasets", "pyarrow")
+PLAIN, DRAFT = "plain `generate()`", "the release, by `custom_generate`"
+OURS = ("pydantic", "ray", "deepspeed", "datasets", "pyarrow")
 
 
 def main() -> None:
@@ -27,13 +25,17 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     arguments = parser.parse_args()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    layers = max(1, model.config.num_hidden_layers // 5)
     ways = {
-        "plain generate()": {},
-        "this draft": {"custom_generate": str(arguments.release), "trust_remote_code": True},
-        "prompt lookup": {"prompt_lookup_num_tokens": 3},
-        "assistant, early exit": {"assistant_early_exit": 6},
+        PLAIN: {},
+        DRAFT: {"custom_generate": str(arguments.release), "trust_remote_code": True},
+        "prompt lookup, 3 tokens": {"prompt_lookup_num_tokens": 3},
+        f"an assistant: the target's first {layers} layers": {"assistant_early_exit": layers},
     }
     seconds, same = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
     prompts = json.loads(arguments.prompts.read_text())
@@ -42,12 +44,12 @@ def main() -> None:
         answers = {}
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            more = ways[name] | ({} if name == "this draft" else {"tokenizer": tokenizer})
+            more = ways[name] | ({} if name == DRAFT else {"tokenizer": tokenizer})
             begin = time.perf_counter()
             answers[name] = model.generate(**inputs, max_new_tokens=arguments.tokens, do_sample=False, **more).tolist()
             seconds[name] += (time.perf_counter() - begin) * (number > 0)
         for name, answer in answers.items():
-            same[name] += (answer == answers["plain generate()"]) * (number > 0)
+            same[name] += (answer == answers[PLAIN]) * (number > 0)
     found = {"prompts": len(prompts), "same": same, "seconds": {name: round(took, 2) for name, took in seconds.items()}}
     print(json.dumps(found | {"installed": [name for name in OURS if importlib.util.find_spec(name)]}))
 

@@ -25,9 +25,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.serving.export import export
-from pipeline.serving.load import Loaded
 from pipeline.target.chat import prompt_ids
-from pipeline.target.model import source
+from pipeline.target.model import Target, fingerprint, source
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
@@ -38,29 +37,23 @@ HEADS += ["tokens/s: ours plain, served plain, served chain"]
 
 
 class Ours:
-    """Our own answers, by a draft's chain and by plain decoding."""
+    """Our own answers, by plain decoding and by each draft's chain."""
 
-    def __init__(self, recipe: Recipe, release: Path):
-        self.loaded = Loaded(release, recipe.target, "float32")
-        self.sampling = Sampling(TOKENS, frozenset(self.loaded.target.stop_ids()))
+    def __init__(self, recipe: Recipe):
+        self.target, self.mark = Target(recipe.target, "float32"), fingerprint(recipe.target)
+        self.sampling = Sampling(TOKENS, frozenset(self.target.stop_ids()))
         texts = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]]
-        tokenizer = self.loaded.target.tokenizer
+        tokenizer = self.target.tokenizer
         self.prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+        self.plainly = [plain(self.target, ids, self.sampling) for ids in self.prompts]
 
-    def plainly(self) -> list[Generation]:
-        return [plain(self.loaded.target, ids, self.sampling) for ids in self.prompts]
-
-    def chains(self, plainly: list[Generation]) -> list[tuple[Generation, list[int]]]:
-        """Each with how many tokens its rounds gave. Raises PipelineError where one is not plain decoding's."""
-        method = Method(self.loaded.method.draft, CHAIN_TREE)
-        found = []
-        for ids, expected in zip(self.prompts, plainly, strict=True):
-            rounds: list[int] = []
-            heard = lambda new, rounds=rounds: rounds.append(len(new))  # noqa: E731
-            answer = speculative(self.loaded.target, method, ids, self.sampling, heard=heard)
-            if answer.tokens != expected.tokens:
-                raise PipelineError("our own chain's answer is not plain decoding's")
-            found.append((answer, rounds))
+    def chains(self, release: Path) -> list[Generation]:
+        """Raises PipelineError where one is not plain decoding's."""
+        draft = checkpoint.load(release, self.mark).to(self.target.device, self.target.dtype)
+        draft.bind(self.target.ends(self.mark))
+        found = [speculative(self.target, Method(draft, CHAIN_TREE), ids, self.sampling) for ids in self.prompts]
+        if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
+            raise PipelineError(f"our own chain of {release.name} does not answer as plain decoding does")
         return found
 
 
@@ -73,22 +66,27 @@ def released(recipe: Recipe, name: str, folder: Path) -> Path:
     return folder
 
 
-def row(engine: Engine, name: str, mine: list, plainly: list[Generation], served: dict[str, list[Served]]) -> dict:
-    """Figures of a draft in an engine."""
-    chains = served["chain"]
-    counts = [engine.counts(answer, rounds, CHAIN, TOKENS) for answer, rounds in mine]
+def row(
+    engine: Engine,
+    name: str,
+    ours: tuple[list[Generation], list[Generation]],
+    served: tuple[list[Served], list[Served]],
+) -> dict:
+    """Figures of a draft in an engine: of our answers and its, plain and by chain."""
+    (plainly, mine), (served_plainly, chains) = ours, served
+    counts = [engine.counts(answer, CHAIN, TOKENS) for answer in mine]
     return {
         "engine": f"{engine.name} ({engine.version})",
         "draft": name,
         "hardware": hardware("cpu"),
         "prompts": len(mine),
-        "same_plain": sum(a.tokens == b.tokens for a, b in zip(plainly, served["plain"], strict=True)),
-        "same_chain": sum(a.tokens == b.tokens for (a, _), b in zip(mine, chains, strict=True)),
+        "same_plain": sum(a.tokens == b.tokens for a, b in zip(plainly, served_plainly, strict=True)),
+        "same_chain": sum(a.tokens == b.tokens for a, b in zip(mine, chains, strict=True)),
         "same_counts": sum(ours == one.counts for ours, one in zip(counts, chains, strict=True)),
         "tau_ours": round(_tau(counts), 4),
         "tau_served": round(_tau([one.counts for one in chains]), 4),
         "per_second_ours_plain": round(_speed(plainly), 1),
-        "per_second_plain": round(_speed(served["plain"]), 1),
+        "per_second_plain": round(_speed(served_plainly), 1),
         "per_second_chain": round(_speed(chains), 1),
     }
 
@@ -120,19 +118,15 @@ def compare(recipe: Recipe, engines: list[Engine], work: Path) -> list[dict]:
     for name, folder in exported.items():
         shutil.rmtree(folder, ignore_errors=True)
         export(releases[name], "vllm", folder)
-    mine: dict[str, list] = {}
-    plainly: list[Generation] = []
-    for name, release in releases.items():
-        ours = Ours(recipe, release)
-        plainly = plainly or ours.plainly()
-        mine[name] = ours.chains(plainly)
+    ours = Ours(recipe)
+    mine = {name: ours.chains(release) for name, release in releases.items()}
     for engine in engines:
         with engine.serve(model, None, CHAIN) as address:
-            plain_served = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
+            plainly = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
         for name in (name for name in releases if recipe.draft[name].kind in engine.takes):
             with engine.serve(model, exported[name], CHAIN) as address:
                 chains = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-            rows.append(row(engine, name, mine[name], plainly, {"plain": plain_served, "chain": chains}))
+            rows.append(row(engine, name, (ours.plainly, mine[name]), (plainly, chains)))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     return rows
 

@@ -4,6 +4,7 @@ A recipe names one as ``[published.NAME] repository = "OWNER/NAME", revision = "
 ``[draft.NAME]``. Settings and weights only are fetched, never code.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ ELSEWHERE = "elsewhere.json"  # a release's figures of other machines
 CARRIED = (REPORT, ELSEWHERE)  # what a release of ours says of itself
 
 
-def fetch(recipe: Recipe) -> list[str]:
-    """Fetches the recipe's published drafts that are not in its run yet; a line for each. Raises PipelineError."""
-    lines = []
+def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
+    """Fetches the recipe's published drafts that are not in its run yet, and says so of each. Raises PipelineError."""
     for name in sorted(recipe.published):
         mine = recipe.draft_dir(name)
         if not (mine / checkpoint.CONFIG).exists():
@@ -38,8 +38,7 @@ def fetch(recipe: Recipe) -> list[str]:
                 adopt(folder, recipe, name, facts)
             else:
                 import_draft(folder, recipe, name, facts)
-            lines.append(f"{name}: fetched from {given.repository}, revision {given.revision}")
-    return lines
+            say(f"{name}: fetched from {given.repository}, revision {given.revision}")
 
 
 def is_ours(folder: Path) -> bool:

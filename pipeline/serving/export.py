@@ -9,10 +9,10 @@ chains (SGLang grows trees of its own from the same weights). What an engine can
 """
 
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -58,14 +58,17 @@ def export(
         if llama_cpp is None:
             raise PipelineError("--to gguf runs llama.cpp's own converter: say --llama-cpp CHECKOUT")
         folder = _target_folder(release, target)
-    building = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    checkpoint.write_weights(building / checkpoint.WEIGHTS, written.weights)
-    write_json(building / checkpoint.CONFIG, written.config)
-    if llama_cpp is not None and engine == GGUF:
-        building = _gguf(building, llama_cpp, folder)
-    building.replace(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        building = Path(temporary) / "form"
+        building.mkdir()
+        checkpoint.write_weights(building / checkpoint.WEIGHTS, written.weights)
+        write_json(building / checkpoint.CONFIG, written.config)
+        if llama_cpp is not None and engine == GGUF:
+            form, building = building, Path(temporary) / GGUF
+            building.mkdir()
+            convert(llama_cpp, form, building / DRAFT_GGUF, folder)
+        building.replace(out)
     return [f"{engine}: {out}", *_launch(saved, engine, out)]
 
 
@@ -101,21 +104,6 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     if isinstance(config, Eagle3FrameConfig):
         return _eagle3(saved, config, weights, engine, target)
     raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
-
-
-def _gguf(written: Path, llama_cpp: Path, target: Path) -> Path:
-    """The folder that holds the file alone."""
-    folder = written.with_name(f"{written.name}.gguf")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        convert(llama_cpp, written, folder / DRAFT_GGUF, target)
-    except PipelineError:
-        shutil.rmtree(folder)
-        raise
-    finally:
-        shutil.rmtree(written)
-    return folder
 
 
 def _target_folder(release: Path, target: str | None) -> Path:

@@ -64,22 +64,22 @@ def test_an_answer_without_depths_is_no_sample(job):
 
 
 @pytest.fixture
-def written(recipe, job, tmp_path) -> Path:
+def written(job, tmp_path) -> Path:
     """The page of a report with two methods."""
     gate = {"passed": True, "drawn": False, "identical": 9, "checked": 10, "near_ties": 1}
     row = {"benchmark": "humaneval", "temperature": 0.0, "prompts": 10, "tau": 2.5, "tau_interval": [2.25, 2.75]}
     row |= {"speedup": 1.5, "speedup_interval": None, "acceptance_by_depth": [0.5, 0.25] * 9, "gate": gate}
     rows = [row | {"draft": "jakiro"}, row | {"draft": "eagle", "speedup": None, "gate": gate | {"passed": False}}]
-    measured = {"results": rows, "provenance": {"hardware": "a GPU & more", "code_revision": "abc"}}
-    measured["samples"] = samples(job, records(job), byte_tokenizer())
+    measured = {"results": rows, "samples": samples(job, records(job), byte_tokenizer())}
     plot = tmp_path / "tau_and_speed.png"
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=(12, 4))
     figure.savefig(plot)
     plt.close(figure)
-    facts = {"name": "tiny-" + "x" * 90, "kind": "jakiro", "target": "me/target", "parameters": 12345, "tree": "deep"}
-    write_text(tmp_path / "report.html", page(recipe, measured, "jakiro", [plot], facts))
+    facts = {"name": "tiny-" + "x" * 90, "kind": "jakiro", "target_name": "me/target", "parameters": 12345}
+    facts |= {"tree": "deep", "hardware": "a GPU & more", "dtype": "float32", "recipe_hash": "0", "code_revision": "a"}
+    write_text(tmp_path / "report.html", page(measured, "jakiro", [plot], facts))
     return tmp_path / "report.html"
 
 

@@ -1,9 +1,8 @@
 """A running server's figures: its own counts of guesses, tokens over time, and one clear error for what it is not."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 
 import pytest
 
@@ -11,11 +10,12 @@ from eval import served
 from eval.served import Counts, counts_of
 from pipeline.basics.errors import PipelineError
 from tests.kit import call, recipe_tree, write_recipe
+from tests.loopback import Handler, Loopback
 
 TOKENS = 7  # of every answer
 
 
-class Engine:
+class Engine(Loopback):
     """An OpenAI server on the loopback interface that tells of its guesses as `kind` does."""
 
     def __init__(self, kind: str, models: tuple[str, ...] = ("target",), key: str | None = None):
@@ -23,16 +23,7 @@ class Engine:
         self.bodies: list[dict] = []
         self.answered, self.busy, self.most_at_once, self._lock = 5, 0, 0, Lock()  # five answers before ours
         self.prompt_tokens, self.longest = 3, None
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "Engine":
-        Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
 
     def answer(self, body: dict) -> dict:
         """Three passes after the prompt's, which accept 2, 1 and 0 of 3 guesses each."""
@@ -58,28 +49,19 @@ class Engine:
             lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{place} {n * self.answered}.0")
         return "\n".join(["# TYPE other gauge", "other 1.0", *lines, ""])
 
-    def _handler(engine):
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def say(self, content: str, status: int = 200) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content.encode())))
-                self.end_headers()
-                self.wfile.write(content.encode())
-
+    def handler(engine):
+        class EngineHandler(Handler):
             def do_GET(self) -> None:
                 if self.path == "/metrics":
-                    self.say(engine.metrics(), 200 if engine.metrics() else 404)
+                    self.answer(engine.metrics(), 200 if engine.metrics() else 404, "text/plain")
                 elif engine.key and self.headers.get("Authorization") != f"Bearer {engine.key}":
-                    self.say('{"error": "who are you?"}', 401)
+                    self.answer({"error": "who are you?"}, 401)
                 else:
                     listed = engine.models and [{"id": name} for name in engine.models]
-                    self.say(json.dumps({"data": listed}))
+                    self.answer({"data": listed})
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.loads(self.body())
                 with engine._lock:
                     engine.bodies.append(body)
                     engine.answered += 1
@@ -90,11 +72,11 @@ class Engine:
                 with engine._lock:
                     engine.busy -= 1  # before it is told: then the next question may come
                 if found is None:
-                    self.say('{"error": "too long"}', 400)
+                    self.answer({"error": "too long"}, 400)
                 else:
-                    self.say(json.dumps(found))
+                    self.answer(found)
 
-        return Handler
+        return EngineHandler
 
 
 @pytest.fixture

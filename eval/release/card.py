@@ -1,0 +1,195 @@
+"""README.md of a release: a YAML head for the Hub, and a body that states only what the report holds."""
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import EvalResult, ModelCardData
+
+from eval.measure import report
+from eval.release.elsewhere import by_origin
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.regenerated import are_of
+from pipeline.basics import embedded
+from pipeline.basics.parse import from_json
+from pipeline.basics.public import public_name
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts import kind_of
+from pipeline.recipe.recipe import Recipe
+from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+Facts = dict[str, Any]  # what a template shows, by name
+
+
+def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: str) -> Facts:
+    """What the head of a card and of a page say. `method`: how the release decodes."""
+    provenance = measured["provenance"]
+    return {
+        "name": f"{recipe.name}-{recipe.publish.draft}",
+        "kind": kind_of(saved.config),
+        "target_name": hub_name(recipe.target.model) or public_name(recipe.target.model),
+        "parameters": saved.training["parameters"],
+        "tree": tree_said(measured["drafts"][method]),
+        "hardware": provenance["hardware"],
+        "dtype": recipe.eval.dtype,
+        "recipe_hash": recipe.hash,
+        "code_revision": provenance["code_revision"],
+    }
+
+
+def card(
+    recipe: Recipe,
+    saved: checkpoint.Saved,
+    measured: Facts,
+    method: str,
+    plots: list[Path],
+    elsewhere: list[Facts],
+    engines: dict[str, list[str]],
+) -> str:
+    """The file's text. `elsewhere`: what the same weights measured before; `engines`: how to serve them, by engine."""
+    who = identity(recipe, saved, measured, method)
+    facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, method)
+    facts |= {
+        "plots": plots,
+        "engines": engines,
+        "elsewhere": [one | {"rows": [_shown(row) for row in one["rows"]]} for one in by_origin(elsewhere)],
+    }
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
+    body = environment.from_string(TEMPLATE.read_text()).render(facts)
+    return f"---\n{_head(recipe, who, _rows(measured, method)).to_yaml()}\n---\n\n{body}"
+
+
+def _head(recipe: Recipe, who: Facts, entries: list[Facts]) -> ModelCardData:
+    return ModelCardData(
+        language=list(recipe.publish.language),
+        license=recipe.publish.license,
+        library_name="jakiro",
+        base_model=hub_name(recipe.target.model),
+        base_model_revision=recipe.target.revision,
+        model_name=who["name"],
+        eval_results=[found for entry in entries for found in _index(entry)],
+        tags=["speculative-decoding", "draft-model", "custom_generate", who["kind"]],
+    )
+
+
+def _of_target(recipe: Recipe, saved: checkpoint.Saved, measured: Facts) -> Facts:
+    target, hub = recipe.target, hub_name(recipe.target.model)
+    return {
+        "hub": hub,
+        "target_link": f"https://huggingface.co/{hub}" if hub else "#limits",
+        "target_address": public_name(target.model),
+        "revision": target.revision,
+        "fingerprint": saved.target["fingerprint"],
+        "positions": saved.shapes["max_position_embeddings"],
+        "template_settings": measured["template"],
+        "template_mark": measured["template_fingerprint"],
+        "template_keywords": target.template_keywords,
+        "chat_template": TEMPLATE_FILE if target.chat_template else None,
+        "trust_remote_code": target.trust_remote_code,
+        "note": embedded.NOTE if target.model.startswith(embedded.PREFIX) else "",
+    }
+
+
+def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
+    training = saved.training
+    return {
+        "description": saved.config.description,
+        "vocabulary": saved.config.vocabulary,
+        "coverage": training.get("vocabulary_coverage"),
+        "own_head": saved.own_head,
+        "data": public_name(recipe.data.source),
+        "own_answers": are_of(recipe.data.source, saved.target["fingerprint"]),
+        "dialogues": training.get("dialogues"),
+        "training": training,
+        "max_length": recipe.data.max_length,
+        "chain": training.get("validation", {}).get("estimated_chain_tau"),
+    }
+
+
+def _of_run(recipe: Recipe, measured: Facts, method: str) -> Facts:
+    config, methods = recipe.eval, measured["drafts"]
+    return {
+        "headline": report.headline(_rows(measured, method)),
+        "table": measured["table"],
+        "explanation": report.explain(),
+        "times": lambda count: "once" if count == 1 else f"{count} times",
+        "tuned": measured["tuned"][method.removesuffix("-tuned")] if method.endswith("-tuned") else None,
+        "packed": config.pack_linears,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "sampled_repeats": config.sampled_repeats,
+        "greedy": 0.0 in config.temperatures,
+        "sampled": any(temperature > 0 for temperature in config.temperatures),
+        "settings": settings_said(recipe),
+        "left_out": measured["prompts_left_out"],
+        "samples": any(sample["method"] == method for sample in measured["samples"]),
+        "others": [
+            facts | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": tree_said(facts)}
+            for name, facts in methods.items()
+            if name != method
+        ],
+    }
+
+
+def _rows(measured: Facts, method: str) -> list[Facts]:
+    return [entry for entry in measured["results"] if entry["draft"] == method]
+
+
+def settings_said(recipe: Recipe) -> str:
+    """What else the answers and their speed depended on; empty where nothing was set."""
+    config = recipe.eval
+    words = {"top-k": config.top_k, "top-p": config.top_p if config.top_p < 1 else None}
+    words["repetition penalty"] = config.repetition_penalty if config.repetition_penalty != 1 else None
+    words["workers, each with a target of its own:"] = config.workers if config.workers > 1 else None
+    said = [f"{name} {value:g}" for name, value in words.items() if value is not None]
+    return ", ".join([*said, *(["compiled, fixed shapes"] if config.compile else [])])
+
+
+def tree_said(facts: dict[str, Any]) -> str:
+    """A method's tree in words."""
+    tree = from_json(TreeConfig, facts["tree"])
+    shape = "dynamic" if tree.paths is None else "static"
+    words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
+    if tree.forwards < tree.depth:
+        words.append(f"the last {tree.parallel} levels from one draft forward")
+    if tree.candidates != "plain":
+        words.append(
+            {"decoupled": "the experts' candidates merged", "mixture": "candidates of the experts' mixture"}[
+                tree.candidates
+            ]
+        )
+    if tree.siblings != "best":
+        words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
+    if facts["beside"]:
+        words.append(f"{' and '.join(facts['beside'])} beside the draft")
+    if facts["corpora"]:
+        words.append("prompt lookup also in a text that is not part of this release")
+    if facts["beside"] or facts["sized"]:
+        words.append("chances counted on calibration prompts" if facts["calibration"] else "default chances")
+    if facts["worth"]:
+        words.append("each round with the nodes and draft forwards that pay")
+    return ", ".join(words)
+
+
+def hub_name(model: str) -> str | None:
+    """The Hub id to link to, if the target has one."""
+    if model.startswith(embedded.PREFIX):
+        return embedded.HUB_NAME
+    return model if model.count("/") == 1 and public_name(model) == model else None
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """A row of figures as Markdown."""
+    tree = f"depth {row['tree']['depth']}, {row['tree']['nodes']} nodes"
+    cells = [row["benchmark"], f"{row['temperature']:g}", row["draft"], tree, str(row["prompts"])]
+    return f"| {' | '.join([*cells, report.tau_said(row), report.speed_said(row)])} |"
+
+
+def _index(entry: dict[str, Any]) -> list[EvalResult]:
+    """The Hub's model-index of one row: what was measured, and nothing else."""
+    benchmark, temperature = entry["benchmark"], entry["temperature"]
+    place = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
+    place["dataset_name"] = f"{benchmark}, T = {temperature:g}, {entry['prompts']} prompts"
+    figures = {"tau": entry["tau"], "speed-up": entry["speedup"]}
+    return [EvalResult(**place, metric_type=key, metric_value=value) for key, value in figures.items() if value]
