@@ -17,7 +17,7 @@ import torch
 from eval.measure.packed import pack
 from eval.measure.prompts import HELDOUT, load_prompts
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry

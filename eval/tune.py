@@ -111,7 +111,8 @@ def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: ar
         given = Costs.from_json(read_json(arguments.costs), arguments.max_nodes)
     except ValueError as error:
         raise PipelineError(f"{arguments.costs} is no table of costs: {error}") from None
-    idle = replace(given, start=0.0, step=dict.fromkeys(given.step, 0.0))  # of what makes no forwards
+    nothing = [dict.fromkeys(step, 0.0) for step in given.steps]
+    idle = replace(given, start=0.0, steps=nothing)  # of what makes no forwards
     out = {}
     for name, replays in replayed(harness, texts, arguments.depth).items():
         method = harness.methods[name]

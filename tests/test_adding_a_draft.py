@@ -13,7 +13,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import DRAFTS, build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from tests.kit import ROOT
 from tests.pipeline.taught import NEVER, greedy, prompt_of, taught
 

@@ -33,6 +33,24 @@ DEFECTS = {
         "pass",
         "tests/pipeline/test_tree.py::test_siblings_are_drawn_in_turn_from_each_expert",
     ),
+    "Gumiho's second forward has no tree mask": (
+        "pipeline/drafts/gumiho.py",
+        "block.input_layernorm(x) if number else x, rope, mask, cache)",
+        "block.input_layernorm(x) if number else x, rope, None, cache)",
+        "tests/pipeline/test_other_drafts.py::test_gumihos_three_forwards_by_hand",
+    ),
+    "Hydra's blocks are one block by multiplying a list": (
+        "pipeline/drafts/hydra.py",
+        "*(ResBlock(width, width) for _ in range(1, config.blocks))",
+        "*([ResBlock(width, width)] * (config.blocks - 1))",
+        "tests/pipeline/test_other_drafts.py::test_every_block_of_a_head_has_weights_of_its_own",
+    ),
+    "Medusa's and Hydra's heads learn the prompt, too": (
+        "pipeline/features/batch.py",
+        "out[:exist] = loss_mask[1 + horizon :]",
+        "out[:exist] = True",
+        "tests/pipeline/test_losses_batch.py::test_heads_of_their_own_learn_the_texts_tokens",
+    ),
     "the bonus token ignores temperature, top-k and top-p": (
         GENERATE,
         "return accept_best(tree, chosen)",

@@ -10,7 +10,7 @@ from pipeline.artifacts.curves import METRICS, read_metrics
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics import embedded
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate, trained
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.recipe.load import load_recipe

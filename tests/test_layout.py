@@ -49,8 +49,8 @@ LAYERS = ["basics", "features", "target", "decoding", "drafts", "recipe", "artif
 
 
 def test_the_pipelines_rooms_import_those_before_them_only():
-    for path in (ROOT / "pipeline").glob("*/*.py"):
-        room = LAYERS.index(path.parent.name)
+    for path in (ROOT / "pipeline").glob("*/**/*.py"):
+        room = LAYERS.index(path.relative_to(ROOT).parts[1])
         for module in modules(path):
             parts = module.split(".")
             if parts[0] == "pipeline" and len(parts) > 1:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.load import load_recipe
 from pipeline.target.chat import encode
 from tests.kit import ROOT, byte_tokenizer
@@ -208,13 +208,41 @@ def test_drafts_on_eagle_3s_frame(name):
     assert recipe.draft["eagle3"].rollout == recipe.draft["jakiro"].rollout == 7
 
 
+def others_by_hand(target: dict) -> dict[str, int]:
+    """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
+    Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads.
+    """
+    d, size = target["hidden_size"], target["head_dim"]
+    attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
+    layer, heads = attention + 3 * d * target["intermediate_size"] + d, 4 * target["vocab_size"] * d
+    block = d * d + d
+    return {
+        "gumiho": 2 * d * d + 2 * layer + d + 5 * (2 * d * d + d + 5 * block),
+        "medusa": 4 * block + heads,
+        "hydra": layer + 2 * d + sum(2 * ((k + 1) * d * d + d) + 3 * block for k in (1, 2, 3, 4)) + heads,
+    }
+
+
+OTHERS = {"gumiho": 1_057_099_776, "medusa": 2_168_471_552, "hydra": 2_990_632_960}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_drafts_of_other_papers(name):
+    recipe, target = load_recipe(RECIPES / "papers" / f"{name}.toml"), PAPER["llama3-instruct-8b"][0]
+    with torch.device("meta"):
+        count = parameter_count(build(recipe.draft[name], target))
+    assert count == OTHERS[name] == others_by_hand(target)[name]
+    assert recipe.name == f"{name}-llama3-instruct-8b"
+
+
 def test_every_recipe_is_covered_and_loads():
+    assert {path.stem for path in RECIPES.glob("papers/*.toml")} == set(OTHERS)
     on_eagle_3 = {path.stem for path in RECIPES.glob("eagle-3/*.toml")}
     assert on_eagle_3 == set(PAPER) | set(TODAY)
     for path in RECIPES.glob("eagle-3/*.toml"):
         assert load_recipe(path).name == f"{path.stem}-eagle-3"
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "serve", "ablations", "frames", "losses"}
+    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "serve", "ablations", "frames", "losses", "methods"}
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 

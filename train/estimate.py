@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.drafts import TrainedDraft, build, parameter_count
-from pipeline.drafts.layers import shapes_of
-from pipeline.drafts.losses import chunk_rows
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
 from pipeline.recipe.load import add_recipe_arguments, load_recipe

@@ -17,8 +17,8 @@ from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
 from pipeline.decoding.contract import Method
 from pipeline.drafts import TrainedDraft, build, parameter_count
-from pipeline.drafts.layers import shapes_of
-from pipeline.drafts.losses import Term
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe
@@ -91,6 +91,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Tra
     if draft.token_ids_U is not None:
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], len(draft.token_ids_U)))
     draft.bind(ends)
+    draft.start_from_target()
     return draft
 
 

@@ -28,7 +28,7 @@ from pipeline.decoding.contract import Draft, Method, Source
 from pipeline.decoding.sources import Agreement, Sources
 from pipeline.decoding.worth import Worth
 from pipeline.drafts import make_untrained
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.target.chat import template_fingerprint
 from pipeline.target.model import Target, fingerprint, load_tokenizer

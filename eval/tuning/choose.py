@@ -66,8 +66,9 @@ def shapes(settled: Settled, depth: int, candidates: str) -> Iterator[TreeConfig
 
 def largest(method: Method, depth: int) -> TreeConfig:
     """The largest tree that is considered of its draft."""
-    most = max(method.draft.config.parallels(depth))
-    return replay.largest_tree(depth, max(TOP_K), method.tree.candidates, most)
+    choices = {levels: found for levels in range(1, depth + 1) if (found := method.draft.config.parallels(levels))}
+    most = max(max(found) for found in choices.values())
+    return replay.largest_tree(max(choices), max(TOP_K), method.tree.candidates, most)
 
 
 @dataclass
@@ -103,7 +104,8 @@ def calibrate(
 def best_paced(draft: Sources, found: Replays, costs: Costs, depth: int, candidates: str) -> Paced:
     """The rule along the deepest tree of each width, as far as it pays."""
     settled, most = draft.config, max(costs.sizes)
-    deep = [tree for tree in shapes(settled, depth, candidates) if tree.depth == depth and tree.top_k in PACED_K]
+    wide = [tree for tree in shapes(settled, depth, candidates) if tree.top_k in PACED_K]
+    deep = [tree for tree in wide if tree.depth == max(tree.depth for tree in wide)]
     trees = [replace(tree, nodes=max(tree.nodes, min(most, settled.most(tree)))) for tree in deep]
     return paced(found.answers, draft, trees, costs)
 

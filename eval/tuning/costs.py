@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Frontier, Method, Verified, Wanted
+from pipeline.decoding.contract import Answer, Frontier, Method, Settled, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.target.model import Target
 
@@ -29,7 +29,9 @@ class Costs:
 
     plain: float  # one token of plain decoding
     verify: dict[int, float]  # by tokens
-    step: dict[int, float]  # by nodes forwarded, with the choice of their children
+    # by nodes forwarded, with the choice of their children: of a round's second draft forward, its third, ...; the last
+    # one holds for all that follow
+    steps: list[dict[int, float]]
     start: float  # a round's first draft forward
     rest: float  # of a round, beside draft and verification
     node: float = 0.0  # what each of its nodes adds to that
@@ -39,9 +41,11 @@ class Costs:
         """Without what verifies more nodes. Raises ValueError for what is not such a table."""
         found = TypeAdapter(cls).validate_python(raw)
         verify = {nodes: seconds for nodes, seconds in sorted(found.verify.items()) if nodes <= max_nodes}
-        free = all(0 <= x < math.inf for x in (found.start, found.rest, found.node, *found.step.values()))
+        steps = [x for step in found.steps for x in step.values()]
+        free = all(0 <= x < math.inf for x in (found.start, found.rest, found.node, *steps))
         paid = all(0 < x < math.inf for x in (found.plain, *verify.values()))
-        if not free or not paid or 1 not in verify or len(verify) < 2 or set(WIDTHS) - set(found.step):
+        known = bool(found.steps) and not any(set(WIDTHS) - set(step) for step in found.steps)
+        if not free or not paid or 1 not in verify or len(verify) < 2 or not known:
             raise ValueError(
                 f"expected seconds of verifying 1 and more tokens (up to {max_nodes}) and of steps of {WIDTHS} nodes"
             )
@@ -59,16 +63,21 @@ class Costs:
         """Verifying so many, and keeping the books of them."""
         return self.verify[nodes] + self.node * nodes
 
+    def forwards(self, tree: TreeConfig) -> list[float]:
+        """Each of a round's draft forwards."""
+        last = len(self.steps) - 1
+        return [self.start, *(self.steps[min(number, last)][tree.top_k] for number in range(tree.forwards - 1))]
+
     def round(self, tree: TreeConfig) -> float:
         """One round with such a tree."""
-        return self.pass_of(tree.nodes) + self.start + (tree.forwards - 1) * self.step[tree.top_k] + self.rest
+        return self.pass_of(tree.nodes) + sum(self.forwards(tree)) + self.rest
 
     def said(self) -> str:
         verify = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in self.verify.items())
-        step = ", ".join(f"{w}: {1e3 * s:.2f}" for w, s in self.step.items())
+        steps = "; then ".join(", ".join(f"{w}: {1e3 * s:.2f}" for w, s in step.items()) for step in self.steps)
         return (
             f"a token of plain decoding {1e3 * self.plain:.1f} ms; verifying n tokens (ms): {verify}\na draft step of "
-            f"w nodes (ms): {step}; the first forward of a round {1e3 * self.start:.2f}, "
+            f"w nodes (ms): {steps}; the first forward of a round {1e3 * self.start:.2f}, "
             f"bookkeeping {1e3 * self.rest:.2f} and {1e3 * self.node:.3f} a node"
         )
 
@@ -89,19 +98,30 @@ class _Parts:
             name: Wanted(method.tree.parallel or 1, method.tree.candidates != "plain")
             for name, method in methods.items()
         }
-        self.before: dict[str, Any] = {}  # by stepwise draft: its state behind the context
-        self._opened: dict[str, Answer] = {}
+        # By stepwise draft: its states behind the context and behind each forward of one node, and what these answered.
+        self._states: dict[str, list[Any]] = {}
+        self._answers: dict[str, list[Answer]] = {}
         for name, method in methods.items():
             if method.draft.stepwise:
                 state, seen = method.draft.open(), Verified(self._text[: context + 1], given.of(method.draft.needs))
-                self._opened[name] = method.draft.start(state, seen, Wanted())
-                self.before[name] = state
+                self._answers[name] = [method.draft.start(state, seen, self._wanted[name])]
+                self._states[name] = [copy.deepcopy(state)]
+                for number in range(1, kinds_of(method.draft.config)):
+                    self._states[name].append(copy.deepcopy(state))
+                    self._answers[name].append(self._stepped(name, number, 1, state))
+
+    def before(self, name: str, number: int) -> Any:
+        """A copy of the draft's state before the forward of this number; a round's first one takes in two tokens."""
+        return copy.deepcopy(self._states[name][number])
 
     def tasks(self, sizes: list[int]) -> dict[tuple, Callable[..., None]]:
         """By part; those of a draft take a copy of its state, which is not theirs to time."""
         found: dict[tuple, Callable[..., None]] = {("verify", n): partial(self._verify, n) for n in sizes}
-        found |= {("step", name, w): partial(self._step, name, w) for name in self.before for w in WIDTHS}
-        return found | {("start", name): partial(self._start, name) for name in self.before} | {("plain",): self._plain}
+        for name, states in self._states.items():
+            found[("start", name, 0)] = partial(self._start, name)
+            numbers = range(1, len(states))
+            found |= {("step", name, n, w): partial(self._step, name, n, w) for n in numbers for w in WIDTHS}
+        return found | {("plain",): self._plain}
 
     def _verify(self, size: int) -> None:
         context, device = self._context, self._target.device
@@ -120,10 +140,28 @@ class _Parts:
         seen = Verified(self._text[: self._context + 3], self._two.of(draft.needs))
         draft.start(state, seen, self._wanted[name]).logits_LWU[0].argmax(-1).tolist()
 
-    def _step(self, name: str, width: int, state: Any) -> None:
-        eye = torch.eye(width, dtype=torch.bool, device=self._target.device)
-        frontier = Frontier(self._tokens[:width], self._opened[name].carry_WD.expand(width, -1), eye, 1)
-        self._methods[name].draft.step(state, frontier, self._wanted[name]).logits_LWU[0].argmax(-1).tolist()
+    def _step(self, name: str, number: int, width: int, state: Any) -> None:
+        self._stepped(name, number, width, state).logits_LWU[0].argmax(-1).tolist()
+
+    def _stepped(self, name: str, number: int, width: int, state: Any) -> Answer:
+        """The round's forward of this number, over `width` nodes below forwards of one node."""
+        device = self._target.device
+        above = torch.ones(width, number - 1, dtype=torch.bool, device=device)
+        seen = torch.cat([above, torch.eye(width, dtype=torch.bool, device=device)], dim=1)
+        carry = self._answers[name][number - 1].carry_WD[-1:].expand(width, -1)
+        return self._methods[name].draft.step(
+            state, Frontier(self._tokens[:width], carry, seen, number), self._wanted[name]
+        )
+
+
+def kinds_of(draft: Settled) -> int:
+    """How many of a round's forwards, the first included, differ from those that follow; at most the second where all
+    after the first are alike.
+    """
+    found = 1
+    while draft.levels_of(found) and (found == 1 or draft.levels_of(found) != draft.levels_of(found - 1)):
+        found += 1
+    return found
 
 
 @torch.inference_mode()
@@ -146,7 +184,7 @@ def measure_costs(
     times: dict[tuple, list[float]] = {key: [] for key in tasks}
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
-            states = [copy.deepcopy(parts.before[key[1]])] if key[0] in ("start", "step") else []
+            states = [parts.before(key[1], key[2])] if key[0] in ("start", "step") else []
             begin = time.perf_counter()
             task(*states)
             times[key].append(time.perf_counter() - begin)
@@ -157,8 +195,11 @@ def measure_costs(
         found[name] = Costs(
             median[("plain",)],
             {n: median["verify", n] for n in sizes},
-            {w: median.get(("step", name, w), 0.0) + forward for w in WIDTHS},
-            median.get(("start", name), 0.0),
+            [
+                {w: median.get(("step", name, number, w), 0.0) + forward for w in WIDTHS}
+                for number in range(1, max(kinds_of(method.draft.config), 2))
+            ],
+            median.get(("start", name, 0), 0.0),
             rest,
             node,
         )

@@ -48,7 +48,7 @@ def places(answer: Answer, sources: Sources, tree: TreeConfig, sizes: list[int])
     """With a draft that grows as `tree` says, as far as it is let."""
     nothing = [Pool([], [], [])] * len(answer.text.following)
     expected, accepted = [], []
-    for stage in (None, *stages_of(tree)):
+    for stage in (None, *stages_of(tree, sources.config)):
         pools = nothing if stage is None else answer.text.pools(stage)
         rows = zip(pools, answer.text.copied, answer.text.following, strict=True)
         sums, counts = [], []
@@ -71,7 +71,7 @@ def fixed_point(
     """The rule at the time a token takes under it, what it counts, its seconds, forwards and nodes. `begin`: seconds a
     token to start from.
     """
-    forwards = [costs.start, *[costs.step[tree.top_k]] * (tree.forwards - 1)]
+    forwards = costs.forwards(tree)
     verify, token = {size: costs.pass_of(size) for size in sizes}, begin
     closest, found = np.inf, None
     for _ in range(ITERATIONS):

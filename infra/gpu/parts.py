@@ -35,7 +35,7 @@ from pipeline.basics.files import write_json
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.load import override_arguments
 from pipeline.running import children, entry
 from pipeline.target.model import DTYPES, Target, load_config
@@ -219,7 +219,7 @@ def costs(given: Given) -> dict[str, Any]:
     return {
         "context": given.shape.context,
         **_verifying(first),
-        "draft_step_ms": {name: _ms(one.step) for name, one in found.items()},
+        "draft_step_ms": {name: _ms(one.steps[0]) for name, one in found.items()},
         "draft_first_ms": {name: _ms({0: one.start})[0] for name, one in found.items()},
         "bookkeeping_ms": {name: _ms({0: one.rest})[0] for name, one in found.items()},
         "peak_gib": peak_gib(given),

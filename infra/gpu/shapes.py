@@ -21,7 +21,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT
 from pipeline.decoding.contract import Method
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import Manifest, write_shard
 from pipeline.recipe.load import load_recipe

@@ -85,7 +85,7 @@ class Saved:
     def own_head(self) -> bool:
         """Whether it has an LM head of its own."""
         with torch.device("meta"):
-            return build(self.config, self.shapes).own_head is not None
+            return bool(build(self.config, self.shapes).own_heads)
 
     @property
     def training_said(self) -> str:

@@ -25,7 +25,7 @@ from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_json, sha256
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import load_config, load_ends
 

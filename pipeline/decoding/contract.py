@@ -54,7 +54,7 @@ class Answer:
 class Wanted:
     """What a tree wants of a forward."""
 
-    levels: int = 1  # so many tokens ahead
+    levels: int = 1  # so many tokens ahead, or as many as this forward can answer
     experts: bool = False  # and each expert's own next token
 
 
@@ -121,8 +121,13 @@ class Settled(Protocol):
     def reach(self, tree: TreeConfig) -> int:
         """The deepest level that its trees of these settings can have."""
 
+    def levels_of(self, number: int) -> int:
+        """How many levels its forward of this number in a round, from 0, can answer; 0: it makes no such forward."""
+
     def parallels(self, depth: int) -> list[int]:
-        """How many last levels of a tree of this depth may come from one forward, its own choice first."""
+        """How many last levels of a tree of this depth may come from one forward, its own choice first; none where it
+        grows no tree so deep.
+        """
 
     def widths(self, tree: TreeConfig) -> list[int]:
         """How many nodes its rounds may have, the root included, ascending: what a compiled target is compiled for."""

@@ -139,7 +139,7 @@ def stages(
 
 def _best_of(grower: _Grower, forwarded: list[_Level], count: int) -> Pool:
     levels = list(forwarded)
-    for beyond in range(1, grower.tree.depth - grower.last):
+    for beyond in range(1, min(grower.tree.depth - grower.last, len(grower.answer.logits_LWU))):
         levels.append(_ahead(grower, levels[-1], beyond))
     scores = torch.cat([level.scores for level in levels])
     best = scores.sort(descending=True, stable=True).indices[:count]

@@ -200,11 +200,12 @@ def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: Tr
     rows = np.zeros((places, 0), dtype=np.int64)
     for depth in range(1, tree.depth + 1):
         own = candidates(draft, *ranking(answer, tree), tree.top_k)
-        ahead = [ahead_scores(answer, level) for level in range(1, min(tree.parallel or 1, tree.depth - depth + 1))]
+        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(answer.logits_LWU))
+        ahead = [ahead_scores(answer, level) for level in range(1, deep)]
         both = zip(own, *(candidates(draft, scores, scores, tree.top_k) for scores in ahead), strict=True)
         tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
         out.append(_Level(rows, tokens, scores))
-        if depth == tree.depth:
+        if depth == tree.depth or not draft.config.levels_of(depth):
             break
         wide, gained = own[0].shape[1], own[1].view(places, width, -1)
         scores_AC = (totals_AW[:, :, None] + gained).flatten(1)

@@ -96,11 +96,12 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
     return Merged(tokens, parents, chances, order)
 
 
-def stages_of(tree: TreeConfig) -> list[TreeConfig]:
+def stages_of(tree: TreeConfig, draft: Settled) -> list[TreeConfig]:
     """The trees that end after its first forward, its second, ..."""
-    parallel = tree.parallel or 1
-    depths = [parallel + forwards for forwards in range(tree.forwards)]
-    return [replace(tree, depth=depth, nodes=depth + 1) for depth in depths]
+    levels = [min(tree.parallel or 1, draft.levels_of(number)) for number in range(tree.forwards)]
+    depths = [number + ahead for number, ahead in enumerate(levels)]
+    both = zip(depths, levels, strict=True)
+    return [replace(tree, depth=depth, nodes=depth + 1, parallel=ahead) for depth, ahead in both]
 
 
 @dataclass
@@ -147,6 +148,9 @@ class SettledTogether:
 
     def reach(self, tree: TreeConfig) -> int:
         return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1) if self._beside else 0)
+
+    def levels_of(self, number: int) -> int:
+        return self._draft.levels_of(number)
 
     def parallels(self, depth: int) -> list[int]:
         return self._draft.parallels(depth)
@@ -207,7 +211,7 @@ class Sources:
         found = self.merged(Pool([], [], []), copied, tree, temperature)
         nodes, value = self.worth.size(found.sorted())
         pools: Iterator[Pool] = iter(())
-        for number, stage in enumerate(stages_of(tree)):
+        for number, stage in enumerate(stages_of(tree, self.draft.config)):
             if not self.worth.pays(number, value):
                 break
             if number == 0:  # the first forward takes in all that waited for it

@@ -4,19 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.decoding.contract import Source
-from pipeline.drafts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.copier import Copier, CopierConfig
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
+from pipeline.drafts.gumiho import Gumiho, GumihoConfig
+from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
+from pipeline.drafts.lookup.copier import Copier, CopierConfig
+from pipeline.drafts.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
     "copier": (CopierConfig, Copier),
     "eagle": (EagleConfig, Eagle),
     "eagle3": (Eagle3Config, Eagle3),
+    "gumiho": (GumihoConfig, Gumiho),
+    "hydra": (HydraConfig, Hydra),
     "jakiro": (JakiroConfig, Jakiro),
     "jakiro on eagle-3": (JakiroOnEagle3Config, JakiroOnEagle3),
+    "medusa": (MedusaConfig, Medusa),
+    "small-llama": (SmallLlamaConfig, SmallLlama),
 }
 
 

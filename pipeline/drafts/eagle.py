@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.drafts.layers import AttentionBlock
-from pipeline.drafts.one_layer import Dense, OneLayer, OneLayerConfig
+from pipeline.drafts.parts.layers import AttentionBlock
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts.layers import AttentionBlock, norm
-from pipeline.drafts.losses import OwnHead, Teacher
-from pipeline.drafts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
+from pipeline.drafts.parts.layers import AttentionBlock, norm
+from pipeline.drafts.parts.losses import OwnHead, Teacher
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
 from pipeline.target.ends import Ends
 from pipeline.target.states import Needs
 
@@ -123,8 +123,8 @@ class Eagle3Frame(OneLayer):
         return found
 
     @property
-    def own_head(self) -> OwnHead:
-        return self.lm_head
+    def own_heads(self) -> list[OwnHead]:
+        return [self.lm_head]
 
     def normed(self, features: Tensor) -> Tensor:
         return self.norm(features)

@@ -26,9 +26,9 @@ from torch._guards import detect_fake_mode
 from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
-from pipeline.drafts.layers import swiglu
-from pipeline.drafts.losses import Prediction, Term
-from pipeline.drafts.one_layer import Heads, OneLayer, Weights
+from pipeline.drafts.parts.layers import swiglu
+from pipeline.drafts.parts.losses import Prediction, Term
+from pipeline.drafts.parts.one_layer import Heads, OneLayer, Weights
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch

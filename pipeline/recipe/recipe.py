@@ -16,7 +16,7 @@ from pipeline.basics.section import Name, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Settled
 from pipeline.decoding.sources import SettledTogether
-from pipeline.drafts.corpus import corpus_sha256
+from pipeline.drafts.lookup.corpus import corpus_sha256
 from pipeline.features.schema import FP8
 from pipeline.recipe.sections import (
     AnyDraft,
@@ -69,6 +69,12 @@ class Recipe(Section):
         for name in self.published:
             if name not in self.draft or not self.draft[name].trained:
                 raise ValueError(f"published.{name} is no draft with weights: add its section [draft.{name}]")
+        hard = [name for name in self.draft if getattr(self.draft[name], "objective", None) == "hard-ce"]
+        if hard and self.train.mask == "legacy":
+            raise ValueError(
+                f"train.mask='legacy' trains positions without a next token, of which draft.{hard[0]}.objective="
+                "'hard-ce' learns: set train.mask='predicted'"
+            )
         if self.target.device == "spread":
             asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
             for section, config in asked.items():

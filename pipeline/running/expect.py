@@ -23,7 +23,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import MANIFEST, Manifest
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, prefill, speculative
-from pipeline.drafts.base import TrainedDraft
+from pipeline.drafts.parts.base import TrainedDraft
 from pipeline.target.attention import require_tree_attention, use_masks
 from pipeline.target.verifier import Verifier
 

@@ -21,7 +21,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.target.chat import prompt_ids
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends

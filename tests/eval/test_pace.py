@@ -21,8 +21,8 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
 from pipeline.decoding.worth import Worth
 from pipeline.drafts import make
-from pipeline.drafts.copier import CopierConfig
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
@@ -83,7 +83,7 @@ def drafts(loaded_target, ends):
 
 def costs_of(step, per_node=0.02):
     verify = {size: 1.0 + per_node * size for size in SIZES}
-    return Costs(1.0, verify, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), step, 0.01)
+    return Costs(1.0, verify, [dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step)], step, 0.01)
 
 
 def along(target, sources, temperature=0.0):

@@ -13,7 +13,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import plain
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.target.chat import pieces_of
 from pipeline.target.model import load_config
 from tests.kit import byte_tokenizer

@@ -22,7 +22,7 @@ def test_the_least_predicted_time_wins():
 
     def best(per_node, step):
         sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
-        table = Costs(1.0, sizes, dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step), 0.1, 0.0)
+        table = Costs(1.0, sizes, [dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step)], 0.1, 0.0)
         return predict([known], table, JakiroConfig(), 3, table.sizes, "plain")
 
     ranked = best(0.001, 0.01)

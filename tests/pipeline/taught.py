@@ -10,8 +10,13 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.one_layer import OneLayerConfig, Weights
+from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 
@@ -34,6 +39,16 @@ VARIANTS = {
     "by depth on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", rollout=3
     ),
+    "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
+    "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
+    "medusa": MedusaConfig(),
+    "medusa, the target's head": MedusaConfig(heads=3, blocks=2, own_head=False, objective="soft-ce"),
+    "medusa, reduced": MedusaConfig(heads=5, vocabulary=100),
+    "hydra": HydraConfig(prefix=False, blocks=1, objective="hard-ce"),
+    "hydra++": HydraConfig(blocks=3),
+    "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
+    "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
+    "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
     "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
 }
 # Kinds of trees beside the dynamic ones above: (draft, its tree)
@@ -56,9 +71,15 @@ KINDS = {
         "sparse on eagle-3",
         {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
     ),
+    "gumiho, seven levels": ("gumiho", {"depth": 7, "top_k": 4, "nodes": 24}),
+    "gumiho, static, drawn": ("gumiho", {"paths": "eagle-1", "siblings": "drawn"}),
+    "medusa, static": ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
+    "medusa, drawn": ("medusa, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
+    "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),
     "jakiro, three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }
 VARIANTS["three-branches"] = JakiroConfig(kind="jakiro", experts=3, experts_per_token=3, contrast="experts")
+ONE_LAYER = [name for name, config in VARIANTS.items() if isinstance(config, OneLayerConfig) and "gumiho" not in name]
 TREES = {
     "deep": {"depth": 5, "top_k": 3, "nodes": 16},
     "wide": {"depth": 2, "top_k": 40, "nodes": 120},
@@ -71,7 +92,9 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
 
 
 def grown(draft, **tree) -> Method:
-    """The draft with this tree."""
+    """The draft with this tree, or one as deep as it guesses."""
+    while "depth" in tree and not draft.config.parallels(tree["depth"]):
+        tree |= {"depth": tree["depth"] - 1}
     return Method(draft, TreeConfig(**tree))
 
 

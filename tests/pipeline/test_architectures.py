@@ -17,7 +17,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.recipe import Recipe

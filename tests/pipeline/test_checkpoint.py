@@ -7,7 +7,7 @@ from pipeline.artifacts.checkpoint import CONFIG, METRICS, WEIGHTS, export, load
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from tests.kit import change_sealed, flip, replace_once
 
@@ -180,7 +180,7 @@ def test_a_config_without_a_key_is_refused(make, ends, key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw["draft"].update(kind="medusa"), "damaged.*medusa"),
+        (lambda raw: raw["draft"].update(kind="mamba"), "damaged.*mamba"),
         (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
         (lambda raw: raw["draft"].update(surprise=1), "damaged.*surprise"),
         (lambda raw: raw["draft"].update(experts=3), "does not fit its config.json"),

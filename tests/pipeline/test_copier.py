@@ -13,9 +13,9 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method, Verified
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import make, make_untrained
-from pipeline.drafts.copier import CopierConfig
-from pipeline.drafts.corpus import Corpus
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.lookup.corpus import Corpus
+from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
 

@@ -9,7 +9,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
-from pipeline.drafts.layers import layer_config, shapes_of
+from pipeline.drafts.parts.layers import layer_config, shapes_of
 from pipeline.target.ends import Ends, LMHead
 
 

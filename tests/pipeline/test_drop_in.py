@@ -16,7 +16,7 @@ from pipeline.decoding.calibration import Calibration, Curve, Line
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.worth import Worth
-from pipeline.drafts.copier import CopierConfig
+from pipeline.drafts.lookup.copier import CopierConfig
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle
 from tests.kit import command_environment

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.artifacts.provenance import hardware
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig

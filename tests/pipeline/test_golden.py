@@ -14,8 +14,12 @@ from transformers import LlamaConfig
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.target.ends import Ends, LMHead
@@ -28,6 +32,10 @@ CONFIGS = {
     "jakiro on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=4, expert_width=24, rollout=3, objective="acceptance", balance_loss=0.01
     ),
+    "gumiho": GumihoConfig(regression_steps=10),
+    "medusa": MedusaConfig(),
+    "hydra": HydraConfig(vocabulary=40),
+    "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
 GOLDEN = {
     "eagle": [
@@ -118,6 +126,94 @@ GOLDEN = {
         1.877579689025879,
         1.8656545877456665,
     ],
+    "gumiho": [
+        0.9597709774971008,
+        0.9522535800933838,
+        0.944856584072113,
+        0.9375727772712708,
+        0.9303956627845764,
+        0.9233201146125793,
+        0.9163402318954468,
+        0.9094488024711609,
+        0.9026392698287964,
+        0.8959041833877563,
+        1.0130560398101807,
+        1.0063899755477905,
+        0.9997698068618774,
+        0.9931876063346863,
+        0.9866359829902649,
+        0.980108380317688,
+        0.9735985398292542,
+        0.9671009182929993,
+        0.9606106877326965,
+        0.9541231989860535,
+    ],
+    "medusa": [
+        11.746148109436035,
+        11.646652221679688,
+        11.547586441040039,
+        11.448946952819824,
+        11.35073184967041,
+        11.252937316894531,
+        11.155561447143555,
+        11.058597564697266,
+        10.962043762207031,
+        10.86589241027832,
+        10.770139694213867,
+        10.674779891967773,
+        10.579805374145508,
+        10.485210418701172,
+        10.390983581542969,
+        10.297120094299316,
+        10.203609466552734,
+        10.110444068908691,
+        10.017616271972656,
+        9.925118446350098,
+    ],
+    "hydra": [
+        14.926997184753418,
+        14.656275749206543,
+        14.402704238891602,
+        14.165839195251465,
+        13.946125984191895,
+        13.744560241699219,
+        13.562076568603516,
+        13.398897171020508,
+        13.254226684570312,
+        13.1264066696167,
+        13.013223648071289,
+        12.912284851074219,
+        12.82136058807373,
+        12.738676071166992,
+        12.662938117980957,
+        12.593266487121582,
+        12.529054641723633,
+        12.46986198425293,
+        12.415294647216797,
+        12.364944458007812,
+    ],
+    "small-llama": [
+        4.165889263153076,
+        4.148040771484375,
+        4.132406711578369,
+        4.118649482727051,
+        4.106210231781006,
+        4.094755172729492,
+        4.084031105041504,
+        4.07381534576416,
+        4.063962936401367,
+        4.054397106170654,
+        4.045065879821777,
+        4.035899639129639,
+        4.026839256286621,
+        4.017868518829346,
+        4.00901985168457,
+        4.000333786010742,
+        3.991793155670166,
+        3.983358860015869,
+        3.9750421047210693,
+        3.966872453689575,
+    ],
 }
 
 
@@ -150,16 +246,20 @@ def twenty_losses(config) -> list[float]:
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
     draft.bind(ends)
+    draft.start_from_target()
     layers = len(draft.needs.auxiliary)
     states = torch.Generator().manual_seed(2)
     rows = [
         replace(row, auxiliary_TKD=torch.randn(len(row.input_ids), layers, WIDTH, generator=states)) for row in rows
     ]
-    counts = {h: sum(int(m.sum()) for m in collate(rows, [h], "predicted", {}).trained.values()) for h in (1, 2)}
+    counts = {
+        h: sum(int(m.sum()) for m in collate(rows, [h], "predicted", {}).trained.values()) for h in draft.horizons
+    }
     batch = collate(rows, draft.horizons, "predicted", counts, auxiliary=range(layers))
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=1e-3, foreach=False)
     losses = []
-    for _ in range(20):
+    for step in range(20):
+        batch.step = step
         optimizer.zero_grad()
         loss, _ = draft.loss(batch)
         loss.backward()

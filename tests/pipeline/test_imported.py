@@ -14,7 +14,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import fingerprint
 from tests.kit import ROOT, call

@@ -8,13 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.drafts import build, losses
+from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
-from pipeline.drafts.layers import shapes_of
-from pipeline.drafts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
-from pipeline.drafts.one_layer import Weights
+from pipeline.drafts.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parts import losses
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
+from pipeline.drafts.parts.one_layer import Weights
+from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
 from pipeline.target.ends import LMHead
@@ -339,6 +344,7 @@ def test_a_mixtures_loss_is_the_cross_entropy_of_the_mixed_softmaxes(monkeypatch
 
 # -- a draft's whole loss -------------------------------------------------------------------------------------------
 
+TOTALS = {1: 30, 2: 25, 3: 20, 4: 15, 5: 12, 6: 10, 7: 8}  # by horizon
 CONFIGS = {
     "eagle": EagleConfig(kind="eagle"),
     "jakiro": JakiroConfig(kind="jakiro"),
@@ -363,17 +369,35 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
-def draft(request, loaded_target, ends):
-    draft = build(request.param, shapes_of(loaded_target.config))
+OTHERS = {
+    "gumiho": GumihoConfig(mlps=3, blocks=2),
+    "medusa": MedusaConfig(heads=3, vocabulary=100),
+    "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
+    "hydra++": HydraConfig(heads=3, blocks=2),
+    "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
+}
+
+
+def random_draft(config, loaded_target, ends):
+    draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
     if draft.needs.auxiliary:  # their norms take the scale from what goes into them
         for weight in draft.parameters():
             weight.data.mul_(5 if weight.ndim == 2 else 1)
-    if request.param.vocabulary:
+    if config.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
     draft.bind(ends)
     return draft
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def draft(request, loaded_target, ends):
+    return random_draft(request.param, loaded_target, ends)
+
+
+@pytest.fixture(params=[*CONFIGS.values(), *OTHERS.values()], ids=[*CONFIGS, *OTHERS])
+def any_draft(request, loaded_target, ends):
+    return random_draft(request.param, loaded_target, ends)
 
 
 def wide_rows():
@@ -397,21 +421,21 @@ def whole_loss(draft, rows, totals):
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
 
-def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(draft):
+def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(any_draft):
     """Under the same totals: hence padding, neighbours and the cut into micro-batches change nothing."""
-    rows, totals = wide_rows(), {1: 30, 2: 25}
-    loss, sums, gradient = whole_loss(draft, rows, totals)
-    alone = [whole_loss(draft, [row], totals) for row in rows]
+    rows, totals = wide_rows(), TOTALS
+    loss, sums, gradient = whole_loss(any_draft, rows, totals)
+    alone = [whole_loss(any_draft, [row], totals) for row in rows]
     assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
     assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
-    for term in draft.terms(0):
+    for term in any_draft.terms(0):
         for name in ("positions", "agree"):
             assert sums[term].get(name) == (sum(part[1][term][name] for part in alone) if name in sums[term] else None)
 
 
 def test_the_loss_weighs_sums_by_the_global_totals(draft):
     rows = wide_rows()
-    totals = {1: 40, 2: 7}
+    totals = TOTALS | {1: 40, 2: 7}
     loss, sums, _ = whole_loss(draft, rows, totals)
     want = 0.0
     weights = {"next": (1, 1.0, 0.1), "ahead": (2, 1.0, 0.05), "own_2": (1, 1.0, 0.1), "mixture": (1, 0.0, 0.3)}
@@ -436,23 +460,25 @@ def gradient_of(draft, batch):
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
 
-def test_packed_dialogues_do_not_see_each_other(draft):
+def test_packed_dialogues_do_not_see_each_other(any_draft):
     """Two rows of two dialogues are four rows of one: loss, sums and gradient."""
-    rows, totals = wide_rows(), {1: 30, 2: 25}
-    loss, sums, gradient = gradient_of(draft, batch_of(draft, rows, totals))
-    both = packed_of(draft, [[rows[1], rows[0]], [rows[3], rows[2]]], totals, width=30)
-    packed_loss, packed_sums, packed_gradient = gradient_of(draft, both)
+    rows, totals = wide_rows(), TOTALS
+    loss, sums, gradient = gradient_of(any_draft, batch_of(any_draft, rows, totals))
+    both = packed_of(any_draft, [[rows[1], rows[0]], [rows[3], rows[2]]], totals, width=30)
+    packed_loss, packed_sums, packed_gradient = gradient_of(any_draft, both)
     assert packed_loss == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-6)
-    for term in draft.terms(0):
+    for term in any_draft.terms(0):
         for name, value in sums[term].items():
             assert packed_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
-    seen = gradient_of(draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))  # as if each row were one
+    if isinstance(any_draft, Medusa):  # it looks at one position alone
+        return
+    seen = gradient_of(any_draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))  # as if each row were one
     assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
-    rows, totals = wide_rows(), {1: 30, 2: 25}
+    rows, totals = wide_rows(), TOTALS
     for batch in (
         batch_of(draft, rows, totals),
         packed_of(draft, [rows], totals),
@@ -473,7 +499,7 @@ def given_states(draft, batch):
 
 
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
-    batch = batch_of(draft, wide_rows(), {1: 30, 2: 25})
+    batch = batch_of(draft, wide_rows(), TOTALS)
     given_states(draft, batch)[1, 2] = float("nan")
     assert not torch.isfinite(draft.loss(batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
@@ -481,17 +507,17 @@ def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     assert not any(value for parts in sums.values() for value in parts.values())
 
 
-def test_padding_changes_no_sum(draft):
+def test_padding_changes_no_sum(any_draft):
     """The garbage that a longer neighbour's padding could hold is never read."""
-    row, totals = wide_rows()[0], {1: 9, 2: 8}
-    batch = batch_of(draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
+    row, totals = wide_rows()[0], TOTALS | {1: 9, 2: 8}
+    batch = batch_of(any_draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
-    given_states(draft, batch)[0, n:] = 7.0
-    padded, padded_sums = draft.loss(batch)
-    alone, sums = draft.loss(batch_of(draft, [row], totals))
+    given_states(any_draft, batch)[0, n:] = 7.0
+    padded, padded_sums = any_draft.loss(batch)
+    alone, sums = any_draft.loss(batch_of(any_draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
-    for term in draft.terms(0):
+    for term in any_draft.terms(0):
         for name, value in sums[term].items():
             assert padded_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
 
@@ -589,3 +615,72 @@ def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
     assert positions == 10 and abs(balanced.item() - positions) < 0.6  # an odd number of positions is not even
     alone = torch.stack([torch.full(shape, 40.0), torch.full(shape, -40.0)], dim=-1)
     assert unbalance(alone, torch.zeros(*shape, 1, dtype=torch.long), 2, batch).item() == pytest.approx(2 * positions)
+
+
+@pytest.mark.parametrize("vocabulary", [None, 100])
+@pytest.mark.parametrize("config", [MedusaConfig(heads=3), HydraConfig(heads=3, blocks=1, objective="hard-ce")])
+def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, ends, config, vocabulary):
+    """Head k at input i: the cross-entropy of t_{i+1+k}, read off the rows; none for a token that it cannot guess."""
+    draft = build(replace(config, vocabulary=vocabulary), shapes_of(loaded_target.config))
+    draft.initialise(0)
+    ids_U = torch.arange(260) if vocabulary is None else torch.arange(0, 200, 2)
+    if vocabulary:
+        draft.set_vocabulary(ids_U)
+    draft.bind(ends)
+    draft.start_from_target()
+    assert all(torch.equal(head.weight, draft.ends.head.linear.weight) for head in draft.own_heads)
+    turns = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]
+    rows = [*wide_rows(), row_of(12, 99, turns, width=32, vocabulary=260, layers=3)]
+    batch = batch_of(draft, rows, {1: 30, 2: 20, 3: 10})
+    loss, sums, gradient = gradient_of(draft, batch)
+
+    draft.zero_grad()
+    want, number_of = 0.0, {int(token): number for number, token in enumerate(ids_U)}
+    for k, (name, prediction) in enumerate(draft.predictions(batch).items(), start=1):
+        logits, part, agree = draft.own_heads[k - 1](prediction.features[0]), 0.0, 0
+        for b, row in enumerate(rows):
+            for i in range(len(row.input_ids) - 1 - k):
+                label = number_of.get(int(row.input_ids[i + 1 + k]))
+                if row.loss_mask[i + 1 + k] and label is not None:
+                    part = part - logits[b, i].log_softmax(-1)[label]
+                    agree += int(logits[b, i].argmax() == label)
+        assert sums[name]["classification"].item() == pytest.approx(part.item(), rel=1e-5)
+        assert sums[name]["agree"] == agree
+        want = want + config.decay**k * part / batch.totals[k]
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    wanted = torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None])
+    assert wanted.shape == gradient.shape and torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_hard_labels_end_with_their_dialogue(loaded_target, ends):
+    """A row of two dialogues packed together has the losses of the two apart."""
+    draft = build(MedusaConfig(heads=2), shapes_of(loaded_target.config))
+    draft.initialise(0)
+    draft.bind(ends)
+    rows = wide_rows()[:2]
+    totals = {1: 30, 2: 20}
+    apart = draft.loss(batch_of(draft, rows, totals))[0]
+    packed = draft.loss(collate_packed([rows], draft.horizons, "predicted", totals))[0]
+    assert packed.item() == pytest.approx(apart.item(), rel=1e-6)
+
+
+def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target, ends):
+    """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and is told f_{i+3+j}; the classifications
+    count from a step on.
+    """
+    draft = build(GumihoConfig(mlps=2, blocks=1, regression_steps=5), shapes_of(loaded_target.config))
+    draft.initialise(0)
+    draft.bind(ends)
+    row = wide_rows()[0]
+    batch = batch_of(draft, [row], dict.fromkeys(draft.horizons, 10))
+    found, tokens = draft.predictions(batch), torch.from_numpy(row.input_ids.astype(np.int64))
+    serial = found["next"].features[0][0]
+    for i in range(len(tokens) - 5):
+        pair = [draft.fc(torch.cat([ends.embedding_VD[tokens[i + 2 + more]], serial[i + more]])) for more in (0, 1)]
+        for j, name in enumerate(("ahead_3", "ahead_4")):
+            assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), found[name].features[0][0, i], atol=1e-5)
+            assert draft.terms(0)[name].horizon == 3 + j
+    before, after = (draft.terms(step)["ahead_4"].weights for step in (4, 5))
+    assert before == {"regression": pytest.approx(0.64 / 9), "classification": 0.0}
+    assert after == before | {"classification": pytest.approx(0.064 / 9)}

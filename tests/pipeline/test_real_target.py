@@ -8,8 +8,8 @@ from eval.measure.packed import pack_linears
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Method
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts.base import TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.parts.base import TrainedDraft
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
 from pipeline.target.states import Needs

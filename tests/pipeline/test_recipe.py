@@ -190,7 +190,10 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),
         (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
-        (["draft.main.kind=medusa"], "draft.main: kind='medusa': expected 'copier', 'eagle', 'eagle3', 'jakiro'"),
+        (
+            ["draft.main.kind=mamba"],
+            "draft.main: kind='mamba': expected 'copier', 'eagle', 'eagle3', 'gumiho', 'hydra'",
+        ),
         (["train.epochs=0"], "train.epochs: Input should be greater than 0 (got 0)"),
         (["train.learning_rate=fast"], "(got 'fast')"),
         (["data.heldout_fraction=1.5"], "data.heldout_fraction"),

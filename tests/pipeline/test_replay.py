@@ -20,7 +20,11 @@ def text(loaded_target):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 @pytest.mark.parametrize(
-    "name", ["eagle", "jakiro", "three-branches", "reduced", "eagle3, 3.1's norms", "jakiro on eagle-3"]
+    "name",
+    [
+        *["eagle", "jakiro", "three-branches", "reduced", "eagle3, 3.1's norms", "jakiro on eagle-3"],
+        *["gumiho", "medusa", "hydra++", "small-llama"],
+    ],
 )
 def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
@@ -28,20 +32,13 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
     prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
-    states, levels, taus = loaded_target.states(tokens[:-2], draft.needs.auxiliary), draft.config.levels, set()
-    largest = TreeConfig(depth=4, top_k=24, nodes=5, parallel=levels)
+    states, taus, choices = loaded_target.states(tokens[:-2], draft.needs.auxiliary), set(), draft.config.parallels
+    deepest = 6 if name == "gumiho" else 4
+    most = max(parallel for depth in range(1, deepest + 1) for parallel in choices(depth))
+    largest = TreeConfig(depth=deepest, top_k=24, nodes=deepest + 1, parallel=most)
     walk = replay.collect(draft, states, tokens, len(prompt), largest)
-    for top_k, depth, nodes, parallel in [
-        (1, 3, 4, 1),
-        (4, 1, 5, 1),
-        (3, 2, 6, 1),
-        (3, 3, 9, 1),
-        (4, 4, 16, 1),
-        (2, 3, 6, 2),
-        (4, 4, 14, 2),
-        (3, 3, 9, 3),
-    ]:
-        if parallel <= levels:
+    for top_k, depth, nodes in [(1, 3, 4), (4, 1, 5), (3, 2, 6), (3, 3, 9), (4, 4, 16), (2, 3, 6), (2, deepest, 12)]:
+        for parallel in choices(depth):
             method = grown(draft, top_k=top_k, depth=depth, nodes=nodes, parallel=parallel)
             got = speculative(loaded_target, method, prompt, sampling).acceptance
             assert replay.walk(walk.ranks(top_k, depth, parallel), nodes) == got
@@ -63,6 +60,13 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         ("eagle3, 3.1's norms", {"paths": "eagle-1"}),
         ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
         ("by depth on eagle-3", {"depth": 3, "top_k": 3, "nodes": 9}),
+        ("gumiho", {"depth": 7, "top_k": 4, "nodes": 30}),
+        ("gumiho", {"depth": 2, "top_k": 3, "nodes": 6}),
+        ("medusa", {"depth": 4, "top_k": 4, "nodes": 20}),
+        ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
+        ("small-llama", {"depth": 4, "top_k": 4, "nodes": 20}),
+        ("hydra", {"depth": 4, "top_k": 4, "nodes": 20}),
+        ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],
 )
 def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, ends, text, name, tree):

@@ -15,8 +15,8 @@ from pipeline.decoding.contract import Method, Pool, Verified
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
-from pipeline.drafts.copier import CopierConfig
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 

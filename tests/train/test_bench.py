@@ -13,7 +13,7 @@ from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.jakiro import JakiroConfig
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from tests.kit import override_arguments, run_warm, write_recipe
 from tests.pipeline.test_losses_batch import wide_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import Batch
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import DTYPES, load_config, parameter_count_of

@@ -1,4 +1,6 @@
-"""Drafts on EAGLE-3's frame, trained as users train them: features of several states a token, own head, experts."""
+"""Drafts on other frames than EAGLE's, trained as users train them: several states a token, heads of their own,
+experts, layers and MLPs.
+"""
 
 import json
 from pathlib import Path
@@ -30,6 +32,10 @@ DRAFTS = {
         "mixture_loss": 0.1,
         "balance_loss": 0.01,
     },
+    "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
+    "medusa": {"kind": "medusa", "heads": 3},
+    "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48, "attention_heads": 2},
+    "hydra": {"kind": "hydra", "heads": 3, "blocks": 2, "vocabulary": 128},
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.running.cores import cores
 from pipeline.target.model import load_config
 from train import acceptance, pace

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
-from pipeline.drafts.layers import shapes_of
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from train import acceptance

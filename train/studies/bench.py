@@ -34,7 +34,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
-from pipeline.drafts.losses import Prediction
+from pipeline.drafts.parts.losses import Prediction
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
@@ -77,7 +77,7 @@ def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
 def require_direct(draft: TrainedDraft) -> None:
     """Raises PipelineError for a draft whose loss has no direct form here."""
     terms = draft.terms(0).values()
-    if draft.own_head or any(term.features != 1 or term.objective != "soft-ce" for term in terms):
+    if draft.own_heads or any(term.features != 1 or term.objective != "soft-ce" for term in terms):
         raise PipelineError(
             f"the bench has no direct form of the loss of {draft.name}: it has a head of its own, a mixture, a "
             "penalty or another objective than 'soft-ce'. Give --draft another one"

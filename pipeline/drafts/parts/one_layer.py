@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from pipeline.basics.settings import Settings
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.drafts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.layers import AttentionBlock, layer_config, rotary, swiglu
-from pipeline.drafts.losses import Objective, Prediction, Term
+from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
+from pipeline.drafts.parts.losses import Objective, Prediction, Term, named
 from pipeline.target.attention import additive
 from pipeline.target.cache import TreeCache
 from pipeline.target.states import States
@@ -66,16 +66,15 @@ class OneLayerConfig(DraftConfig):
         """How many tokens ahead a forward predicts."""
         return 1
 
-    def parallels(self, depth: int) -> list[int]:
-        return list(range(min(self.levels, depth), 0, -1))
+    def levels_of(self, number: int) -> int:
+        return self.levels
 
     def terms(self) -> dict[str, Term]:
         """Of the next token, of those further ahead, of the passes on the draft's own features."""
-        names = ["next", "ahead", *(f"ahead_{horizon}" for horizon in range(3, self.levels + 1))][: self.levels]
         weights = [self.next, *[self.ahead] * (self.levels - 1)]
         found = {
             name: Term(horizon, given.of(), self.objective)
-            for horizon, (name, given) in enumerate(zip(names, weights, strict=True), start=1)
+            for horizon, (name, given) in enumerate(zip(named(1, self.levels), weights, strict=True), start=1)
         }
         passes = range(2, self.rollout + 1)
         return found | {f"own_{n}": Term(1, self.own.of(self.decay ** (n - 1)), self.objective) for n in passes}
@@ -140,14 +139,18 @@ class OneLayer(TrainedDraft):
         """What of a prediction is the next forward's feature."""
         return feature
 
+    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """Tokens as the layer takes them."""
+        found = nn.functional.embedding(tokens, self.ends.embedding_VD) * self.config.embedding_scale
+        return found.to(like.dtype)
+
     def _share(self, other: Self) -> None:
         other._rope = self._rope
 
     def _trunk(
         self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
     ) -> Tensor:
-        embedded = nn.functional.embedding(tokens_BT, self.ends.embedding_VD) * self.config.embedding_scale
-        x, residual = self.inputs(features_BTD, embedded.to(features_BTD.dtype))
+        x, residual = self.inputs(features_BTD, self.embedded(tokens_BT, features_BTD))
         rope = self._rope[0].to(x.device)
         return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 

@@ -73,9 +73,10 @@ class AttentionBlock(nn.Module):
     features.
     """
 
-    def __init__(self, config: LlamaConfig, parts: dict[str, nn.Module], inputs: int | None = None):
+    def __init__(self, config: LlamaConfig, parts: dict[str, nn.Module], inputs: int | None = None, number: int = 0):
+        """`number`: of the layer, in the cache."""
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.self_attn = LlamaAttention(config, layer_idx=number)
         if inputs:
             for name in ("q_proj", "k_proj", "v_proj"):
                 rows = getattr(self.self_attn, name).out_features
@@ -91,6 +92,18 @@ class AttentionBlock(nn.Module):
         return out
 
 
+class ResBlock(nn.Module):
+    """``r(x) + SiLU(W x + b)``; r is a map where the width changes, and x itself where it does not. W begins at 0."""
+
+    def __init__(self, inputs: int, width: int):
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+        self.res_connection = nn.Linear(inputs, width) if inputs != width else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + nn.functional.silu(self.linear(x))
+
+
 def norm(config: LlamaConfig) -> LlamaRMSNorm:
     return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -100,9 +113,14 @@ def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
 
 
 def initialise(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Normal(0, std) for every matrix, zero for biases; norms stay at one. Depends on the generator alone."""
+    """Normal(0, std) for every matrix but a residual block's, zero for that one and for biases; norms stay at one.
+    Depends on the generator alone.
+    """
     for name, parameter in module.named_parameters():
         if parameter.ndim >= 2:
             nn.init.normal_(parameter, std=std, generator=generator)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
+    for part in module.modules():
+        if isinstance(part, ResBlock):
+            nn.init.zeros_(part.linear.weight)

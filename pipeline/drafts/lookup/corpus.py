@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts.suffixes import LOOKED_AT
+from pipeline.drafts.lookup.suffixes import LOOKED_AT
 
 
 def corpus_sha256(path: str) -> str:

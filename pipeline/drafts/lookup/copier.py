@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draws, Pool, Verified
 from pipeline.decoding.tree import Tree, build_tree
-from pipeline.drafts.base import DraftConfig
-from pipeline.drafts.corpus import Corpus, read_corpus
-from pipeline.drafts.suffixes import SuffixIndex
+from pipeline.drafts.lookup.corpus import Corpus, read_corpus
+from pipeline.drafts.lookup.suffixes import SuffixIndex
+from pipeline.drafts.parts.base import DraftConfig
 from pipeline.target.states import Needs
 
 LONGEST = 32  # tokens of a suffix that may be compared: each length takes memory and time

@@ -9,6 +9,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -20,8 +21,17 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
 from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
-from pipeline.drafts.layers import initialise
-from pipeline.drafts.losses import OwnHead, Prediction, Teacher, Term, chunk_rows, renormalised, term_sums
+from pipeline.drafts.parts.layers import initialise
+from pipeline.drafts.parts.losses import (
+    OwnHead,
+    Prediction,
+    Teacher,
+    Term,
+    Vocabulary,
+    chunk_rows,
+    renormalised,
+    term_sums,
+)
 from pipeline.target.ends import Ends
 from pipeline.target.states import Needs
 
@@ -61,9 +71,16 @@ class DraftConfig(Settings):
         """What it wants of a target with so many decoder layers."""
         return Needs()
 
+    def levels_of(self, number: int) -> int:
+        """How many levels its forward of this number in a round, from 0, can answer; 0: it makes no such forward."""
+        return 1
+
     def parallels(self, depth: int) -> list[int]:
-        """How many last levels of a tree of this depth may come from one forward, its own choice first."""
-        return [1]
+        """How many last levels of a tree of this depth may come from one forward, its own choice first; none where it
+        grows no tree so deep.
+        """
+        made = list(takewhile(self.levels_of, range(depth)))
+        return [depth - number for number in made if self.levels_of(number) >= depth - number]
 
     def widths(self, tree: TreeConfig) -> list[int]:
         """How many nodes its rounds may have, the root included, ascending."""
@@ -84,6 +101,9 @@ class DraftConfig(Settings):
                 f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {self.most(tree)}"
             )
         choices = self.parallels(tree.depth)
+        if not choices:
+            deepest = max(filter(self.parallels, range(1, tree.depth)))
+            raise ValueError(f"tree.depth={tree.depth}: this draft guesses at most {deepest} tokens ahead")
         parallel = choices[0] if tree.parallel is None else tree.parallel
         if parallel not in choices:
             raise ValueError(
@@ -140,13 +160,13 @@ class TrainedDraft(nn.Module):
     def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer: ...
 
     @property
-    def own_head(self) -> OwnHead | None:
-        """Its own LM head, where it has one."""
-        return None
+    def own_heads(self) -> list[OwnHead]:
+        """Its own LM heads, where it has some: `Term.head` says which is a term's."""
+        return []
 
     @property
     def own_head_parameters(self) -> int:
-        return self.own_head.weight.numel() if self.own_head else 0
+        return sum(head.weight.numel() for head in self.own_heads)
 
     def normed(self, features: Tensor) -> Tensor:
         """What an own head takes."""
@@ -215,6 +235,9 @@ class TrainedDraft(nn.Module):
     def initialise(self, seed: int) -> None:
         initialise(self, torch.Generator().manual_seed(seed))
 
+    def start_from_target(self) -> None:
+        """What begins as a part of the target, in the draft at step 0; after `bind`."""
+
     def set_vocabulary(self, ids_U: Tensor) -> None:
         """The target ids that the reduced vocabulary stands for, ascending."""
         assert self.token_ids_U is not None and self.token_ids_U.shape == ids_U.shape
@@ -250,9 +273,12 @@ class TrainedDraft(nn.Module):
             raise AssertionError("bind(ends) comes before the first forward")
         return self._ends[0]
 
-    def logits(self, features: Tensor) -> Tensor:
+    def logits(self, features: Tensor, head: int = 0) -> Tensor:
         """Over its vocabulary."""
-        return (self.own_head or self.ends.head)(self.normed(features))
+        return self._head(head)(self.normed(features))
+
+    def _head(self, number: int) -> Any:
+        return self.own_heads[number] if self.own_heads else self.ends.head
 
     def _teacher(self) -> Teacher:
         """The target's distribution over the draft's vocabulary."""
@@ -263,10 +289,12 @@ class TrainedDraft(nn.Module):
         terms, predictions = self.terms(batch.step), self.predictions(batch)
         device = batch.labels_BTD.device
         chunk = chunk_rows(max(self.vocabulary_size * self.trained_features, self.teacher_vocabulary), 1, device)
-        own = self.own_head
-        sums = term_sums(
-            terms, predictions, batch, self._teacher(), chunk, own or self.ends.head, self.normed if own else None
-        )
+        normed = self.normed if self.own_heads else None
+        sums: dict[str, dict[str, Tensor]] = {}
+        for number in sorted({term.head for term in terms.values()}):
+            mine = {name: term for name, term in terms.items() if term.head == number}
+            own = Vocabulary(self.vocabulary_size, self.token_ids_U)
+            sums |= term_sums(mine, predictions, batch, self._teacher(), chunk, self._head(number), normed, own)
         total = torch.zeros((), device=device)
         for name, term in terms.items():
             weighted = sum(weight * sums[name][part] for part, weight in term.weights.items())

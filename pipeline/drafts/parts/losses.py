@@ -4,6 +4,7 @@ A term's loss has up to two parts, each with a weight: "regression", Smooth L1 o
 "classification", with one of these objectives, p being the target's distribution and q the draft's:
 
     soft-ce      -sum p log q (EAGLE; Jakiro, section on training)
+    hard-ce      -log q of the text's own token (Medusa-1); a token outside the draft's vocabulary has no loss
     acceptance   w KL(p || q) - (1 - w) log a, with a = sum min(p, q), a drawn token's probability of being accepted,
                  and w = exp(-3 a), through which no gradient goes (LK losses, arXiv 2602.23881; with a of a whole batch
                  in w, the loss would depend on how a global batch is cut)
@@ -44,7 +45,7 @@ def chunk_rows(vocabulary: int, branches: int, device: torch.device, gpu_bytes: 
     return min(rows, CHUNK_ROWS_CPU) if device.type == "cpu" else rows
 
 
-Objective = Literal["soft-ce", "acceptance"]
+Objective = Literal["soft-ce", "hard-ce", "acceptance"]
 # Features (m, D) -> p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be less than 1.
 Teacher = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
 DECAY = 3.0  # of an acceptance's weight of KL
@@ -58,6 +59,12 @@ class Term:
     weights: dict[str, float]  # of its parts: "regression", "classification", "penalty"
     objective: Objective = "soft-ce"
     features: int = 1  # so many features have logits; a penalty has none
+    head: int = 0  # which of the draft's own LM heads, where it has several
+
+
+def named(first: int, last: int) -> list[str]:
+    """Terms of horizons `first` to `last`, the next token's being 1."""
+    return [{1: "next", 2: "ahead"}.get(horizon, f"ahead_{horizon}") for horizon in range(first, last + 1)]
 
 
 @dataclass
@@ -67,6 +74,21 @@ class Prediction:
     features: list[Tensor] = field(default_factory=list)  # (B, T, D) each
     log_weights: Tensor | None = None  # (B, T, K) of a mixture of K features
     penalty: Tensor | None = None  # a sum over trained positions; nothing else then
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The draft's: `size` tokens, `ids_U` among the target's, ascending, where it is not the target's own."""
+
+    size: int
+    ids_U: Tensor | None = None
+
+    def numbers(self, tokens_M: Tensor) -> Tensor:
+        """The tokens' numbers in it; -1 for one that it does not have."""
+        if self.ids_U is None:
+            return tokens_M
+        found = torch.searchsorted(self.ids_U, tokens_M).clamp_max(len(self.ids_U) - 1)
+        return found.where(self.ids_U[found] == tokens_M, -1)
 
 
 def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
@@ -111,15 +133,18 @@ class _Classification(torch.autograd.Function):
         # once, not in every chunk
         ends = torch.stack([torch.searchsorted(index, firsts) for index in index_of]).tolist()
         for number, first in enumerate(range(0, len(teacher_MD), plan.chunk)):
-            answer = plan.teacher(teacher_MD[first : first + plan.chunk])
+            text_M = plan.text_M[first : first + plan.chunk]
+            answer = plan.teacher(teacher_MD[first : first + plan.chunk]) if plan.asks_teacher else None
             places, asked = [], []
             for term, parts in enumerate(terms):
                 begin, end = ends[term][number : number + 2]
                 places.append(slice(begin, end))
                 rows = index_of[term][begin:end] - first
-                mine: Any = (
-                    answer if end - begin == len(answer[0]) else tuple(x if x is None else x[rows] for x in answer)
-                )
+                mine: Any = answer
+                if plan.objectives[term] == "hard-ce":
+                    mine = plan.of_text(text_M[rows])
+                elif answer is not None and end - begin != len(answer[0]):
+                    mine = tuple(x if x is None else x[rows] for x in answer)
                 differentiate = gradients_of[term][0] is not None
                 asked.append(_Asked(term, [part[begin:end] for part in parts], mine, differentiate))
             for term, loss, agree, accept, slopes in chunk.sums(asked):
@@ -151,6 +176,7 @@ class _Plan:
     """All that the terms' sums are formed from but tensors that have gradients."""
 
     teacher_MD: Tensor  # labels
+    text_M: Tensor  # and the text's own tokens after them, as numbers of the draft's vocabulary; -1 outside
     teacher: Teacher
     head: Callable[[Tensor], Tensor]  # the frozen one
     chunk: int  # rows
@@ -158,6 +184,17 @@ class _Plan:
     sizes: list[int]  # by term: so many tensors
     objectives: list[Objective]
     shares: list[float]  # by term: its weight in the loss, but for a factor of all
+    vocabulary: int  # the draft's
+
+    @property
+    def asks_teacher(self) -> bool:
+        return any(objective != "hard-ce" for objective in self.objectives)
+
+    def of_text(self, text_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a teacher would answer that expects the text's own tokens and nothing else."""
+        has = text_m[:, None] >= 0
+        p = torch.zeros(len(text_m), self.vocabulary, device=text_m.device)
+        return p.scatter_(1, text_m[:, None].clamp_min(0), has.float()), text_m, has.float()
 
 
 @dataclass
@@ -270,7 +307,7 @@ def _acceptance(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bo
     return loss, accepted
 
 
-_OBJECTIVES = {"soft-ce": _soft_ce, "acceptance": _acceptance}
+_OBJECTIVES = {"soft-ce": _soft_ce, "hard-ce": _soft_ce, "acceptance": _acceptance}
 
 
 def term_sums(
@@ -281,12 +318,13 @@ def term_sums(
     chunk: int,
     head: Callable[[Tensor], Tensor],
     normed: Callable[[Tensor], Tensor] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """By term, sums over its trained positions: "regression" (where it has a weight), "classification", "agree"
     (top-1), "accept" (where the objective counts acceptances), "positions"; of a penalty "penalty" and "positions".
 
-    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through. A mixture has no feature of its
-    own: its regression is that of its features' mean.
+    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through; `vocabulary`: its tokens. A mixture
+    has no feature of its own: its regression is that of its features' mean.
     """
     said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
     inputs = batch.labels_BTD.shape[1]
@@ -297,7 +335,9 @@ def term_sums(
     tensors_of = [_trained_rows(prediction, terms[name].horizon, batch, inputs) for name, prediction in said.items()]
     sizes, objectives = [len(tensors) for tensors in tensors_of], [terms[name].objective for name in said]
     shares = _shares([terms[name] for name in said], batch)
-    plan = _Plan(teacher_MD, teacher, head, chunk, rows_of, sizes, objectives, shares)
+    vocabulary = vocabulary or Vocabulary(0)
+    text_M = vocabulary.numbers(_following(batch)[any_BT])
+    plan = _Plan(teacher_MD, text_M, teacher, head, chunk, rows_of, sizes, objectives, shares, vocabulary.size)
     features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
     flat: list[Tensor] = []
     for tensors, features in zip(tensors_of, features_of, strict=True):
@@ -325,6 +365,11 @@ def _labelled(batch: "Batch", horizon: int) -> Tensor:
     mask_BT = torch.zeros_like(batch.trained[horizon])
     mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : mask_BT.shape[1] + 1 - horizon]
     return mask_BT
+
+
+def _following(batch: "Batch") -> Tensor:
+    """The token that each label's distribution is of (B, T), in the text itself: that after f_{i+1} is t_{i+2}."""
+    return batch.tokens_BT.roll(-1, 1)  # no position is trained whose next token does not exist
 
 
 def _regression(features: list[Tensor], label_MD: Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""Gumiho (arXiv 2503.10135): early tokens from a serial draft of two layers, later ones from MLPs in parallel.
+
+The serial part is EAGLE's with a second decoder layer, and makes a round's first two forwards. With a the token that
+the first one guesses, b the second's, F_1 and F_2 what they predict (f_{i+1}, f_{i+2}), and fc EAGLE's:
+
+    MLP j    x_j = blocks_j(SiLU(W_j [fc(a, F_1); fc(b, F_2)]))   ->   f_{i+3+j}, j = 0, 1, ...
+
+All MLPs are one forward, so the tree's levels come 1, 1 and then all at once. In training both F are the serial part's
+from true features. The released code lets a node see ones under other ancestors ("full tree attention") and sets no
+tree mask in the second forward; neither is done here.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
+from pipeline.drafts.parts.losses import Prediction, Term, named
+from pipeline.drafts.parts.one_layer import Dense, Heads, Weights
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+SERIAL = 2  # forwards of the serial part
+
+
+@dataclass(frozen=True, kw_only=True)
+class GumihoConfig(EagleFrameConfig):
+    description: ClassVar = "Gumiho ([2503.10135](https://arxiv.org/abs/2503.10135)), two layers and parallel MLPs,"
+
+    kind: Literal["gumiho"] = "gumiho"
+    layers: int = 2
+    mlp_width: int | None = None  # of the layers' MLPs; default: the target's
+    mlps: int = 5
+    blocks: int = 5  # residual ones, in each of them
+    later: Weights = Weights(regression=1 / 9, classification=0.1 / 9)  # of an MLP's prediction,
+    later_decay: float = 0.8  # times this for each MLP from the first on
+    regression_steps: int = 0  # so many optimiser steps the MLPs' classifications do not count
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "layers", "mlp_width", "mlps", "blocks")
+        self.at_least(0, "regression_steps")
+        if not 0 < self.later_decay <= 1:
+            raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
+        if self.rollout > 1:
+            raise ValueError("rollout: Gumiho's serial part is trained on true features; leave it at 1")
+
+    def levels_of(self, number: int) -> int:
+        return 1 if number < SERIAL else self.mlps if number == SERIAL else 0
+
+    def terms_at(self, step: int) -> dict[str, Term]:
+        found = self.terms()
+        for number, name in enumerate(self.later_names, start=1):
+            weights = self.later.of(self.later_decay**number)
+            if step < self.regression_steps:
+                weights |= {"classification": 0.0}
+            found[name] = Term(SERIAL + number, weights, self.objective)
+        return found
+
+    @property
+    def later_names(self) -> list[str]:
+        """Of the MLPs' terms."""
+        return named(SERIAL + 1, SERIAL + self.mlps)
+
+
+class Parallel(nn.Module):
+    """The MLPs; tensor names are the released checkpoints'."""
+
+    def __init__(self, config: GumihoConfig, width: int):
+        super().__init__()
+        self.mlp = nn.ModuleList(
+            nn.Sequential(
+                nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
+                *(ResBlock(width, width) for _ in range(config.blocks)),
+            )
+            for _ in range(config.mlps)
+        )
+
+    def forward(self, pairs: Tensor, count: int) -> list[Tensor]:
+        return [mlp(pairs) for mlp in list(self.mlp)[:count]]
+
+
+class Gumiho(Dense, EagleFrame):
+    config: GumihoConfig
+
+    def __init__(self, config: GumihoConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        for number in range(1, config.layers):
+            parts = self.follow(self.llama) | {"input_layernorm": norm(self.llama)}
+            self.layers.append(AttentionBlock(self.llama, parts, number=number))
+        self.mlp = Parallel(config, self.llama.hidden_size)
+
+    @property
+    def block(self) -> AttentionBlock:
+        return self.layers[-1]  # type: ignore[return-value]
+
+    def _trunk(
+        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
+    ) -> Tensor:
+        x = self._joined(features_BTD, tokens_BT)
+        rope = self._rope[0].to(x.device)(x, positions_BT)
+        for number, layer in enumerate(self.layers):
+            block: Any = layer
+            x = x + block.attend(block.input_layernorm(x) if number else x, rope, mask, cache)
+            if number < len(self.layers) - 1:
+                x = x + block.mlp(block.post_attention_layernorm(x))
+        return x
+
+    def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """fc of tokens and the features before them."""
+        return self.inputs(features, self.embedded(tokens, features))[0]
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return self.config.terms_at(step)
+
+    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
+        """The MLPs' at i: of the pairs (F for f_{i+1}, t_{i+2}) and (F for f_{i+2}, t_{i+3})."""
+        joined_BTD = self._joined(heads.ahead[0], batch.tokens_BT.roll(-1, 1))  # a row's end is not trained
+        found = self.mlp(torch.cat([joined_BTD, joined_BTD.roll(-1, 1)], dim=-1), self.config.mlps)
+        return {name: Prediction([feature]) for name, feature in zip(self.config.later_names, found, strict=True)}
+
+    # -- decoding: a carry is F and, behind it, fc of the node whose forward it was ---------------------------------
+
+    @torch.inference_mode()
+    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        answer = super().start(state, seen, replace(wanted, levels=1), places)
+        return replace(answer, carry_WD=nn.functional.pad(answer.carry_WD, (0, answer.carry_WD.shape[1])))
+
+    @torch.inference_mode()
+    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+        feature_WD, before_WD = frontier.carry_WD.chunk(2, dim=-1)
+        joined_WD = self._joined(feature_WD, frontier.tokens_W)
+        if frontier.depth < SERIAL:
+            answer = super().step(state, replace(frontier, carry_WD=feature_WD), replace(wanted, levels=1))
+            return replace(answer, carry_WD=torch.cat([answer.carry_WD, joined_WD], dim=-1))
+        found = self.mlp(torch.cat([before_WD, joined_WD], dim=-1), wanted.levels)
+        return Answer(frontier.carry_WD, list(self.logits(torch.stack(found))))
+
+    # -- checkpoints that others released -----------------------------------------------------------------------
+
+    @classmethod
+    def released_name(cls, name: str) -> str:
+        """An MLP's first part is ``linear`` there."""
+        return re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", name)

@@ -1,0 +1,174 @@
+"""Hydra and Hydra++ (arXiv 2402.05109): heads as Medusa's that also see the tokens which the heads before them guessed.
+
+    head k    x_k = blocks_k([s_i; e(t_{i+1}); ...; e(t_{i+k})])   ->   t_{i+1+k}
+
+s_i is the target's last hidden state f_i (Hydra) or a decoder layer's output over f_0 .. f_i (Hydra++, ``prefix``).
+The released code repeats one residual block by multiplying a list; here each block has weights of its own. Dropout,
+which the paper's recipe has, is left out: a training here is a function of its seed and its batches.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.parts.base import TrainedDraft
+from pipeline.drafts.parts.heads import HeadsConfig, own_heads
+from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
+from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
+from pipeline.target.attention import additive
+from pipeline.target.cache import TreeCache
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraConfig(HeadsConfig):
+    description: ClassVar = "Hydra ([2402.05109](https://arxiv.org/abs/2402.05109)), heads that see earlier guesses,"
+
+    kind: Literal["hydra"] = "hydra"
+    heads: int = 4
+    blocks: int = 4  # residual ones, in each head
+    prefix: bool = True  # Hydra++: a decoder layer over the hidden states so far
+    mlp_width: int | None = None  # of that layer; default: the target's
+    embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
+    objective: Objective = "soft-ce"
+    decay: float = 1.0  # of the loss's weight, for each token ahead
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "mlp_width")
+        if not self.embedding_scale > 0:
+            raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
+
+    def levels_of(self, number: int) -> int:
+        return 1 if number < self.heads else 0
+
+
+@dataclass
+class HydraState:
+    """One sequence's keys and values of the prefix layer."""
+
+    cache: TreeCache = field(default_factory=TreeCache)
+    verified: int = 0
+
+
+class Prefix(nn.Module):
+    """A Llama decoder layer with its input norm, and the norm behind it."""
+
+    def __init__(self, llama: Any, width: int):
+        super().__init__()
+        parts = {"input_layernorm": norm(llama), "mlp": swiglu(llama, width)}
+        self.layer = AttentionBlock(llama, parts)
+        self.norm = norm(llama)
+
+    def forward(self, f_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+        layer: Any = self.layer
+        u = f_BTD + layer.attend(layer.input_layernorm(f_BTD), rope, mask, cache)
+        return self.norm(u + layer.mlp(layer.post_attention_layernorm(u)))
+
+
+class Hydra(TrainedDraft):
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig, shapes: dict):
+        super().__init__(config, shapes)
+        self.llama = layer_config(shapes)
+        self._rope = [rotary(self.llama)]  # a list keeps it out of the module tree: no cast touches its frequencies
+        width = shapes["hidden_size"]
+        if config.prefix:
+            self.prefix = Prefix(self.llama, config.mlp_width or self.llama.intermediate_size)
+        self.heads = nn.ModuleList(
+            nn.Sequential(ResBlock((k + 1) * width, width), *(ResBlock(width, width) for _ in range(1, config.blocks)))
+            for k in range(1, config.heads + 1)
+        )
+        self.lm_heads = own_heads(config, width, self.vocabulary_size)
+
+    def _share(self, other: Self) -> None:
+        other._rope = self._rope
+
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
+
+    def start_from_target(self) -> None:
+        for head in self.own_heads:
+            head.weight.data.copy_(self.ends.head.linear.weight)
+
+    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        embedded = nn.functional.embedding(tokens, self.ends.embedding_VD) * self.config.embedding_scale
+        return embedded.to(like.dtype)
+
+    def _summary(self, f_BTD: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """s_i"""
+        if not self.config.prefix:
+            return f_BTD
+        return self.prefix(f_BTD, self._rope[0].to(f_BTD.device)(f_BTD, positions_BT), mask, cache)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return self.config.terms()
+
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
+        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions, mask = places[None], None
+        if begins_BT is not None:
+            positions = places - begins_BT
+            sees = (places[:, None] >= places[None, :]) & (begins_BT[:, :, None] == begins_BT[:, None, :])
+            mask = additive(sees, batch.hidden_BTD.dtype)[:, None]
+        inputs = [self._summary(batch.hidden_BTD, positions, mask, None)]
+        embedded = self._embedded(tokens_BT, batch.hidden_BTD)
+        found = {}
+        for name, head in zip(self.config.terms(), self.heads, strict=True):
+            inputs.append(embedded.roll(1 - len(inputs), 1))  # e(t_{i+k}) for head k; a row's end is not trained
+            found[name] = Prediction([head(torch.cat(inputs, dim=-1))])
+        return found
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def open(self) -> HydraState:
+        return HydraState()
+
+    def _answer(self, input_WD: Tensor, number: int) -> Answer:
+        """Of head `number`, from 0; its children's forward appends a token to the same input."""
+        return Answer(input_WD, [self.logits(self.heads[number](input_WD), number)])
+
+    @torch.inference_mode()
+    def start(self, state: HydraState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        f_TD, past, mask = seen.states_TSD[:, 0], state.verified, None
+        count, device = len(f_TD), f_TD.device
+        if past and count > 1:
+            earlier = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+            mask = additive(earlier, f_TD.dtype)[None, None]
+        positions = torch.arange(past, past + count, device=device)[None]
+        summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]
+        state.verified = past + count
+        tokens_W = torch.tensor(seen.tokens[-places:], device=device)
+        return self._answer(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
+
+    @torch.inference_mode()
+    def step(self, state: HydraState, frontier: Frontier, wanted: Wanted) -> Answer:
+        embedded_WD = self._embedded(frontier.tokens_W, frontier.carry_WD)
+        return self._answer(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
+
+    # -- checkpoints that others released -----------------------------------------------------------------------
+
+    @classmethod
+    def released_name(cls, name: str) -> str:
+        """A block follows its dropout there, and an LM head its own."""
+        if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
+            return f"heads.{found[1]}.{int(found[2]) // 2}.{found[3]}"
+        if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.1\.(.+)", name):
+            return f"lm_heads.{found[1]}.{found[2]}"
+        name = name.removeprefix("prefix_embeding_layer.")
+        return re.sub(r"^(layers\.0|norm)\.", lambda at: f"prefix.{at[1].replace('layers.0', 'layer')}.", name)
+
+    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        keys = {"hydra_num_heads": "heads", "hydra_num_layers": "blocks"}
+        return {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}

@@ -1,0 +1,88 @@
+"""Medusa-1 (arXiv 2401.10774): K heads on the target's last hidden state, each for one token further ahead.
+
+    head k    logits_k = W_k (x_k),   x_k = blocks_k(f_i)   ->   t_{i+1+k}
+
+It sees no token that is not in f_i yet, not even the one that the target has just chosen; all levels of its tree come
+from one forward, and all nodes of a level have the same candidates.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.parts.base import TrainedDraft
+from pipeline.drafts.parts.heads import HeadsConfig, own_heads
+from pipeline.drafts.parts.layers import ResBlock
+from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadsConfig):
+    description: ClassVar = "Medusa-1 ([2401.10774](https://arxiv.org/abs/2401.10774)), heads on one hidden state,"
+
+    kind: Literal["medusa"] = "medusa"
+    heads: int = 4
+    blocks: int = 1  # residual ones, in each head
+    objective: Objective = "hard-ce"
+    decay: float = 0.8  # of the loss's weight, for each token ahead
+
+    def levels_of(self, number: int) -> int:
+        return 0 if number else self.heads
+
+
+class Medusa(TrainedDraft):
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, shapes: dict):
+        super().__init__(config, shapes)
+        width = shapes["hidden_size"]
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResBlock(width, width) for _ in range(config.blocks))) for _ in range(config.heads)
+        )
+        self.lm_heads = own_heads(config, width, self.vocabulary_size)
+
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
+
+    def start_from_target(self) -> None:
+        for head in self.own_heads:
+            head.weight.data.copy_(self.ends.head.linear.weight)
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return self.config.terms()
+
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
+        names = self.config.terms()
+        return {name: Prediction([head(batch.hidden_BTD)]) for name, head in zip(names, self.heads, strict=True)}
+
+    def open(self) -> None:
+        return None
+
+    @torch.inference_mode()
+    def start(self, state: None, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        f_WD = seen.states_TSD[-places:, 0]
+        features = [head(f_WD) for head in list(self.heads)[: wanted.levels]]
+        return Answer(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
+
+    def step(self, state: None, frontier: Frontier, wanted: Wanted) -> Answer:
+        raise AssertionError("its settings say that there is no second forward")
+
+    @classmethod
+    def released_name(cls, name: str) -> str:
+        """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
+        name = name.removeprefix("medusa_head.")
+        if found := re.fullmatch(r"(\d+)\.\d+\.weight", name):
+            return f"lm_heads.{found[1]}.weight"
+        return f"heads.{name}"
+
+    def released_facts(self, theirs: dict) -> dict[str, tuple]:
+        keys = {"medusa_num_heads": "heads", "medusa_num_layers": "blocks"}
+        return {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}

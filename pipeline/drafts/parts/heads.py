@@ -1,0 +1,36 @@
+"""Drafts of one head for each token ahead (Medusa, Hydra): their settings, and LM heads of their own."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.losses import Objective, OwnHead, Term, named
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig(DraftConfig):
+    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
+    heads: int
+    blocks: int
+    own_head: bool = (
+        True  # each has an LM head of its own, which begins as the target's; false: they share the target's
+    )
+    objective: Objective
+    decay: float
+
+    def __post_init__(self):
+        self.at_least(1, "vocabulary", "heads", "blocks")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
+
+    def terms(self) -> dict[str, Term]:
+        """The head for t_{i+1+k} has horizon k and weight decay^k."""
+        own = range(self.heads) if self.own_head else [0] * self.heads
+        weights = [{"classification": self.decay**k} for k in range(1, self.heads + 1)]
+        both = enumerate(zip(named(1, self.heads), weights, own, strict=True), start=1)
+        return {name: Term(k, weight, self.objective, head=head) for k, (name, weight, head) in both}
+
+
+def own_heads(config: HeadsConfig, width: int, vocabulary: int) -> nn.ModuleList:
+    return nn.ModuleList(OwnHead(width, vocabulary) for _ in range(config.heads if config.own_head else 0))

@@ -1,0 +1,144 @@
+"""Speculative sampling with a small language model (arXiv 2302.01318), its trees and its cache like any draft's.
+
+A Llama of a few layers on the text alone, which learns the target's distribution. The first token that it sees is t_1,
+since a batch pairs every token with the state before it.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
+from pipeline.target.attention import additive
+from pipeline.target.cache import TreeCache
+from pipeline.target.states import Needs
+from pipeline.target.verifier import Verifier
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+
+@dataclass
+class TextState:
+    """One sequence's cache: `read` tokens of the text, then the current tree's forwarded nodes."""
+
+    cache: TreeCache = field(default_factory=TreeCache)
+    read: int = 0
+
+
+class Apart:
+    """A module that is called as one, and is part of none."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __call__(self, x: Tensor, *arguments: Any, **more: Any) -> Any:
+        return self._module.to(x.device)(x, *arguments, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallLlamaConfig(DraftConfig):
+    description: ClassVar = "Speculative sampling ([2302.01318](https://arxiv.org/abs/2302.01318)) with a small Llama,"
+
+    kind: Literal["small-llama"] = "small-llama"
+    vocabulary: int | None = None  # that it guesses from: the most frequent ids of the training answers; it reads all
+    layers: int = 2
+    width: int = 256
+    attention_heads: int = 4
+    mlp_width: int = 768
+    objective: Objective = "soft-ce"
+
+    def __post_init__(self):
+        self.at_least(1, "vocabulary", "layers", "width", "attention_heads", "mlp_width")
+        if self.width % (2 * self.attention_heads):
+            raise ValueError(f"width={self.width} is no even multiple of attention_heads={self.attention_heads}")
+
+    def needs(self, target_layers: int) -> Needs:
+        return Needs(final=False)
+
+
+class SmallLlama(TrainedDraft):
+    config: SmallLlamaConfig
+
+    def __init__(self, config: SmallLlamaConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        llama = LlamaConfig(
+            hidden_size=config.width,
+            intermediate_size=config.mlp_width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.attention_heads,
+            num_key_value_heads=config.attention_heads,
+            vocab_size=shapes["vocab_size"],
+            max_position_embeddings=shapes["max_position_embeddings"],
+            rms_norm_eps=shapes["rms_norm_eps"],
+            tie_word_embeddings=False,
+        )
+        llama._attn_implementation = "sdpa"
+        self.lm = LlamaForCausalLM(llama)
+        self.lm.lm_head = OwnHead(config.width, self.vocabulary_size)
+        rope: Any = self.lm.model.rotary_emb
+        del self.lm.model.rotary_emb  # out of the module tree: a cast to bf16 must not touch its frequencies
+        self.lm.model.rotary_emb = Apart(rope)
+        self._reader: list[Verifier] = []
+
+    def _share(self, other: Self) -> None:
+        other.lm.model.rotary_emb = self.lm.model.rotary_emb
+
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return [self.lm.lm_head]
+
+    def _reads(self) -> Verifier:
+        if not self._reader:
+            self._reader.append(Verifier(self.lm.eval(), self.lm.config, self.name))
+        return self._reader[0]
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return {"next": Term(1, {"classification": 1.0}, self.config.objective)}
+
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
+        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        sees = (places[:, None] >= places[None, :])[None]
+        positions = places[None].expand_as(tokens_BT)
+        if begins_BT is not None:
+            positions, sees = places - begins_BT, sees & (begins_BT[:, :, None] == begins_BT[:, None, :])
+        mask = additive(sees, self.dtype)[:, None]
+        out = self.lm.model(input_ids=tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
+        return {"next": Prediction([out.last_hidden_state])}
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def open(self) -> TextState:
+        return TextState()
+
+    @torch.inference_mode()
+    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        """Reads what is new of the text, its last token included."""
+        reader, past = self._reads(), state.read
+        tokens = seen.tokens[1 + past :]
+        state.cache.keep(past)
+        mask = None
+        if past and len(tokens) > 1:
+            size = len(tokens), past + len(tokens)
+            mask = torch.ones(*size, dtype=torch.bool, device=reader.device).tril(past)
+        found = reader.forward(torch.tensor(tokens, device=reader.device), state.cache, None, mask)
+        state.read = past + len(tokens)
+        return self._answer(found.final_ND[-places:])
+
+    @torch.inference_mode()
+    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
+        reader, prefix_W = self._reads(), frontier.prefix_W
+        if prefix_W is None:
+            prefix_W = torch.full_like(frontier.tokens_W, state.read)
+        prefix = torch.arange(state.read, device=reader.device) < prefix_W[:, None]
+        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
+        return self._answer(reader.forward(frontier.tokens_W, state.cache, positions_W, mask).final_ND)
+
+    def _answer(self, hidden_WD: Tensor) -> Answer:
+        return Answer(hidden_WD, [self.logits(hidden_WD)])

@@ -1,0 +1,160 @@
+"""Drafts that are no single layer: what decoding answers is what training predicts, and a tree leaves no trace."""
+
+import pytest
+import torch
+
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Frontier, Verified, Wanted
+from pipeline.drafts.gumiho import Gumiho
+from pipeline.drafts.hydra import Hydra
+from pipeline.drafts.medusa import Medusa
+from pipeline.features.batch import collate
+from pipeline.features.schema import Row
+from tests.pipeline.taught import ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
+
+OTHERS = [name for name in VARIANTS if name not in ONE_LAYER]
+TEACHER_FORCED = [name for name in OTHERS if "gumiho" not in name]
+LENGTH = 20
+
+
+@pytest.fixture(scope="module")
+def text(loaded_target):
+    """Tokens of no meaning, and the target's states of them."""
+    tokens = prompt_of(5, LENGTH)
+    return tokens, loaded_target.states(tokens).final_ND.clone()
+
+
+@pytest.fixture(scope="module")
+def drafts(loaded_target, ends):
+    """Trained a little, so that no block is zero any more."""
+
+    class Made(dict):
+        def __missing__(self, name):
+            with torch.inference_mode(False):
+                self[name] = taught(loaded_target, ends, VARIANTS[name], prompt_of(1), prompt_of(2, 30), steps=20)
+            return self[name]
+
+    return Made()
+
+
+def states_of(draft, text, begin, end):
+    """As many of the target's as the draft wants."""
+    return text[1][begin:end, None] if draft.needs.final else text[1][begin:end, None][:, :0]
+
+
+def fed(draft, state, text, begin, end, levels=1):
+    """The inputs from `begin` to `end`: states, and the tokens after them."""
+    seen = Verified(text[0][: end + 1], states_of(draft, text, begin, end))
+    return draft.start(state, seen, Wanted(levels))
+
+
+def stepped(draft, state, answer, token, depth, levels=1):
+    """A chain's next node: the second of two siblings, each time."""
+    seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
+    seen[:, 1::2] = True
+    seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
+    return draft.step(state, Frontier(torch.tensor([7, token]), answer.carry_WD[[-1, -1]], seen, depth), Wanted(levels))
+
+
+def trained(draft, text):
+    """By term, logits (T, U) of the training forward."""
+    tokens, states = text
+    row = Row("text", torch.tensor(tokens).int().numpy(), torch.ones(LENGTH, dtype=torch.uint8).numpy(), states)
+    batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 1))
+    terms = draft.terms(0)
+    return [
+        draft.logits(prediction.features[0][0], terms[name].head)
+        for name, prediction in draft.predictions(batch).items()
+    ]
+
+
+@pytest.mark.parametrize("name", TEACHER_FORCED)
+@torch.inference_mode()
+def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, name):
+    """Fed in pieces, and stepped along the text's own tokens beside a sibling that nobody sees."""
+    draft, tokens = drafts[name], text[0]
+    levels, predicted, state, begin = draft.config.levels_of(0), trained(draft, text), draft.open(), 0
+    for end in (7, 8, 12, 13):
+        answer = fed(draft, state, text, begin, end, levels)
+        begin, place = end, end - 1  # the last input
+        assert len(answer.logits_LWU) == levels
+        for level, logits in enumerate(answer.logits_LWU):
+            assert torch.allclose(logits[-1], predicted[level][place], atol=1e-4)
+        for depth in range(1, 4):
+            if draft.config.levels_of(depth):
+                answer = stepped(draft, state, answer, tokens[end + depth], depth)
+                at = (predicted[0], place + depth) if len(predicted) == 1 else (predicted[depth], place)
+                assert torch.allclose(answer.logits_LWU[0][-1], at[0][at[1]], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.inference_mode()
+def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
+    draft = drafts[name]
+    tree = draft.config.settle(TreeConfig(depth=3 if "medusa" not in name else 2, top_k=3, nodes=8))
+    used, clean = draft.open(), draft.open()
+    for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
+        seen = Verified(text[0][: end + 1], states_of(draft, text, begin, end))
+        proposed = draft.propose(used, seen, tree, None)
+        assert len(proposed.tokens) == 8
+        without = draft.start(clean, seen, Wanted())
+    again, fresh = (
+        draft.propose(s, Verified(text[0][:17], states_of(draft, text, 15, 16)), tree, None) for s in (used, clean)
+    )
+    assert again.tokens == fresh.tokens and again.parents == fresh.parents
+    assert without.logits_LWU[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gumiho", "gumiho, reduced"])
+@torch.inference_mode()
+def test_gumihos_three_forwards_by_hand(drafts, text, name):
+    """The serial part on true features, then on its own; then all MLPs on fc of both tokens."""
+    draft, tokens, width = drafts[name], text[0], 32
+    state, a, b = draft.open(), 40, 90
+    first = fed(draft, state, text, 0, 9)
+    true, following = text[1][:9], torch.tensor(tokens[1:10])
+
+    def serial(features, after):
+        positions = torch.arange(len(after))[None]
+        return draft.heads(draft._trunk(features[None], after[None], positions, None, None), 0).ahead[0][0]
+
+    one = serial(true, following)[-1]
+    assert torch.allclose(first.carry_WD[-1, :width], one, atol=1e-5)
+    assert torch.allclose(first.logits_LWU[0][-1], draft.logits(one), atol=1e-4)
+    second = stepped(draft, state, first, a, 1)
+    two = serial(torch.cat([true, one[None]]), torch.cat([following, torch.tensor([a])]))[-1]
+    assert torch.allclose(second.logits_LWU[0][-1], draft.logits(two), atol=1e-4)
+    third = stepped(draft, state, second, b, 2, levels=draft.config.mlps)
+    embedding = draft.ends.embedding_VD
+    pair = torch.cat([draft.fc(torch.cat([embedding[token], f])) for token, f in ((a, one), (b, two))])
+    assert len(third.logits_LWU) == draft.config.mlps
+    for j, logits in enumerate(third.logits_LWU):
+        assert torch.allclose(logits[-1], draft.logits(draft.mlp.mlp[j](pair)), atol=1e-4)
+
+
+def test_every_block_of_a_head_has_weights_of_its_own(loaded_target, ends):
+    """The released Hydra multiplies a list: its blocks are one."""
+    draft = make_draft(loaded_target, ends, VARIANTS["hydra++"])
+    blocks = [block for head in draft.heads for block in head]
+    assert len({id(block.linear.weight) for block in blocks}) == len(blocks) == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "ours"),
+    [
+        (Medusa, "0.0.linear.weight", "heads.0.0.linear.weight"),
+        (Medusa, "medusa_head.3.0.linear.bias", "heads.3.0.linear.bias"),
+        (Medusa, "2.1.weight", "lm_heads.2.weight"),
+        (Gumiho, "layers.1.input_layernorm.weight", "layers.1.input_layernorm.weight"),
+        (Gumiho, "mlp.mlp.4.0.linear.weight", "mlp.mlp.4.0.0.weight"),
+        (Gumiho, "mlp.mlp.4.5.linear.bias", "mlp.mlp.4.5.linear.bias"),
+        (Hydra, "hydra_mlp.0.1.linear.weight", "heads.0.0.linear.weight"),
+        (Hydra, "hydra_mlp.2.5.res_connection.bias", "heads.2.2.res_connection.bias"),
+        (Hydra, "hydra_lm_head.1.1.weight", "lm_heads.1.weight"),
+        (Hydra, "prefix_embeding_layer.layers.0.self_attn.q_proj.weight", "prefix.layer.self_attn.q_proj.weight"),
+        (Hydra, "prefix_embeding_layer.norm.weight", "prefix.norm.weight"),
+        (Hydra, "prefix_embeding_layer.embed_tokens.weight", "embed_tokens.weight"),
+    ],
+)
+def test_tensors_have_their_released_places(kind, theirs, ours):
+    assert kind.released_name(theirs) == ours
