@@ -214,17 +214,20 @@ def _bookkeeping(
     """
     few, many = min(FEW, max_nodes), min(MANY, max_nodes)
 
-    def seconds(nodes: int, depth: int) -> float:
-        depth = min(depth, nodes - 1)
-        tree = TreeConfig(depth=depth, top_k=max(WIDTHS), nodes=nodes, candidates=method.tree.candidates, parallel=1)
-        sized = Method(method.draft, tree)
-        return statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings)
+    def seconds(nodes: int, depth: int) -> tuple[float, int]:
+        """And the draft's forwards in such a round: as many as it makes for that depth."""
+        config = method.draft.config
+        depth = max(d for d in range(1, min(depth, nodes - 1) + 1) if config.parallels(d))
+        shape: Any = {"depth": depth, "top_k": max(WIDTHS), "parallel": min(config.parallels(depth))}
+        sized = Method(method.draft, TreeConfig(nodes=nodes, candidates=method.tree.candidates, **shape))
+        took = statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings)
+        return took, sized.tree.forwards
 
-    small, large = seconds(few, 2), seconds(many, 2)
-    deep = seconds(few, 4) if method.draft.stepwise and few > 4 else small
+    (small, made), (large, _) = seconds(few, 2), seconds(many, 2)
+    deep, more = seconds(few, 4) if method.draft.stepwise and few > 4 else (small, made)
     node = max(0.0, (large - small) / max(many - few, 1))
-    forward = max(0.0, (deep - small) / 2)
-    return max(0.0, small - node * few - forward), node, forward
+    forward = max(0.0, (deep - small) / (more - made)) if more > made else 0.0
+    return max(0.0, small - node * few - (made - 1) * forward), node, forward
 
 
 def _rest(target: Target, method: Method, sampling: Sampling, prompt: list[int]) -> float:

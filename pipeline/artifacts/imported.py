@@ -1,5 +1,5 @@
-"""Drafts that others trained become ours: EAGLE-1/2 and Jakiro as their authors released them, EAGLE-3 as its authors,
-SpecForge or speculators write it.
+"""Drafts that others trained become ours: EAGLE-1/2, Jakiro, Gumiho, Medusa and Hydra as their authors released them,
+EAGLE-3 as its authors, SpecForge or speculators write it.
 
 Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
 draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.
@@ -29,7 +29,10 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import load_config, load_ends
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.ckpt")
+WEIGHTS = (
+    *("model.safetensors", "pytorch_model.bin", "model.ckpt"),
+    *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
+)
 IDS = "draft_token_ids"
 
 
@@ -150,8 +153,12 @@ def their_config(source: Path) -> dict[str, Any]:
 
 
 def _shapes(theirs: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target."""
+    """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target. All are the
+    target's where the config has none of them, as Medusa's and Hydra's.
+    """
     target = load_config(recipe.target)
+    if "hidden_size" not in theirs:
+        return shapes_of(target)
     known = {
         k: v for k, v in theirs.items() if k not in ("architectures", "auto_map", "model_type", "torch_dtype", "dtype")
     }

@@ -46,6 +46,6 @@ def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
     assert costs._bookkeeping(None, given, [None, None], [], 60) == pytest.approx((0.5, 0.01, 0.125))
     assert asked == [(costs.FEW, 2)] * 2 + [(costs.MANY, 2)] * 2 + [(costs.FEW, 4)] * 2
     assert costs._bookkeeping(None, given, [None], [], 4) == pytest.approx((0.665, 0.0, 0.0))  # one tree tells no slope
-    table = Costs(1.0, {6: 2.0}, {10: 0.25}, 0.125, 0.5, 0.01)
+    table = Costs(1.0, {6: 2.0}, [{10: 0.25}], 0.125, 0.5, 0.01)
     tree = TreeConfig(depth=3, top_k=10, nodes=6, parallel=1)
     assert table.round(tree) == pytest.approx(2.0 + 6 * 0.01 + 0.125 + 2 * 0.25 + 0.5)

@@ -42,7 +42,7 @@ VARIANTS = {
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
     "medusa": MedusaConfig(),
-    "medusa, the target's head": MedusaConfig(heads=3, blocks=2, own_head=False, objective="soft-ce"),
+    "medusa, the target's head": MedusaConfig(blocks=2, own_head=False, objective="soft-ce"),
     "medusa, reduced": MedusaConfig(heads=5, vocabulary=100),
     "hydra": HydraConfig(prefix=False, blocks=1, objective="hard-ce"),
     "hydra++": HydraConfig(blocks=3),

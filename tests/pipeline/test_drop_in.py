@@ -36,6 +36,10 @@ WAYS = {  # draft, how its nodes are chosen
     "jakiro": ("jakiro", None),
     "eagle3, reduced": ("eagle3, reduced", None),
     "sparse on eagle-3": ("sparse on eagle-3", None),
+    "gumiho": ("gumiho", None),
+    "medusa": ("medusa", None),
+    "hydra++": ("hydra++", None),
+    "small-llama": ("small-llama", None),
     "with the copier": ("eagle", checkpoint.Together({"copier": CopierConfig()}, "either", COUNTED, None)),
     "rounds that pay": ("jakiro", checkpoint.Together({"copier": CopierConfig()}, "max", None, RULE)),
 }
@@ -89,7 +93,8 @@ def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
     prompts = [prompt_of(seed) * 2 for seed in range(3)]
     answer = greedy(loaded_target, prompts[0], COUNT)
     draft = taught(loaded_target, ends, VARIANTS[variant], prompts[0], answer)
-    folder = released(tmp_path, tiny_recipe, draft, TREE, together)
+    tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
+    folder = released(tmp_path, tiny_recipe, draft, tree, together)
     method = checkpoint.read_config(folder).method(draft)
     own = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
     assert own[0].acceptance.tau > 1.5  # it is a draft

@@ -1,6 +1,7 @@
 """Released checkpoints become ours: names and shapes of the authors, SpecForge and speculators, random weights."""
 
 import json
+import re
 
 import jinja2
 import pytest
@@ -43,6 +44,11 @@ LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there
         {"embed_tokens.weight": (260, 32), "layers.0.self_attn.rotary_emb.inv_freq": (4,)},
     ),
     "jakiro": ({"kind": "jakiro", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
+    "gumiho": (
+        {"kind": "gumiho", "fc_bias": True},
+        lambda n: re.sub(r"^(mlp\.mlp\.\d\.0)\.0\.", r"\1.linear.", n),
+        {"embed_tokens.weight": (260, 32)},
+    ),
     "eagle-3 of its authors": ({"kind": "eagle3", "vocabulary": 64}, lambda n: n, {}),
     "eagle-3 of speculators": (
         {"kind": "eagle3", "vocabulary": 64, "norm_before_residual": True},
@@ -99,6 +105,60 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
         got = speculative(loaded_target, method, prompt_of(1), sampling)
         assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
+
+
+def medusas(name):
+    kind, head, rest = name.split(".", 2)
+    return f"{head}.2.{rest}" if kind == "lm_heads" else f"{head}.{rest}"  # behind two blocks
+
+
+def hydras(name):
+    kind, head, rest = name.split(".", 2)
+    if kind == "lm_heads":
+        return f"hydra_lm_head.{head}.1.{rest}"
+    if kind == "heads":
+        block, rest = rest.split(".", 1)
+        return f"hydra_mlp.{head}.{2 * int(block) + 1}.{rest}"
+    where = "norm" if head == "norm" else "layers.0"
+    return f"prefix_embeding_layer.{where}.{rest}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "renamed", "config", "file"),
+    [
+        (
+            {"kind": "medusa", "heads": 3, "blocks": 2},
+            medusas,
+            {"medusa_num_heads": 3, "medusa_num_layers": 2},
+            "medusa_lm_head.pt",
+        ),
+        (
+            {"kind": "hydra", "heads": 3, "blocks": 4, "head_bias": True},
+            hydras,
+            {"hydra_num_heads": 3, "hydra_num_layers": 4},
+            "hydra_lm_head.pt",
+        ),
+    ],
+)
+def test_heads_whose_config_has_no_shapes_take_the_targets(
+    released, loaded_target, ends, settings, renamed, config, file
+):
+    recipe, folder, ours = released(settings, renamed, {"prefix_embeding_layer.embed_tokens.weight": (260, 32)})
+    theirs = load_file(folder / "model.safetensors") | {"prefix_embeding_layer.embed_tokens.weight": ends.embedding_VD}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    torch.save(theirs if settings["kind"] == "hydra" else {renamed(name): x for name, x in ours.items()}, folder / file)
+    import_draft(folder, recipe, "theirs")
+    draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
+    assert draft.state_dict().keys() == ours.keys()
+    assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
+    draft.bind(ends)
+    got = speculative(loaded_target, Method(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
+    assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
+    more = {"draft": {"theirs": settings | {"heads": 4}}, "output": str(folder / "other")}
+    other = Recipe.model_validate(recipe.model_dump(mode="json") | more)
+    with pytest.raises(PipelineError, match=r"heads=3: set draft.theirs.heads"):
+        import_draft(folder, other, "theirs")
 
 
 @pytest.mark.parametrize(

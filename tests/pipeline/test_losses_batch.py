@@ -618,7 +618,9 @@ def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
 
 
 @pytest.mark.parametrize("vocabulary", [None, 100])
-@pytest.mark.parametrize("config", [MedusaConfig(heads=3), HydraConfig(heads=3, blocks=1, objective="hard-ce")])
+@pytest.mark.parametrize(
+    "config", [MedusaConfig(heads=3), HydraConfig(heads=3, blocks=1, objective="hard-ce", head_bias=True)]
+)
 def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, ends, config, vocabulary):
     """Head k at input i: the cross-entropy of t_{i+1+k}, read off the rows; none for a token that it cannot guess."""
     draft = build(replace(config, vocabulary=vocabulary), shapes_of(loaded_target.config))

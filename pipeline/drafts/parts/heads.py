@@ -16,11 +16,14 @@ class HeadsConfig(DraftConfig):
     own_head: bool = (
         True  # each has an LM head of its own, which begins as the target's; false: they share the target's
     )
+    head_bias: bool = False  # as the released Hydra's
     objective: Objective
     decay: float
 
     def __post_init__(self):
         self.at_least(1, "vocabulary", "heads", "blocks")
+        if self.head_bias and not self.own_head:
+            raise ValueError("head_bias=true is of heads of their own: set own_head=true")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
 
@@ -33,4 +36,5 @@ class HeadsConfig(DraftConfig):
 
 
 def own_heads(config: HeadsConfig, width: int, vocabulary: int) -> nn.ModuleList:
-    return nn.ModuleList(OwnHead(width, vocabulary) for _ in range(config.heads if config.own_head else 0))
+    count = config.heads if config.own_head else 0
+    return nn.ModuleList(OwnHead(width, vocabulary, config.head_bias) for _ in range(count))

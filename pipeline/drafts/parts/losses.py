@@ -104,11 +104,15 @@ def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
 class OwnHead(nn.Linear):
     """A draft's own LM head. Its loss is formed inside its forward, where ZeRO-3 has gathered its weight."""
 
-    def __init__(self, width: int, vocabulary: int):
-        super().__init__(width, vocabulary, bias=False)
+    def __init__(self, width: int, vocabulary: int, bias: bool = False):
+        super().__init__(width, vocabulary, bias=bias)
 
     def forward(self, features: Tensor | None, form: Callable[[Tensor], tuple[Tensor, ...]] | None = None):
-        return super().forward(features) if features is not None else form(self.weight) if form else ()
+        """Logits; or what `form` makes of the weight, a bias being its last column."""
+        if features is not None:
+            return super().forward(features)
+        bias: Any = self.bias
+        return form(self.weight if bias is None else torch.cat([self.weight, bias[:, None]], dim=1)) if form else ()
 
 
 class _Classification(torch.autograd.Function):
@@ -341,7 +345,10 @@ def term_sums(
     features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
     flat: list[Tensor] = []
     for tensors, features in zip(tensors_of, features_of, strict=True):
-        flat += [*tensors[: -len(features)], *(features if normed is None else map(normed, features))]
+        given = features if normed is None else map(normed, features)
+        if isinstance(head, OwnHead) and head.bias is not None:
+            given = [F.pad(feature, (0, 1), value=1.0) for feature in given]
+        flat += [*tensors[: -len(features)], *given]
     if isinstance(head, OwnHead):
         found = head(None, lambda weight: _Classification.apply(plan, weight, *flat))
     else:
