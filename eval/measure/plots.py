@@ -96,6 +96,27 @@ def _legend_above(figure, axis) -> None:
     )
 
 
+def draw_methods(entries: list[dict], path: Path) -> Path:
+    """Each method's speed-up over its tau, means over benchmarks (the speed-up's geometric); a panel a temperature."""
+    temperatures = list(dict.fromkeys(entry["temperature"] for entry in entries))
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(6.2 * len(temperatures), 4.6), squeeze=False)
+    for axis, temperature in zip(axes[0], temperatures, strict=True):
+        shown = [entry for entry in entries if entry["temperature"] == temperature and entry["speedup"]]
+        for number, method in enumerate(dict.fromkeys(entry["draft"] for entry in shown)):
+            mine = [entry for entry in shown if entry["draft"] == method]
+            tau = float(np.mean([entry["tau"] for entry in mine]))
+            speed = float(np.exp(np.mean([np.log(entry["speedup"]) for entry in mine])))
+            axis.plot(tau, speed, "o", color=COLOURS[number % 6])
+            axis.annotate(method, (tau, speed), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        axis.axhline(1, color="grey", lw=1, ls="--")
+        axis.set(xlabel="mean tau", ylabel="mean speed-up over plain", title=f"T = {temperature:g}")
+        axis.margins(0.15)
+        axis.grid(alpha=0.3)
+    _save(figure, path)
+    plt.close(figure)
+    return path
+
+
 def draw_table(rows: list[dict], path: Path) -> Path:
     """Mean speed-up and tau of `eval.studies.table`'s rows, a bar each."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,138 @@
+"""All methods of a run side by side: what each accepts, how fast it is, and what a round of it reads.
+
+    python -m eval.methods RECIPE
+
+After python eval/main.py RECIPE, whose report has the measured figures. What a round reads is counted in one round of
+each draft, with its own weights: a layer's weights once for each forward that it takes part in, in evaluation's dtype.
+Writes methods.md and methods.png into the run's eval folder.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from eval.measure import plots
+from eval.measure.report import speed_said, tau_said
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_text
+from pipeline.basics.parse import from_json
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Verified
+from pipeline.drafts import TrainedDraft
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import entry
+from pipeline.target.model import DTYPES, load_ends
+
+TABLE, PLOT = "methods.md", "methods.png"
+PROMPT = 16  # tokens before the round whose reading is counted
+
+
+@dataclass
+class Read:
+    """What forwards read of weights, in numbers; rows of an embedding are not counted."""
+
+    numbers: int = 0
+    modules: dict[int, int] | None = None  # each once
+
+    @property
+    def once(self) -> int:
+        return sum((self.modules or {}).values())
+
+
+@contextmanager
+def reading(modules: list[nn.Module]) -> Iterator[Read]:
+    """Counts what is called below these."""
+    found = Read(modules={})
+
+    def called(module: nn.Module, *_: Any) -> None:
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        found.numbers += size
+        found.modules[id(module)] = size
+
+    with ExitStack() as hooks:
+        for leaf in {id(one): one for module in modules for one in module.modules()}.values():
+            if isinstance(leaf, nn.Linear):
+                hooks.callback(leaf.register_forward_hook(called).remove)
+        yield found
+
+
+@torch.inference_mode()
+def round_of(draft: TrainedDraft, tree: TreeConfig) -> Read:
+    """Of one round behind a short text of no meaning."""
+    generator = torch.Generator().manual_seed(0)
+    states = draft.needs.final + len(draft.needs.auxiliary)
+    states_TSD = torch.randn(PROMPT, states, draft.shapes["hidden_size"], generator=generator)
+    tokens = torch.randint(0, draft.target_vocabulary, (PROMPT + 1,), generator=generator).tolist()
+    with reading([draft, draft.ends.head]) as found:
+        draft.propose(draft.open(), Verified(tokens, states_TSD), draft.config.settle(tree), None)
+    return found
+
+
+def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By method: numbers that one token's chain reads of the draft's weights, each once, and megabytes a round."""
+    ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
+    size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
+    for method, fact in facts.items():
+        if fact["weights_sha256"] is None:
+            out[method] = {"active": 0, "megabytes": 0.0}
+            continue
+        draft = checkpoint.load(recipe.draft_dir(fact["draft"]), ends.fingerprint).float()
+        draft.bind(ends)
+        tree = from_json(TreeConfig, fact["tree"])
+        alone = min(tree.nodes, draft.config.most(tree))  # what stands beside the draft takes some of the nodes
+        tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
+        chain = TreeConfig(depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel)
+        out[method] = {"active": round_of(draft, chain).once, "megabytes": round_of(draft, tree).numbers * size / 1e6}
+    return out
+
+
+def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a table of figures for each temperature, and one of what the methods are."""
+    parts, entries, facts = [], report["results"], report["drafts"]
+    benchmarks = list(dict.fromkeys(one["benchmark"] for one in entries))
+    for temperature in dict.fromkeys(one["temperature"] for one in entries):
+        parts += [f"| T = {temperature:g} | {' | '.join(benchmarks)} | accepted at depth 1, 2, ... |"]
+        parts += ["|---" * (len(benchmarks) + 2) + "|"]
+        for method in facts:
+            mine = [one for one in entries if (one["draft"], one["temperature"]) == (method, temperature)]
+            cells = [f"{tau_said(one)}, {speed_said(one)}" for one in mine]
+            rates = "; ".join(", ".join(f"{rate:.2f}" for rate in one["acceptance_by_depth"]) for one in mine)
+            parts.append(f"| {method} | {' | '.join(cells)} | {rates} |")
+        parts.append("")
+    heads = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
+    parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for method, fact in facts.items():
+        tree, cost, beside = fact["tree"], costs[method], " + ".join([fact["kind"], *fact["beside"]])
+        forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
+        cells = [method, beside, f"{fact['parameters']:,}", f"{cost['active']:,}", tree["nodes"], tree["depth"]]
+        cells += [f"{sum(forwards) / len(forwards):.1f}", f"{cost['megabytes']:.1f}"]
+        cells += [f"{fact['training'].get('trained_tokens', 0):,}"]
+        parts.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    path = recipe.eval_dir / REPORT
+    if not path.exists():
+        raise PipelineError(f"{path} is missing: run python eval/main.py {arguments.recipe} first")
+    report = read_report(path)
+    said = table(report, costs_of(recipe, report["drafts"]))
+    write_text(recipe.eval_dir / TABLE, said + "\n")
+    print(said)
+    print(f"plot: {plots.draw_methods(report['results'], recipe.eval_dir / PLOT)}")
+
+
+if __name__ == "__main__":
+    entry.run(main)

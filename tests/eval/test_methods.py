@@ -1,0 +1,65 @@
+"""What a round of a draft reads: counted by its forwards, and equal to what its shapes say."""
+
+import pytest
+import torch
+
+from eval.methods import round_of, table
+from pipeline.decoding.config import TreeConfig
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.medusa import MedusaConfig
+from tests.pipeline.taught import make_draft
+
+D, MLP, V = 32, 64, 260
+ATTENTION = 2 * D * D + 2 * D * (D // 2)  # two of four heads have keys and values
+LAYER, HEAD = ATTENTION + 3 * D * MLP, D * V
+CHAIN = TreeConfig(depth=3, top_k=1, nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "round_", "once"),
+    [
+        (EagleConfig(), 3 * (2 * D * D + LAYER + HEAD), 2 * D * D + LAYER + HEAD),
+        # two forwards; the last one looks two levels ahead with one call of the head
+        (JakiroConfig(), 2 * (2 * D * D + ATTENTION + 4 * D + 6 * D * D + HEAD), None),
+        # of eight experts a token's two
+        (
+            JakiroConfig(experts=8, contrast="none"),
+            3 * (2 * D * D + ATTENTION + 8 * D + 6 * D * D + HEAD),
+            None,
+        ),
+        (MedusaConfig(heads=3), 3 * (D * D + D + HEAD), 3 * (D * D + D + HEAD)),
+        # fc once more for each of the two later nodes; one MLP of a linear layer and two blocks
+        (
+            GumihoConfig(mlps=2, blocks=2),
+            2 * (2 * D * D + 2 * LAYER + HEAD) + 2 * 2 * D * D + (2 * D * D + D + 2 * (D * D + D)) + HEAD,
+            None,
+        ),
+    ],
+)
+def test_a_round_reads_each_forwards_weights(loaded_target, ends, config, round_, once):
+    draft = make_draft(loaded_target, ends, config)
+    found = round_of(draft, CHAIN)
+    assert found.numbers == round_
+    assert once is None or found.once == once
+
+
+def test_the_tables_have_a_line_a_method():
+    gate = {"passed": True}
+    row = {"benchmark": "b", "temperature": 0.0, "tau": 2.0, "tau_interval": None, "speedup": 1.5, "gate": gate}
+    row |= {"acceptance_by_depth": [0.5, 0.25], "draft_forwards_per_pass": 2.0}
+    facts = {"kind": "eagle", "beside": ["copier"], "parameters": 1234, "training": {"trained_tokens": 99}}
+    facts["tree"] = {"nodes": 6, "depth": 2}
+    report = {"results": [row | {"draft": "mine"}], "drafts": {"mine": facts}}
+    said = table(report, {"mine": {"active": 1000, "megabytes": 12.34}}).splitlines()
+    assert said[2] == "| mine | 2.00, 1.50x | 0.50, 0.25 |"
+    assert said[-1] == "| mine | eagle + copier | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 |"
+
+
+def test_experts_that_no_node_keeps_are_not_read(loaded_target, ends):
+    draft = make_draft(loaded_target, ends, JakiroConfig(experts=8, contrast="none"))
+    wide = round_of(draft, TreeConfig(depth=3, top_k=6, nodes=12))
+    assert round_of(draft, CHAIN).numbers < wide.numbers
+    assert wide.once <= sum(x.numel() for x in draft.parameters() if x.ndim == 2) + HEAD
+    assert torch.is_inference_mode_enabled() is False
