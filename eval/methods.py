@@ -81,8 +81,12 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
-        if fact["weights_sha256"] is None:
-            out[method] = {"active": 0, "megabytes": 0.0}
+        if not fact["training"]:  # nothing, or somebody's model, which is read whole in every forward
+            forwards = from_json(TreeConfig, fact["tree"]).forwards
+            out[method] = {
+                "active": fact["parameters"],
+                "megabytes": fact["parameters"] * forwards * size / 1e6,
+            }
             continue
         draft = checkpoint.load(recipe.draft_dir(fact["draft"]), ends.fingerprint).float()
         draft.bind(ends)

@@ -116,7 +116,7 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
             return False, "release of other drafts"
         if facts["corpora"] != list(recipe.corpora(*of)):
             return False, "release of another corpus"
-        if facts["weights_sha256"] is None:  # it is not trained
+        if not recipe.draft[facts["draft"]].trained:
             continue
         known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder)
         if not known or known.weights_sha256 != facts["weights_sha256"]:

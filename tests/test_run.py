@@ -586,7 +586,7 @@ def test_costs_that_are_none_are_refused(copied, tmp_path):
 @pytest.mark.parametrize(
     ("beside", "said"),
     [
-        ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that read nothing but"),
+        ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that take no forwards"),
         ('{draft="jakiro", beside=["copier", "copier"]}', "each once"),
         ('{draft="copier", beside=["copier"]}', "draft='copier' is not trained"),
         ('{draft="jakiro", beside=["copier"], tree={depth=1, top_k=3, nodes=35}}', "the sources propose at most 34"),

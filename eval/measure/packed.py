@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Source
 from pipeline.drafts import TrainedDraft
+from pipeline.drafts.small_model import SmallModel
 from pipeline.target.model import Target
 
 # Children of one module that transformers' decoders, and the drafts, give one and the same tensor.
@@ -32,7 +33,9 @@ def pack(target: Target, drafts: dict[str, Source]) -> None:
     own: list[nn.Module] = [target.decoder, target.head]
     modules = list(own)
     for draft in drafts.values():
-        if isinstance(draft, TrainedDraft):
+        if isinstance(draft, SmallModel):
+            modules += draft.modules
+        elif isinstance(draft, TrainedDraft):
             modules += [draft] if draft.ends.head is target.head else [draft, draft.ends.head]
     for module in modules:
         pack_linears(module)

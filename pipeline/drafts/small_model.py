@@ -1,17 +1,24 @@
 """Speculative sampling with a small language model (arXiv 2302.01318), its trees and its cache like any draft's.
 
-A Llama of a few layers on the text alone, which learns the target's distribution. The first token that it sees is t_1,
-since a batch pairs every token with the state before it.
+``small-llama`` is trained here: a Llama of a few layers on the text alone, which learns the target's distribution. The
+first token that it sees is t_1, since a batch pairs every token with the state before it. ``small-model`` is somebody
+else's, of the target's tokenizer, and sees the whole text.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import public_name
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.grow import best_pool, grow
+from pipeline.decoding.tree import Tree
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.target.attention import additive
@@ -41,6 +48,47 @@ class Apart:
         return self._module.to(x.device)(x, *arguments, **more)
 
 
+class ReadsText:
+    """`start` and `step` of a language model."""
+
+    skipped = 0  # tokens at a text's beginning that it does not see
+
+    def _reads(self) -> Verifier:
+        raise NotImplementedError
+
+    def _answer(self, hidden_WD: Tensor) -> Answer:
+        raise NotImplementedError
+
+    def open(self) -> TextState:
+        return TextState()
+
+    @torch.inference_mode()
+    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        """Reads what is new of the text, its last token included."""
+        reader, past = self._reads(), state.read
+        tokens = seen.tokens[self.skipped + past :]
+        state.cache.keep(past)
+        mask = None
+        if past and len(tokens) > 1:
+            size = len(tokens), past + len(tokens)
+            mask = torch.ones(*size, dtype=torch.bool, device=reader.device).tril(past)
+        found = reader.forward(torch.tensor(tokens, device=reader.device), state.cache, None, mask)
+        state.read = past + len(tokens)
+        return self._answer(found.final_ND[-places:])
+
+    @torch.inference_mode()
+    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
+        reader, prefix_W = self._reads(), frontier.prefix_W
+        # It counts inputs, each a token with the state before it: there is none before t_0.
+        prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped
+        prefix = torch.arange(state.read, device=reader.device) < prefix_W[:, None]
+        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
+        return self._answer(reader.forward(frontier.tokens_W, state.cache, positions_W, mask).final_ND)
+
+
+# -- trained here ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class SmallLlamaConfig(DraftConfig):
     description: ClassVar = "Speculative sampling ([2302.01318](https://arxiv.org/abs/2302.01318)) with a small Llama,"
@@ -62,8 +110,9 @@ class SmallLlamaConfig(DraftConfig):
         return Needs(final=False)
 
 
-class SmallLlama(TrainedDraft):
+class SmallLlama(ReadsText, TrainedDraft):
     config: SmallLlamaConfig
+    skipped = 1
 
     def __init__(self, config: SmallLlamaConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
@@ -112,33 +161,79 @@ class SmallLlama(TrainedDraft):
         out = self.lm.model(input_ids=tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
         return {"next": Prediction([out.last_hidden_state])}
 
-    # -- decoding -------------------------------------------------------------------------------------------------
-
-    def open(self) -> TextState:
-        return TextState()
-
-    @torch.inference_mode()
-    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
-        """Reads what is new of the text, its last token included."""
-        reader, past = self._reads(), state.read
-        tokens = seen.tokens[1 + past :]
-        state.cache.keep(past)
-        mask = None
-        if past and len(tokens) > 1:
-            size = len(tokens), past + len(tokens)
-            mask = torch.ones(*size, dtype=torch.bool, device=reader.device).tril(past)
-        found = reader.forward(torch.tensor(tokens, device=reader.device), state.cache, None, mask)
-        state.read = past + len(tokens)
-        return self._answer(found.final_ND[-places:])
-
-    @torch.inference_mode()
-    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
-        reader, prefix_W = self._reads(), frontier.prefix_W
-        if prefix_W is None:
-            prefix_W = torch.full_like(frontier.tokens_W, state.read)
-        prefix = torch.arange(state.read, device=reader.device) < prefix_W[:, None]
-        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
-        return self._answer(reader.forward(frontier.tokens_W, state.cache, positions_W, mask).final_ND)
-
     def _answer(self, hidden_WD: Tensor) -> Answer:
         return Answer(hidden_WD, [self.logits(hidden_WD)])
+
+
+# -- somebody else's ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallModelConfig(DraftConfig):
+    description: ClassVar = (
+        "Speculative sampling ([2302.01318](https://arxiv.org/abs/2302.01318)) with a smaller language model,"
+    )
+    trained: ClassVar = False
+
+    kind: Literal["small-model"] = "small-model"
+    model: str  # OWNER/NAME of the Hub, or a folder; of the target's tokenizer
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def public(self) -> "SmallModelConfig":
+        return replace(self, model=public_name(self.model))
+
+    def needs(self, target_layers: int) -> Needs:
+        return Needs(final=False)
+
+
+class SmallModel(ReadsText):
+    """It guesses from the tokens that both vocabularies have."""
+
+    stepwise = True
+
+    def __init__(self, config: SmallModelConfig, shapes: dict[str, Any]):
+        self.config = config
+        self.name: str = config.kind
+        self.needs = config.needs(shapes["target_layers"])
+        self.target_vocabulary: int = shapes["vocab_size"]
+        self.token_ids_U: Tensor | None = None
+        self._reader: list[Verifier] = []
+
+    def read_by(self, reader: Verifier, tokenizer: Any, targets: Any) -> None:
+        """Gives it its model, and both tokenizers. Raises PipelineError where they are not the same."""
+        differ = set(tokenizer.get_vocab().items()) ^ set(targets.get_vocab().items())
+        if differ:
+            token, number = min(differ, key=lambda one: one[1])
+            raise PipelineError(
+                f"draft {self.name!r}: {self.config.public().model} has another tokenizer than the target: they differ "
+                f"in {len(differ)} tokens, the first is {token!r} ({number}). Name a model of the target's family"
+            )
+        self._reader = [reader]
+        if (size := reader.head.linear.out_features) < self.target_vocabulary:
+            self.token_ids_U = torch.arange(size, device=reader.device)
+
+    def _reads(self) -> Verifier:
+        if not self._reader:
+            raise AssertionError("read_by() comes before the first forward")
+        return self._reader[0]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What decodes, to be packed."""
+        return [self._reads().decoder, self._reads().head]
+
+    def _answer(self, hidden_WD: Tensor) -> Answer:
+        return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, : self.target_vocabulary]])
+
+    def propose(
+        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+    ) -> Tree:
+        return grow(self, state, seen, tree, draws, forwards or self)
+
+    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
+        return best_pool(self, state, seen, tree, count, forwards or self)
+
+    def chance(self, depth: int, score: float) -> float:
+        """Its own probability of the path: the score is that one's logarithm."""
+        return math.exp(min(score, 0.0))

@@ -141,10 +141,11 @@ class Recipe(Section):
                 f"'beside' or 'sized' a name of its own, with draft = {name!r}"
             )
         for other in method.beside:
-            if other not in self.draft or self.draft[other].trained or method.beside.count(other) > 1:
+            known = other in self.draft and self.draft[other].stands_beside
+            if not known or method.beside.count(other) > 1:
                 raise ValueError(
-                    f"eval.methods.{name}.beside={other!r}: expected drafts of the recipe that read nothing but the "
-                    "text, each once: add a section [draft.copier] with kind = 'copier'"
+                    f"eval.methods.{name}.beside={other!r}: expected drafts of the recipe that take no forwards, "
+                    "each once: add a section [draft.copier] with kind = 'copier'"
                 )
         if method.together and not self.draft[draft].trained:
             raise ValueError(

@@ -204,6 +204,17 @@ def load_ends(config: TargetConfig) -> Ends:
     return Ends(read["embedding"], head, fingerprint(config))
 
 
+def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
+    """Any causal language model that can read a tree, and its tokenizer. Raises PipelineError."""
+    where, text = source(config), load_config(config)
+    with _loading(config):
+        tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            where.name, dtype=dtype, use_safetensors=True, **where.options()
+        )
+    return Verifier(model.to(device).eval().requires_grad_(False), text, config.model), tokenizer
+
+
 class Target(Verifier):
     """The frozen model of a recipe, loaded, and its tokenizer."""
 

@@ -1,16 +1,27 @@
 """Drafts that are no single layer: what decoding answers is what training predicts, and a tree leaves no trace."""
 
+import json
+
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from eval.measure.units import asked_for, load_drafts
+from pipeline.artifacts.provenance import public_recipe
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Frontier, Verified, Wanted
+from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
+from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.gumiho import Gumiho
 from pipeline.drafts.hydra import Hydra
 from pipeline.drafts.medusa import Medusa
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from tests.pipeline.taught import ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.model import fingerprint
+from tests.kit import save_tiny_target
+from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
 
 OTHERS = [name for name in VARIANTS if name not in ONE_LAYER]
 TEACHER_FORCED = [name for name in OTHERS if "gumiho" not in name]
@@ -158,3 +169,62 @@ def test_every_block_of_a_head_has_weights_of_its_own(loaded_target, ends):
 )
 def test_tensors_have_their_released_places(kind, theirs, ours):
     assert kind.released_name(theirs) == ours
+
+
+# -- somebody's small model --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tiny_recipe, loaded_target):
+    """small(folder): that model as a draft of the tiny target's."""
+
+    def load(folder):
+        tree = tiny_recipe.model_dump(mode="json")
+        tree["draft"]["small"] = {"kind": "small-model", "model": str(folder)}
+        return load_drafts(Recipe.model_validate(tree), loaded_target, ["small"])["small"]
+
+    return load
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_target_as_its_own_draft_is_accepted_whole(small, loaded_target, tiny_target, temperature):
+    method, prompt = Method(small(tiny_target), TreeConfig(depth=3, top_k=1, nodes=4)), prompt_of(3)
+    sampling = Sampling(41, NEVER, temperature=temperature, seed=1)
+    got = speculative(loaded_target, method, prompt, sampling)
+    assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+    if temperature == 0:
+        assert got.acceptance.tau == 4.0 and got.draft_forwards == 3 * got.acceptance.passes
+        states = loaded_target.states(prompt + got.tokens)
+        assert replay.decoded(method, states, prompt + got.tokens, len(prompt)) == got.acceptance
+
+
+@pytest.mark.parametrize("tree", [{"depth": 4, "top_k": 4, "nodes": 20}, {"paths": "eagle-1"}])
+def test_another_model_of_the_tokenizer_changes_nothing(small, loaded_target, tmp_path, tree):
+    method = Method(small(save_tiny_target(tmp_path, seed=7, layers=1)), TreeConfig(**tree))
+    for seed in range(3):
+        for sampling in (Sampling(20, NEVER), Sampling(20, NEVER, temperature=0.8, seed=seed)):
+            got = speculative(loaded_target, method, prompt_of(seed), sampling)
+            assert got.tokens == plain(loaded_target, prompt_of(seed), sampling).tokens
+
+
+def test_another_tokenizer_is_refused_by_a_token(small, tmp_path):
+    folder = save_tiny_target(tmp_path, seed=7)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(PipelineError, match=r"another tokenizer than the target: they differ in 1 tokens.*'<new>'"):
+        small(folder)
+
+
+def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_recipe, tmp_path):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["draft"] = {"small": {"kind": "small-model", "model": str(save_tiny_target(tmp_path / "one"))}} | tree["draft"]
+    tree["eval"]["methods"] = {"both": {"draft": "small", "beside": ["small"]}}
+    with pytest.raises(ValueError, match="beside='small': expected drafts of the recipe that take no forwards"):
+        Recipe.model_validate(tree)
+    del tree["eval"]["methods"]
+    recipe = Recipe.model_validate(tree)
+    assert str(tmp_path) not in json.dumps(public_recipe(recipe)["draft"])
+    first = fingerprint(asked_for(recipe.draft["small"]))
+    save_tiny_target(tmp_path / "one", seed=1)
+    assert fingerprint(asked_for(recipe.draft["small"])) != first

@@ -28,6 +28,7 @@ LONGEST = 32  # tokens of a suffix that may be compared: each length takes memor
 class CopierConfig(DraftConfig):
     description: ClassVar = "Prompt lookup: it copies from the text so far,"
     trained: ClassVar = False
+    stands_beside: ClassVar = True
 
     kind: Literal["copier"] = "copier"
     longest: int = 8  # tokens of a suffix that are compared

@@ -45,6 +45,7 @@ class DraftConfig(Settings):
 
     description: ClassVar[str]  # for the card: the paper and what it is
     trained: ClassVar[bool] = True
+    stands_beside: ClassVar[bool] = False  # others, in one tree: it takes no forwards
 
     @property
     def has_experts(self) -> bool:
