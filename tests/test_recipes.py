@@ -242,7 +242,16 @@ def test_every_recipe_is_covered_and_loads():
     for path in RECIPES.glob("eagle-3/*.toml"):
         assert load_recipe(path).name == f"{path.stem}-eagle-3"
     found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | set(TODAY) | {"demo", "smoke", "serve", "ablations", "frames", "losses", "methods"}
+    assert found == set(PAPER) | set(TODAY) | {
+        "demo",
+        "smoke",
+        "serve",
+        "ablations",
+        "frames",
+        "losses",
+        "methods",
+        "experts",
+    }
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 
@@ -263,3 +272,16 @@ def test_the_vicuna_template_masks_the_answers():
     )
     assert encoded.input_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask.astype(bool)]) == " Hello.</s> See you.</s>"
+
+
+def test_pairs_of_the_experts_question_read_as_many_weights():
+    """A token's own: the gate apart, which is 9 * d at most."""
+    recipe = load_recipe(RECIPES / "experts.toml")
+    target = shapes(576, 1536, 9, 3, 49152)
+    with torch.device("meta"):
+        counts = {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained}
+    unread = {"sparse": 6 * 3 * 576 * 768, "by-depth": 2 * 3 * 576 * 1536}
+    for one, against in (("sparse", "dense"), ("two", "dense"), ("by-depth", "dense-passes")):
+        for frame in ("", "3"):
+            other = "dense3" if frame else against
+            assert 0 <= counts[one + frame] - unread.get(one, 0) - counts[other] <= 9 * 576, one + frame
