@@ -18,6 +18,7 @@ from torch import nn
 
 from eval.measure import plots
 from eval.measure.report import speed_said, tau_said
+from eval.measure.units import asked_for
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
@@ -26,10 +27,11 @@ from pipeline.basics.parse import from_json
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Verified
 from pipeline.drafts import TrainedDraft
+from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.model import DTYPES, load_ends
+from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
 
 TABLE, PLOT = "methods.md", "methods.png"
 PROMPT = 16  # tokens before the round whose reading is counted
@@ -77,25 +79,31 @@ def round_of(draft: TrainedDraft, tree: TreeConfig) -> Read:
 
 
 def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method: numbers that one token's chain reads of the draft's weights, each once, and megabytes a round."""
+    """By method: numbers that one token's chain reads of the draft's weights, each once, and megabytes a round that
+    makes all of the tree's forwards.
+    """
     ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
-        if not fact["training"]:  # nothing, or somebody's model, which is read whole in every forward
-            forwards = from_json(TreeConfig, fact["tree"]).forwards
-            out[method] = {
-                "active": fact["parameters"],
-                "megabytes": fact["parameters"] * forwards * size / 1e6,
-            }
+        tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]
+        if not config.trained:  # nothing, or somebody's model, which every forward reads
+            active = matrices_of(config) if isinstance(config, SmallModelConfig) else 0
+            out[method] = {"active": active, "megabytes": active * tree.forwards * size / 1e6}
             continue
         draft = checkpoint.load(recipe.draft_dir(fact["draft"]), ends.fingerprint).float()
         draft.bind(ends)
-        tree = from_json(TreeConfig, fact["tree"])
         alone = min(tree.nodes, draft.config.most(tree))  # what stands beside the draft takes some of the nodes
         tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
         chain = TreeConfig(depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel)
         out[method] = {"active": round_of(draft, chain).once, "megabytes": round_of(draft, tree).numbers * size / 1e6}
     return out
+
+
+def matrices_of(config: SmallModelConfig) -> int:
+    """A model's parameters but for an embedding that is not its head as well."""
+    asked = asked_for(config)
+    text = load_config(asked)
+    return parameter_count_of(asked) - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
 
 
 def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
@@ -111,14 +119,26 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
             rates = "; ".join(", ".join(f"{rate:.2f}" for rate in one["acceptance_by_depth"]) for one in mine)
             parts.append(f"| {method} | {' | '.join(cells)} | {rates} |")
         parts.append("")
-    heads = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
+    heads = [
+        "method",
+        "kind",
+        "parameters",
+        "active",
+        "nodes",
+        "depth",
+        "draft forwards",
+        "MB read",
+        "trained tokens",
+        "seconds",
+    ]
     parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method, fact in facts.items():
         tree, cost, beside = fact["tree"], costs[method], " + ".join([fact["kind"], *fact["beside"]])
         forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
         cells = [method, beside, f"{fact['parameters']:,}", f"{cost['active']:,}", tree["nodes"], tree["depth"]]
-        cells += [f"{sum(forwards) / len(forwards):.1f}", f"{cost['megabytes']:.1f}"]
-        cells += [f"{fact['training'].get('trained_tokens', 0):,}"]
+        cells += [f"{sum(forwards) / len(forwards):.1f}", f"{'at most ' * bool(fact['worth'])}{cost['megabytes']:.1f}"]
+        training = fact["training"]
+        cells += [f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"]
         parts.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(parts)
 

@@ -112,6 +112,7 @@ class _Run:
         self._engine, self._draft, self._batches = engine, draft, batches
         self._name, self._heldout, self._answers, self._tree = name, heldout, answers, recipe.tree(name)
         self._trained_tokens = engine.progress.get("trained_tokens", 0)
+        self._seconds = engine.progress.get("seconds", 0.0)  # of the steps so far, without validations
         self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
         self._validation: dict[str, float] = engine.progress.get("validation", {})
         self._best: dict[str, Any] | None = engine.progress.get("best")
@@ -154,7 +155,9 @@ class _Run:
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()
         sums = self._engine.advance(micro_batches)
-        self._look_at_pace(micro_batches, time.monotonic() - begin)
+        took = time.monotonic() - begin
+        self._seconds += took
+        self._look_at_pace(micro_batches, took)
         values, step = self._averages(sums), self._engine.step
         main = next(iter(self._terms))
         self._trained_tokens += int(sums[main]["positions"])
@@ -183,6 +186,7 @@ class _Run:
     def _progress(self) -> dict[str, Any]:
         return {
             "trained_tokens": self._trained_tokens,
+            "seconds": self._seconds,
             "left_out": self._left_out,
             "validation": self._validation,
             "best": self._best,
@@ -195,7 +199,7 @@ class _Run:
 
     def _averages(self, sums: dict[str, dict[str, float]]) -> dict[str, float]:
         """Global loss, the next token's classification and agreement and, by term, all averages over trained positions;
-        "agreement" is top-1 against the target, "acceptance" the mean of sum min(p, q).
+        "agreement" is top-1 against the target (under hard-ce the text), "acceptance" the mean of sum min(p, q).
         """
         out: dict[str, float] = {}
         for name, term in self._terms.items():
@@ -268,6 +272,7 @@ class _Run:
             return
         self._stale = 0
         self._best = {"tau": tau, "step": self._engine.step, "trained_tokens": self._trained_tokens}
+        self._best["seconds"] = self._seconds
         if self._config.keep == "best" and self._engine.rank == 0:
             checkpoint.write_weights(self._best_file(), weights)
 
@@ -288,6 +293,7 @@ class _Run:
     def _kept(self) -> dict[str, Any]:
         """Step, trained tokens and validation of the weights that are kept."""
         last = {"step": self._engine.step, "trained_tokens": self._trained_tokens, "validation": self._validation}
+        last["seconds"] = self._seconds
         return self._best if self._config.keep == "best" else last
 
     def facts(self) -> dict[str, Any]:
@@ -299,6 +305,7 @@ class _Run:
             "trained_tokens": kept["trained_tokens"],
             "dialogues": self._batches.dialogues,
             "ranks": self._engine.ranks,
+            "seconds": round(kept["seconds"], 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
         return facts | ({"left_out": self._left_out} if self._left_out else {})

@@ -208,6 +208,7 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
             continue
         draft = checkpoint.load(recipe.draft_dir(name), mark).to(target.device, target.dtype)
         draft.bind(ends)
+        draft.prepare()
         drafts[name] = draft
     return drafts
 

@@ -97,7 +97,7 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
         "description": saved.config.description,
         "vocabulary": saved.config.vocabulary,
         "coverage": training.get("vocabulary_coverage"),
-        "own_head": saved.own_head,
+        "borrowed": saved.borrowed,
         "data": public_name(recipe.data.source),
         "own_answers": are_of(recipe.data.source, saved.target["fingerprint"]),
         "dialogues": training.get("dialogues"),

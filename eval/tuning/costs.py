@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from pipeline.target.model import Target
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
 REPEATS = 21
+LEVELS_AT = 6  # nodes forwarded where further levels are timed
 FEW, MANY = 6, 48  # nodes of the trees whose bookkeeping is timed
 
 
@@ -32,9 +33,11 @@ class Costs:
     # by nodes forwarded, with the choice of their children: of a round's second draft forward, its third, ...; the last
     # one holds for all that follow
     steps: list[dict[int, float]]
-    start: float  # a round's first draft forward
+    start: float  # a round's first draft forward, for one level
     rest: float  # of a round, beside draft and verification
     node: float = 0.0  # what each of its nodes adds to that
+    # what each further level adds to a draft forward, by its number from 0; the last one holds for all that follow
+    level: list[float] = field(default_factory=lambda: [0.0])
 
     @classmethod
     def from_json(cls, raw: Any, max_nodes: int) -> Self:
@@ -65,8 +68,10 @@ class Costs:
 
     def forwards(self, tree: TreeConfig) -> list[float]:
         """Each of a round's draft forwards."""
-        last = len(self.steps) - 1
-        return [self.start, *(self.steps[min(number, last)][tree.top_k] for number in range(tree.forwards - 1))]
+        last, deepest = len(self.steps) - 1, tree.forwards - 1
+        found = [self.start, *(self.steps[min(number, last)][tree.top_k] for number in range(deepest))]
+        found[-1] += ((tree.parallel or 1) - 1) * self.level[min(deepest, len(self.level) - 1)]
+        return found
 
     def round(self, tree: TreeConfig) -> float:
         """One round with such a tree."""
@@ -94,17 +99,14 @@ class _Parts:
         self._layers = tuple(sorted(needed))
         given = target.forward(self._tokens[:context], self._cache, layers=self._layers)
         self._two = given.rows([0, 1])
-        self._wanted = {
-            name: Wanted(method.tree.parallel or 1, method.tree.candidates != "plain")
-            for name, method in methods.items()
-        }
+        self._experts = {name: method.tree.candidates != "plain" for name, method in methods.items()}
         # By stepwise draft: its states behind the context and behind each forward of one node, and what these answered.
         self._states: dict[str, list[Any]] = {}
         self._answers: dict[str, list[Answer]] = {}
         for name, method in methods.items():
             if method.draft.stepwise:
                 state, seen = method.draft.open(), Verified(self._text[: context + 1], given.of(method.draft.needs))
-                self._answers[name] = [method.draft.start(state, seen, self._wanted[name])]
+                self._answers[name] = [method.draft.start(state, seen, Wanted(1, self._experts[name]))]
                 self._states[name] = [copy.deepcopy(state)]
                 for number in range(1, kinds_of(method.draft.config)):
                     self._states[name].append(copy.deepcopy(state))
@@ -118,9 +120,11 @@ class _Parts:
         """By part; those of a draft take a copy of its state, which is not theirs to time."""
         found: dict[tuple, Callable[..., None]] = {("verify", n): partial(self._verify, n) for n in sizes}
         for name, states in self._states.items():
-            found[("start", name, 0)] = partial(self._start, name)
-            numbers = range(1, len(states))
-            found |= {("step", name, n, w): partial(self._step, name, n, w) for n in numbers for w in WIDTHS}
+            deep = [self._methods[name].draft.config.levels_of(number) for number in range(len(states))]
+            found |= {("start", name, 0, levels): partial(self._start, name, levels) for levels in {1, deep[0]}}
+            for n in range(1, len(states)):
+                found |= {("step", name, n, 1, w): partial(self._step, name, n, 1, w) for w in WIDTHS}
+                found[("step", name, n, deep[n], LEVELS_AT)] = partial(self._step, name, n, deep[n], LEVELS_AT)
         return found | {("plain",): self._plain}
 
     def _verify(self, size: int) -> None:
@@ -135,23 +139,22 @@ class _Parts:
         self._target.head(self._target.forward(self._tokens[:1], self._cache).final_ND[0]).argmax(-1).tolist()
         self._cache.keep(self._context)
 
-    def _start(self, name: str, state: Any) -> None:
+    def _start(self, name: str, levels: int, state: Any) -> None:
         draft = self._methods[name].draft
         seen = Verified(self._text[: self._context + 3], self._two.of(draft.needs))
-        draft.start(state, seen, self._wanted[name]).logits_LWU[0].argmax(-1).tolist()
+        draft.start(state, seen, Wanted(levels, self._experts[name])).logits_LWU[-1].argmax(-1).tolist()
 
-    def _step(self, name: str, number: int, width: int, state: Any) -> None:
-        self._stepped(name, number, width, state).logits_LWU[0].argmax(-1).tolist()
+    def _step(self, name: str, number: int, levels: int, width: int, state: Any) -> None:
+        self._stepped(name, number, width, state, levels).logits_LWU[-1].argmax(-1).tolist()
 
-    def _stepped(self, name: str, number: int, width: int, state: Any) -> Answer:
+    def _stepped(self, name: str, number: int, width: int, state: Any, levels: int = 1) -> Answer:
         """The round's forward of this number, over `width` nodes below forwards of one node."""
         device = self._target.device
         above = torch.ones(width, number - 1, dtype=torch.bool, device=device)
         seen = torch.cat([above, torch.eye(width, dtype=torch.bool, device=device)], dim=1)
         carry = self._answers[name][number - 1].carry_WD[-1:].expand(width, -1)
-        return self._methods[name].draft.step(
-            state, Frontier(self._tokens[:width], carry, seen, number), self._wanted[name]
-        )
+        frontier = Frontier(self._tokens[:width], carry, seen, number)
+        return self._methods[name].draft.step(state, frontier, Wanted(levels, self._experts[name]))
 
 
 def kinds_of(draft: Settled) -> int:
@@ -196,13 +199,27 @@ def measure_costs(
             median[("plain",)],
             {n: median["verify", n] for n in sizes},
             [
-                {w: median.get(("step", name, number, w), 0.0) + forward for w in WIDTHS}
+                {w: median.get(("step", name, number, 1, w), 0.0) + forward for w in WIDTHS}
                 for number in range(1, max(kinds_of(method.draft.config), 2))
             ],
-            median.get(("start", name, 0), 0.0),
+            median.get(("start", name, 0, 1), 0.0),
             rest,
             node,
+            _levels(median, name, method.draft.config),
         )
+    return found
+
+
+def _levels(median: dict[tuple, float], name: str, config: Settled) -> list[float]:
+    """What each further level of a forward adds, by its number."""
+    found = [0.0]
+    for number in range(kinds_of(config)):
+        kind, width = ("step", (LEVELS_AT,)) if number else ("start", ())
+        one, all_ = (median.get((kind, name, number, n, *width)) for n in (1, config.levels_of(number)))
+        if one is not None and all_ is not None and config.levels_of(number) > 1:
+            found[number:] = [max(0.0, all_ - one) / (config.levels_of(number) - 1)]
+        else:
+            found[number:] = [0.0]
     return found
 
 
@@ -214,20 +231,22 @@ def _bookkeeping(
     """
     few, many = min(FEW, max_nodes), min(MANY, max_nodes)
 
-    def seconds(nodes: int, depth: int) -> tuple[float, int]:
-        """And the draft's forwards in such a round: as many as it makes for that depth."""
+    def seconds(nodes: int, depth: int) -> tuple[float, TreeConfig]:
+        """And the tree, which has as many of the draft's forwards as its depth can have."""
         config = method.draft.config
         depth = max(d for d in range(1, min(depth, nodes - 1) + 1) if config.parallels(d))
         shape: Any = {"depth": depth, "top_k": max(WIDTHS), "parallel": min(config.parallels(depth))}
-        sized = Method(method.draft, TreeConfig(nodes=nodes, candidates=method.tree.candidates, **shape))
-        took = statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings)
-        return took, sized.tree.forwards
+        most = config.most(TreeConfig(nodes=depth + 1, **shape))
+        tree = TreeConfig(nodes=min(nodes, most), candidates=method.tree.candidates, **shape)
+        sized = Method(method.draft, tree)
+        return statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings), sized.tree
 
-    (small, made), (large, _) = seconds(few, 2), seconds(many, 2)
-    deep, more = seconds(few, 4) if method.draft.stepwise and few > 4 else (small, made)
-    node = max(0.0, (large - small) / max(many - few, 1))
-    forward = max(0.0, (deep - small) / (more - made)) if more > made else 0.0
-    return max(0.0, small - node * few - (made - 1) * forward), node, forward
+    (small, given), (large, wide) = seconds(few, 2), seconds(many, 2)
+    deep, long = seconds(few, 4) if method.draft.stepwise and few > 4 else (small, given)
+    node = max(0.0, (large - small) / max(wide.nodes - given.nodes, 1))
+    further = long.forwards - given.forwards
+    forward = max(0.0, (deep - small) / further) if further > 0 else 0.0
+    return max(0.0, small - node * given.nodes - (given.forwards - 1) * forward), node, forward
 
 
 def _rest(target: Target, method: Method, sampling: Sampling, prompt: list[int]) -> float:

@@ -82,10 +82,10 @@ class Saved:
         return Method(Sources(draft, others, how.calibration, how.agreement, how.worth), self.tree)
 
     @property
-    def own_head(self) -> bool:
-        """Whether it has an LM head of its own."""
+    def borrowed(self) -> list[str]:
+        """The target's ends that it uses."""
         with torch.device("meta"):
-            return bool(build(self.config, self.shapes).own_heads)
+            return build(self.config, self.shapes).borrowed
 
     @property
     def training_said(self) -> str:

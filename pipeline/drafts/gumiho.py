@@ -44,12 +44,17 @@ class GumihoConfig(EagleFrameConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers", "mlp_width", "mlps", "blocks")
+        self.at_least(1, "layers", "mlp_width", "blocks")
+        self.at_least(2, "mlps")
         self.at_least(0, "regression_steps")
         if not 0 < self.later_decay <= 1:
             raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
-        if self.rollout > 1:
-            raise ValueError("rollout: Gumiho's serial part is trained on true features; leave it at 1")
+        for key in ("ahead", "own", "decay", "rollout"):
+            if getattr(self, key) != getattr(type(self), key):
+                raise ValueError(
+                    f"{key}: Gumiho's serial part is trained on true features, for the next token; the MLPs have later "
+                    "and later_decay"
+                )
 
     def levels_of(self, number: int) -> int:
         return 1 if number < SERIAL else self.mlps if number == SERIAL else 0

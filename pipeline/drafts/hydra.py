@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.drafts.parts.base import TrainedDraft
-from pipeline.drafts.parts.heads import HeadsConfig, own_heads
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
+from pipeline.drafts.parts.losses import Objective, Prediction
 from pipeline.target.attention import additive
 from pipeline.target.cache import TreeCache
 
@@ -72,7 +71,7 @@ class Prefix(nn.Module):
         return self.norm(u + layer.mlp(layer.post_attention_layernorm(u)))
 
 
-class Hydra(TrainedDraft):
+class Hydra(HeadsDraft):
     config: HydraConfig
 
     def __init__(self, config: HydraConfig, shapes: dict):
@@ -91,14 +90,6 @@ class Hydra(TrainedDraft):
     def _share(self, other: Self) -> None:
         other._rope = self._rope
 
-    @property
-    def own_heads(self) -> list[OwnHead]:
-        return list(self.lm_heads)  # type: ignore[arg-type]
-
-    def start_from_target(self) -> None:
-        for head in self.own_heads:
-            head.weight.data.copy_(self.ends.head.linear.weight)
-
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         embedded = nn.functional.embedding(tokens, self.ends.embedding_VD) * self.config.embedding_scale
         return embedded.to(like.dtype)
@@ -110,9 +101,6 @@ class Hydra(TrainedDraft):
         return self.prefix(f_BTD, self._rope[0].to(f_BTD.device)(f_BTD, positions_BT), mask, cache)
 
     # -- training -------------------------------------------------------------------------------------------------
-
-    def terms(self, step: int) -> dict[str, Term]:
-        return self.config.terms()
 
     def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT

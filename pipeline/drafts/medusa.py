@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.drafts.parts.base import TrainedDraft
-from pipeline.drafts.parts.heads import HeadsConfig, own_heads
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import ResBlock
-from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
+from pipeline.drafts.parts.losses import Objective, Prediction
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -37,7 +36,7 @@ class MedusaConfig(HeadsConfig):
         return 0 if number else self.heads
 
 
-class Medusa(TrainedDraft):
+class Medusa(HeadsDraft):
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, shapes: dict):
@@ -49,15 +48,8 @@ class Medusa(TrainedDraft):
         self.lm_heads = own_heads(config, width, self.vocabulary_size)
 
     @property
-    def own_heads(self) -> list[OwnHead]:
-        return list(self.lm_heads)  # type: ignore[arg-type]
-
-    def start_from_target(self) -> None:
-        for head in self.own_heads:
-            head.weight.data.copy_(self.ends.head.linear.weight)
-
-    def terms(self, step: int) -> dict[str, Term]:
-        return self.config.terms()
+    def borrowed(self) -> list[str]:
+        return [] if self.own_heads else ["head"]
 
     def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         names = self.config.terms()

@@ -142,9 +142,16 @@ class SmallLlama(ReadsText, TrainedDraft):
     def own_heads(self) -> list[OwnHead]:
         return [self.lm.lm_head]
 
+    @property
+    def borrowed(self) -> list[str]:
+        return []
+
+    def prepare(self) -> None:
+        self._reads()
+
     def _reads(self) -> Verifier:
-        if not self._reader:
-            self._reader.append(Verifier(self.lm.eval(), self.lm.config, self.name))
+        if not self._reader or (self._reader[0].dtype, self._reader[0].device) != (self.dtype, self.device):
+            self._reader = [Verifier(self.lm.eval(), self.lm.config, self.name)]
         return self._reader[0]
 
     def terms(self, step: int) -> dict[str, Term]:

@@ -49,12 +49,17 @@ def test_the_tables_have_a_line_a_method():
     gate = {"passed": True}
     row = {"benchmark": "b", "temperature": 0.0, "tau": 2.0, "tau_interval": None, "speedup": 1.5, "gate": gate}
     row |= {"acceptance_by_depth": [0.5, 0.25], "draft_forwards_per_pass": 2.0}
-    facts = {"kind": "eagle", "beside": ["copier"], "parameters": 1234, "training": {"trained_tokens": 99}}
+    facts = {
+        "kind": "eagle",
+        "beside": ["copier"],
+        "parameters": 1234,
+        "training": {"trained_tokens": 99, "seconds": 7.2},
+    }
     facts["tree"] = {"nodes": 6, "depth": 2}
     report = {"results": [row | {"draft": "mine"}], "drafts": {"mine": facts}}
     said = table(report, {"mine": {"active": 1000, "megabytes": 12.34}}).splitlines()
     assert said[2] == "| mine | 2.00, 1.50x | 0.50, 0.25 |"
-    assert said[-1] == "| mine | eagle + copier | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 |"
+    assert said[-1] == "| mine | eagle + copier | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
 
 
 def test_experts_that_no_node_keeps_are_not_read(loaded_target, ends):

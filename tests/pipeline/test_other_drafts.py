@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -13,12 +14,15 @@ from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts import DRAFTS, build
 from pipeline.drafts.gumiho import Gumiho
-from pipeline.drafts.hydra import Hydra
+from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.medusa import Medusa
+from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.recipe.recipe import Recipe
+from pipeline.target.ends import Ends, LMHead
 from pipeline.target.model import fingerprint
 from tests.kit import save_tiny_target
 from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
@@ -228,3 +232,83 @@ def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_r
     first = fingerprint(asked_for(recipe.draft["small"]))
     save_tiny_target(tmp_path / "one", seed=1)
     assert fingerprint(asked_for(recipe.draft["small"])) != first
+
+
+@pytest.mark.parametrize(
+    ("name", "borrowed"),
+    [
+        ("gumiho", ["embedding", "head"]),
+        ("medusa", []),
+        ("medusa, the target's head", ["head"]),
+        ("hydra++", ["embedding"]),
+        ("small-llama", []),
+        ("eagle3", ["embedding"]),
+    ],
+)
+def test_what_is_borrowed_of_the_target_is_what_decoding_reads(drafts, text, name, borrowed):
+    """With other ends in its place no answer changes, unless it is borrowed."""
+    draft = drafts[name]
+    assert draft.borrowed == borrowed
+    ends = draft.ends
+    embedding = torch.zeros_like(ends.embedding_VD)
+    others = {"embedding": Ends(embedding, ends.head, ""), "head": Ends(ends.embedding_VD, nothing(ends.head), "")}
+    states = text[1][:8, None] if draft.needs.final else torch.randn(8, len(draft.needs.auxiliary), 32)
+    seen = Verified(text[0][:9], states)
+    before = draft.start(draft.open(), seen, Wanted()).logits_LWU[0]
+    try:
+        for end, other in others.items():
+            draft._ends = [other]
+            after = draft.start(draft.open(), seen, Wanted()).logits_LWU[0]
+            assert torch.equal(before, after) == (end not in borrowed), end
+    finally:
+        draft._ends = [ends]
+
+
+def nothing(head):
+    return LMHead(torch.zeros_like(head.linear.weight))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, ends, name):
+    """Of four tokens, and of two."""
+    draft = make_draft(loaded_target, ends, VARIANTS[name])
+    for length in (4, 2):
+        row = Row("short", np.zeros(length, np.int32), np.ones(length, np.uint8), torch.randn(length, 32))
+        batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 1))
+        loss, sums = draft.loss(batch)
+        assert loss.isfinite()
+        for name_, term in draft.terms(0).items():
+            assert sums[name_]["positions"] == max(0, length - 1 - term.horizon)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("gumiho", {"decay": 0.9}, "decay: Gumiho's serial part"),
+        ("gumiho", {"mlps": 1}, "mlps=1"),
+        ("medusa", {"head_bias": True, "own_head": False}, "head_bias=true is of heads of their own"),
+        ("small-llama", {"width": 30}, "width=30 is no even multiple"),
+        ("hydra", {"embedding_scale": 0.0}, "expected more than 0"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(kind, settings, said):
+    with pytest.raises(ValueError, match=said):
+        DRAFTS[kind][0](**settings)
+
+
+def test_a_tree_that_the_draft_cannot_grow_is_refused_with_what_it_can():
+    medusa = VARIANTS["medusa"]
+    with pytest.raises(ValueError, match=r"tree.depth=5: this draft guesses at most 4 tokens ahead"):
+        medusa.settle(TreeConfig(depth=5))
+    with pytest.raises(ValueError, match=r"parallel=1 .* of a tree of depth 3 this draft can take 3$"):
+        medusa.settle(TreeConfig(depth=3, parallel=1))
+
+
+def test_a_head_begins_with_its_targets_scale_and_bias(loaded_target, ends):
+    draft = build(HydraConfig(heads=2, head_bias=True), shapes_of(loaded_target.config))
+    weight, bias = torch.randn(260, 32), torch.randn(260)
+    draft.bind(Ends(ends.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
+    draft.start_from_target()
+    x = torch.randn(3, 32)
+    for head in draft.own_heads:
+        assert torch.allclose(head(x), draft.ends.head(x), atol=1e-5)

@@ -108,8 +108,8 @@ class DraftConfig(Settings):
         parallel = choices[0] if tree.parallel is None else tree.parallel
         if parallel not in choices:
             raise ValueError(
-                f"tree.parallel={parallel} takes that many levels from one forward, but this draft looks "
-                f"{max(choices)} ahead: lower it, or give the draft more branches"
+                f"tree.parallel={parallel} takes that many levels from one forward: of a tree of depth {tree.depth} "
+                f"this draft can take {' or '.join(map(str, sorted(choices)))}"
             )
         if tree.candidates != "plain" and not self.has_experts:
             raise ValueError(
@@ -168,6 +168,11 @@ class TrainedDraft(nn.Module):
     @property
     def own_head_parameters(self) -> int:
         return sum(head.weight.numel() for head in self.own_heads)
+
+    @property
+    def borrowed(self) -> list[str]:
+        """The target's ends that it uses."""
+        return ["embedding"] if self.own_heads else ["embedding", "head"]
 
     def normed(self, features: Tensor) -> Tensor:
         """What an own head takes."""
@@ -235,6 +240,9 @@ class TrainedDraft(nn.Module):
 
     def initialise(self, seed: int) -> None:
         initialise(self, torch.Generator().manual_seed(seed))
+
+    def prepare(self) -> None:
+        """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
 
     def start_from_target(self) -> None:
         """What begins as a part of the target, in the draft at step 0; after `bind`."""

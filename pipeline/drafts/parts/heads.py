@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Term, named
 
 
@@ -13,9 +13,7 @@ class HeadsConfig(DraftConfig):
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     heads: int
     blocks: int
-    own_head: bool = (
-        True  # each has an LM head of its own, which begins as the target's; false: they share the target's
-    )
+    own_head: bool = True  # each has an LM head of its own, which begins as the target's; or all take the target's
     head_bias: bool = False  # as the released Hydra's
     objective: Objective
     decay: float
@@ -38,3 +36,25 @@ class HeadsConfig(DraftConfig):
 def own_heads(config: HeadsConfig, width: int, vocabulary: int) -> nn.ModuleList:
     count = config.heads if config.own_head else 0
     return nn.ModuleList(OwnHead(width, vocabulary, config.head_bias) for _ in range(count))
+
+
+class HeadsDraft(TrainedDraft):
+    """Its `lm_heads` are made where its own heads are."""
+
+    config: HeadsConfig
+    lm_heads: nn.ModuleList
+
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
+
+    def start_from_target(self) -> None:
+        """With its scale and bias; a soft cap is not among what a head has."""
+        target = self.ends.head
+        for head in self.own_heads:
+            head.weight.data.copy_(target.linear.weight * target.scale)
+            if head.bias is not None and target.linear.bias is not None:
+                head.bias.data.copy_(target.linear.bias * target.scale)
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return self.config.terms()

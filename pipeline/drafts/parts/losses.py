@@ -325,7 +325,8 @@ def term_sums(
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """By term, sums over its trained positions: "regression" (where it has a weight), "classification", "agree"
-    (top-1), "accept" (where the objective counts acceptances), "positions"; of a penalty "penalty" and "positions".
+    (top-1, with the target's choice; under hard-ce with the text's token), "accept" (where the objective counts
+    acceptances), "positions"; of a penalty "penalty" and "positions".
 
     `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through; `vocabulary`: its tokens. A mixture
     has no feature of its own: its regression is that of its features' mean.
@@ -370,7 +371,7 @@ def term_sums(
 def _labelled(batch: "Batch", horizon: int) -> Tensor:
     """Which labels (B, T) a term of this horizon answers: that of input i stands at i + h - 1."""
     mask_BT = torch.zeros_like(batch.trained[horizon])
-    mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : mask_BT.shape[1] + 1 - horizon]
+    mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : max(0, mask_BT.shape[1] + 1 - horizon)]
     return mask_BT
 
 
@@ -392,7 +393,7 @@ def _shares(terms: list[Term], batch: "Batch") -> list[float]:
 
 def _trained_rows(prediction: Prediction, horizon: int, batch: "Batch", inputs: int) -> list[Tensor]:
     """The prediction's tensors at its trained positions."""
-    last = inputs + 1 - horizon
+    last = max(0, inputs + 1 - horizon)
     mask_BT = batch.trained[horizon][:, :last]
     whole = prediction.features if prediction.log_weights is None else [prediction.log_weights, *prediction.features]
     return [tensor[:, :last][mask_BT] for tensor in whole]
