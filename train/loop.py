@@ -305,7 +305,7 @@ class _Run:
             "trained_tokens": kept["trained_tokens"],
             "dialogues": self._batches.dialogues,
             "ranks": self._engine.ranks,
-            "seconds": round(kept["seconds"], 1),
+            "seconds": round(kept.get("seconds", self._seconds), 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
         return facts | ({"left_out": self._left_out} if self._left_out else {})

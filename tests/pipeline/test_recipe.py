@@ -146,7 +146,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         ),
         (
             ["eval.methods.other.tree.parallel=2"],
-            "tree.parallel=2 takes that many levels from one forward, but this draft looks 1 ahead",
+            "tree.parallel=2 takes that many levels from one forward: of a tree of depth",
         ),
         (["eval.methods.main.tree={paths=[[0], [0], [1]]}"], "paths names a node twice"),
         (["eval.methods.main.tree={paths=[['a']]}"], "expected 'eagle-1' or lists of ranks"),
@@ -167,7 +167,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
             ["eval.methods.other.tree={depth=2, top_k=2, nodes=4, candidates='mixture'}"],
             "needs several experts a token",
         ),
-        (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft looks 1 ahead"),
+        (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft can take 1"),
         (
             ["draft.main.contrast=experts", "eval.methods.main.tree.candidates=decoupled"],
             "needs several experts a token",
