@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 PLAIN, DRAFT = "plain `generate()`", "the release, by `custom_generate`"
-OURS = ("pydantic", "ray", "deepspeed", "datasets", "pyarrow")
+OURS = ("ray", "deepspeed", "datasets", "pyarrow")
 
 
 def main() -> None:
