@@ -16,10 +16,8 @@ import torch
 
 from eval.measure.packed import pack
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.units import asked_for
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
@@ -66,8 +64,7 @@ def memory_bytes(recipe: Recipe) -> float:
     cache = 2 * layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
     with torch.device("meta"):
         drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
-    small = [one for one in recipe.draft.values() if isinstance(one, SmallModelConfig)]
-    drafts += sum(parameter_count_of(asked_for(one)) for one in small)
+    drafts += sum(map(parameter_count_of, recipe.small_models.values()))
     packed = (
         2 if recipe.eval.pack_linears else 1
     )  # beside the packed weights the plain ones live until they are replaced

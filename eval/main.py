@@ -16,7 +16,7 @@ import torch
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.units import Job, Measured, asked_for, decode_all, job_of, method_facts, read_tuned
+from eval.measure.units import Job, Measured, decode_all, job_of, method_facts, read_tuned
 from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
@@ -26,7 +26,6 @@ from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, kind_of, parameter_count
-from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
@@ -43,7 +42,8 @@ def facts_of(recipe: Recipe, method: Measured) -> dict:
     """What the report says of a method, measured figures apart."""
     config = recipe.draft[method.draft]
     if not config.trained:
-        parameters = parameter_count_of(asked_for(config)) if isinstance(config, SmallModelConfig) else 0
+        asked = recipe.small_models.get(method.draft)
+        parameters = parameter_count_of(asked) if asked else 0
         return {"kind": kind_of(config), "parameters": parameters, "training": {}} | method_facts(method)
     saved = checkpoint.read_config(recipe.draft_dir(method.draft))
     with torch.device("meta"):

@@ -10,30 +10,32 @@ Writes methods.md and methods.png into the run's eval folder.
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from eval.measure import plots
-from eval.measure.report import speed_said, tau_said
-from eval.measure.units import asked_for
+from eval.measure.report import rates_said, speed_said, tau_said
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Verified
 from pipeline.drafts import TrainedDraft
-from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
+from pipeline.target.config import TargetConfig
 from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
 
 TABLE, PLOT = "methods.md", "methods.png"
+HEADS = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
+HEADS.append("seconds")
 PROMPT = 16  # tokens before the round whose reading is counted
 
 
@@ -42,17 +44,18 @@ class Read:
     """What forwards read of weights, in numbers; rows of an embedding are not counted."""
 
     numbers: int = 0
-    modules: dict[int, int] | None = None  # each once
+    modules: dict[int, int] = field(default_factory=dict)  # by module
 
     @property
     def once(self) -> int:
-        return sum((self.modules or {}).values())
+        """Each module's counted once."""
+        return sum(self.modules.values())
 
 
 @contextmanager
 def reading(modules: list[nn.Module]) -> Iterator[Read]:
     """Counts what is called below these."""
-    found = Read(modules={})
+    found = Read()
 
     def called(module: nn.Module, *_: Any) -> None:
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -87,7 +90,8 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     for method, fact in facts.items():
         tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]
         if not config.trained:  # nothing, or somebody's model, which every forward reads
-            active = matrices_of(config) if isinstance(config, SmallModelConfig) else 0
+            asked = recipe.small_models.get(fact["draft"])
+            active = matrices_of(asked) if asked else 0
             out[method] = {"active": active, "megabytes": active * tree.forwards * size / 1e6}
             continue
         draft = checkpoint.load(recipe.draft_dir(fact["draft"]), ends.fingerprint).float()
@@ -99,9 +103,8 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     return out
 
 
-def matrices_of(config: SmallModelConfig) -> int:
+def matrices_of(asked: TargetConfig) -> int:
     """A model's parameters but for an embedding that is not its head as well."""
-    asked = asked_for(config)
     text = load_config(asked)
     return parameter_count_of(asked) - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
 
@@ -111,36 +114,21 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
     parts, entries, facts = [], report["results"], report["drafts"]
     benchmarks = list(dict.fromkeys(one["benchmark"] for one in entries))
     for temperature in dict.fromkeys(one["temperature"] for one in entries):
-        parts += [f"| T = {temperature:g} | {' | '.join(benchmarks)} | accepted at depth 1, 2, ... |"]
-        parts += ["|---" * (len(benchmarks) + 2) + "|"]
+        rows = []
         for method in facts:
             mine = [one for one in entries if (one["draft"], one["temperature"]) == (method, temperature)]
-            cells = [f"{tau_said(one)}, {speed_said(one)}" for one in mine]
-            rates = "; ".join(", ".join(f"{rate:.2f}" for rate in one["acceptance_by_depth"]) for one in mine)
-            parts.append(f"| {method} | {' | '.join(cells)} | {rates} |")
-        parts.append("")
-    heads = [
-        "method",
-        "kind",
-        "parameters",
-        "active",
-        "nodes",
-        "depth",
-        "draft forwards",
-        "MB read",
-        "trained tokens",
-        "seconds",
-    ]
-    parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+            figures = [f"{tau_said(one)}, {speed_said(one)}" for one in mine]
+            rows.append([method, *figures, "; ".join(map(rates_said, mine))])
+        parts += [markdown.table([f"T = {temperature:g}", *benchmarks, "accepted at depth 1, 2, ..."], rows), ""]
+    rows = []
     for method, fact in facts.items():
-        tree, cost, beside = fact["tree"], costs[method], " + ".join([fact["kind"], *fact["beside"]])
+        tree, training, cost = fact["tree"], fact["training"], costs[method]
         forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
-        cells = [method, beside, f"{fact['parameters']:,}", f"{cost['active']:,}", tree["nodes"], tree["depth"]]
-        cells += [f"{sum(forwards) / len(forwards):.1f}", f"{'at most ' * bool(fact['worth'])}{cost['megabytes']:.1f}"]
-        training = fact["training"]
-        cells += [f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"]
-        parts.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(parts)
+        megabytes = f"{'at most ' * bool(fact['worth'])}{cost['megabytes']:.1f}"
+        cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}", f"{cost['active']:,}"]
+        cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]
+        rows.append([*cells, f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"])
+    return "\n".join([*parts, markdown.table(HEADS, rows)])
 
 
 def main() -> None:

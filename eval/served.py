@@ -34,6 +34,7 @@ from eval.measure.harness import Unit
 from eval.measure.prompts import Prompt
 from eval.measure.units import units_of
 from pipeline.artifacts.provenance import provenance
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.basics.progress import Progress
@@ -305,23 +306,15 @@ def table(levels: list[Level]) -> str:
     """As Markdown."""
     plain = {(one.benchmark, one.temperature, one.at_once): one.per_second for one in levels if not one.draft}
     heads = ["benchmark", "T", "at once", "answers", "tau", "accepted by place", "tokens/s", "plain", "speed-up"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in levels:
-        if one.draft:
-            base = plain.get((one.benchmark, one.temperature, one.at_once))
-            tau = one.counts.tau if one.counts else None
-            shares = [n / one.counts.passes for n in one.counts.by_place.values()] if one.counts and tau else []
-            cells = [
-                one.benchmark,
-                f"{one.temperature:g}",
-                one.at_once,
-                one.answers,
-                f"{tau:.3f}" if tau else "not told",
-            ]
-            cells += [", ".join(f"{share:.2f}" for share in shares), f"{one.per_second:.1f}"]
-            cells += [f"{base:.1f}", f"{one.per_second / base:.2f}x"] if base else ["", ""]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+    rows = []
+    for one in (one for one in levels if one.draft):
+        base = plain.get((one.benchmark, one.temperature, one.at_once))
+        tau = one.counts.tau if one.counts else None
+        shares = [n / one.counts.passes for n in one.counts.by_place.values()] if one.counts and tau else []
+        said = [f"{tau:.3f}" if tau else "not told", ", ".join(f"{share:.2f}" for share in shares)]
+        speeds = [f"{one.per_second:.1f}", *([f"{base:.1f}", f"{one.per_second / base:.2f}x"] if base else ["", ""])]
+        rows.append([one.benchmark, f"{one.temperature:g}", one.at_once, one.answers, *said, *speeds])
+    return markdown.table(heads, rows)
 
 
 def main() -> None:

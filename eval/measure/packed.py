@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Source
-from pipeline.drafts import TrainedDraft
-from pipeline.drafts.small_model import SmallModel
 from pipeline.target.model import Target
 
 # Children of one module that transformers' decoders, and the drafts, give one and the same tensor.
@@ -31,12 +29,7 @@ def pack(target: Target, drafts: dict[str, Source]) -> None:
             f"eval.pack_linears=true is for CPUs, and the target is on {target.device}: set it to false"
         )
     own: list[nn.Module] = [target.decoder, target.head]
-    modules = list(own)
-    for draft in drafts.values():
-        if isinstance(draft, SmallModel):
-            modules += draft.modules
-        elif isinstance(draft, TrainedDraft):
-            modules += [draft] if draft.ends.head is target.head else [draft, draft.ends.head]
+    modules = own + [module for draft in drafts.values() for module in draft.packable()]
     for module in modules:
         pack_linears(module)
     target.filled = rows_of_one([one for module in own for one in products(module)])

@@ -17,6 +17,7 @@ from scipy.stats import bootstrap
 
 from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
@@ -225,42 +226,39 @@ def _with_interval(value: float, bounds: list[float] | None) -> str:
 
 def table(entries: list[dict]) -> str:
     """Markdown; one line per benchmark, temperature and draft."""
+    heads = ["benchmark", "T", "draft", "prompts", "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless"]
+    heads.append("tau, legacy count")
     circles = any(entry.get("answers_in_circles") for entry in entries)
-    lines = [
-        "| benchmark | T | draft | prompts | tau (95%) | speed-up (95%) | ms/token, plain | lossless | tau, legacy "
-        "count |" + (" answers in circles; without them |" if circles else ""),
-        "|---|---|---|---|---|---|---|---|---|" + ("---|" if circles else ""),
-    ]
-    for entry in entries:
-        gate = entry["gate"]
-        proof = f"{gate['identical']} of {gate['checked']} identical"
-        if gate["drawn"]:
-            proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
-        proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
-        if gate["rounds"]:
-            ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
-            proof += f", drift {ratio} in {gate['rounds']} rounds"
-        paid = (
-            "withheld"
-            if entry["speedup"] is None
-            else f"{entry['ms_per_token']:.1f}, {entry['plain_ms_per_token']:.1f}"
-        )
-        lines.append(
-            f"| {entry['benchmark']} | {entry['temperature']:g} | {entry['draft']} | {entry['prompts']} | "
-            f"{tau_said(entry)} | {speed_said(entry)} | {paid} | {'' if gate['passed'] else 'NO: '}{proof} | "
-            f"{'-' if entry['tau_legacy'] is None else format(entry['tau_legacy'], '.2f')} |"
-            + (f" {_circles_said(entry)} |" if circles else "")
-        )
-    return "\n".join(lines)
+    return markdown.table(
+        [*heads, *["answers in circles; without them"] * circles], (_row(e, circles) for e in entries)
+    )
+
+
+def _row(entry: dict, circles: bool) -> list[Any]:
+    gate, legacy = entry["gate"], entry["tau_legacy"]
+    proof = f"{gate['identical']} of {gate['checked']} identical"
+    if gate["drawn"]:
+        proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
+    proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
+    if gate["rounds"]:
+        ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
+        proof += f", drift {ratio} in {gate['rounds']} rounds"
+    is_paid = entry["speedup"] is not None
+    paid = f"{entry['ms_per_token']:.1f}, {entry['plain_ms_per_token']:.1f}" if is_paid else "withheld"
+    cells = [entry["benchmark"], f"{entry['temperature']:g}", entry["draft"], entry["prompts"]]
+    cells += [tau_said(entry), speed_said(entry), paid, f"{'' if gate['passed'] else 'NO: '}{proof}"]
+    cells.append("-" if legacy is None else f"{legacy:.2f}")
+    return [*cells, *([_circles_said(entry)] if circles else [])]
 
 
 def headline(entries: list[dict]) -> str:
     """Markdown: one method's figures, a line per benchmark and temperature."""
-    lines = ["| benchmark | T | tau | speed-up | accepted at depth 1, 2, ... | lossless |", "|---|---|---|---|---|---|"]
-    for entry in entries:
-        cells = [entry["benchmark"], f"{entry['temperature']:g}", tau_said(entry), speed_said(entry)]
-        lines.append(f"| {' | '.join([*cells, rates_said(entry), verdict(entry)])} |")
-    return "\n".join(lines)
+    heads = ["benchmark", "T", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
+    rows = (
+        [e["benchmark"], f"{e['temperature']:g}", tau_said(e), speed_said(e), rates_said(e), verdict(e)]
+        for e in entries
+    )
+    return markdown.table(heads, rows)
 
 
 def _circles_said(entry: dict) -> str:

@@ -29,10 +29,9 @@ from pipeline.decoding.sources import Agreement, Sources
 from pipeline.decoding.worth import Worth
 from pipeline.drafts import make_untrained
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.small_model import SmallModel, SmallModelConfig
+from pipeline.drafts.small_model import SmallModel
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.target.chat import template_fingerprint
-from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target, fingerprint, load_reader, load_tokenizer
 
 RECORDS = "records.jsonl"
@@ -64,8 +63,7 @@ def untuned(recipe: Recipe) -> dict[str, Measured]:
     fetch(recipe)
     weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
     weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    small = {name: one for name, one in recipe.draft.items() if isinstance(one, SmallModelConfig)}
-    weights |= {name: fingerprint(asked_for(one)) for name, one in small.items()}
+    weights |= {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
     found = {}
     for name, draft in recipe.methods.items():
         given = recipe.method(name)
@@ -187,12 +185,6 @@ def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
     return Sources(draft, others, method.calibration, method.agreement, method.worth)
 
 
-def asked_for(config: SmallModelConfig) -> TargetConfig:
-    """A small model, as a target would be asked for."""
-    more = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    return TargetConfig(model=config.model, **more)
-
-
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
     """Drafts of the recipe, bound to the target, in evaluation's dtype."""
     mark = fingerprint(recipe.target)
@@ -204,7 +196,7 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
             drafts[name] = draft = make_untrained(config, shapes_of(target.config), lambda: target.tokenizer)
             draft.name = name
             if isinstance(draft, SmallModel):
-                draft.read_by(*load_reader(asked_for(draft.config), target.device, target.dtype), target.tokenizer)
+                draft.read_by(*load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer)
             continue
         draft = checkpoint.load(recipe.draft_dir(name), mark).to(target.device, target.dtype)
         draft.bind(ends)

@@ -22,6 +22,7 @@ from eval.measure.harness import Harness, Unit
 from eval.measure.units import Measured, make_harness, methods_of, units_of
 from eval.studies.compare import compared
 from pipeline.artifacts.provenance import ROOT, provenance
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
@@ -146,7 +147,7 @@ def table(results: list[dict], against: str) -> str:
     methods = list(dict.fromkeys(r["method"] for r in results))
     names = [f"{name}, T = {t:g}" for name, t in cells]
     head = ["method", "forwards", "mean tau", "mean difference (by seed)", *names]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows = []
     for method in methods:
         mine = [
             r for cell in cells for r in results if (r["benchmark"], r["temperature"], r["method"]) == (*cell, method)
@@ -158,8 +159,8 @@ def table(results: list[dict], against: str) -> str:
             by_seed = ", ".join(f"{x:+.3f}" for x in np.mean([r["difference_by_seed"] for r in mine], axis=0))
             row.append(f"{np.mean([r['difference'] for r in mine]):+.3f} ({by_seed})")
             row += [f"{r['difference']:+.3f}{_bracketed(r['interval'])}" for r in mine]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return markdown.table(head, rows)
 
 
 def _bracketed(interval: list[float] | None) -> str:

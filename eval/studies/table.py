@@ -15,6 +15,7 @@ from eval.measure.report import speed_said, tau_said
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
+from pipeline.basics.markdown import table as markdown_of
 from pipeline.running import entry
 
 
@@ -50,7 +51,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     benchmarks = list(dict.fromkeys(name for row in rows for name in row["cells"]))
     head = ["T", "run", "target", "method"]
     head += [f"{name}: {what}" for name in (*benchmarks, "mean") for what in ("speed-up", "tau (legacy count)")]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     for row in rows:
         cells = [f"{row['temperature']:g}", row["run"], row["target"], row["method"]]
         for name in benchmarks:
@@ -62,10 +63,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{tau_said(cell)} ({_legacy(cell['tau_legacy'])})")
         cells.append("-" if row["mean_speedup"] is None else f"{row['mean_speedup']:.2f}x")
         cells.append("-" if row["mean_tau"] is None else f"{row['mean_tau']:.2f} ({_legacy(row['mean_tau_legacy'])})")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     where = dict.fromkeys(f"{row['run']}: {row['hardware']}" for row in rows)
     return "\n".join(
-        [*lines, "", "Measured on: " + "; ".join(where) + ". Speeds of different hardware are not to be compared."]
+        [
+            markdown_of(head, lines),
+            "",
+            "Measured on: " + "; ".join(where) + ". Speeds of different hardware are not to be compared.",
+        ]
     )
 
 

@@ -212,14 +212,12 @@ def measure_costs(
 
 def _levels(median: dict[tuple, float], name: str, config: Settled) -> list[float]:
     """What each further level of a forward adds, by its number."""
-    found = [0.0]
+    found = []
     for number in range(kinds_of(config)):
-        kind, width = ("step", (LEVELS_AT,)) if number else ("start", ())
-        one, all_ = (median.get((kind, name, number, n, *width)) for n in (1, config.levels_of(number)))
-        if one is not None and all_ is not None and config.levels_of(number) > 1:
-            found[number:] = [max(0.0, all_ - one) / (config.levels_of(number) - 1)]
-        else:
-            found[number:] = [0.0]
+        kind, width = ("step", [LEVELS_AT]) if number else ("start", [])
+        levels = config.levels_of(number)
+        one, all_ = (median.get((kind, name, number, n, *width), 0.0) for n in (1, levels))
+        found.append(max(0.0, all_ - one) / max(levels - 1, 1))
     return found
 
 

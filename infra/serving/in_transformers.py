@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from eval.measure.units import units_of
 from infra.serving import one_line
 from pipeline.artifacts.provenance import provenance
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -35,11 +36,12 @@ def prompts(recipe: Recipe) -> list[list[int]]:
 def table(found: dict) -> str:
     """As Markdown."""
     base = found["seconds"][one_line.PLAIN]
-    lines = ["| | the same tokens as plain `generate()` | seconds | speed-up |", "|---|---|---|---|"]
-    for way, seconds in found["seconds"].items():
-        same = f"{found['same'][way]} of {found['prompts']}"
-        lines.append(f"| {way} | {same} | {seconds:.1f} | {base / seconds:.2f}x |")
-    return "\n".join(lines)
+    heads = ["", "the same tokens as plain `generate()`", "seconds", "speed-up"]
+    rows = (
+        [way, f"{found['same'][way]} of {found['prompts']}", f"{seconds:.1f}", f"{base / seconds:.2f}x"]
+        for way, seconds in found["seconds"].items()
+    )
+    return markdown.table(heads, rows)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from infra.serving.engines import Engine, LlamaCpp, Served, Vllm
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import ROOT, hardware
+from pipeline.basics import markdown
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
@@ -100,14 +101,13 @@ def _speed(found: list[Served] | list[Generation]) -> float:
 
 
 def table(rows: list[dict]) -> str:
-    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    cells = []
     for one in rows:
         of = f"of {one['prompts']}"
-        cells = [one["engine"], one["draft"], f"{one['same_plain']} {of}, {one['same_chain']} {of}"]
-        cells += [f"{one['same_counts']} {of}", f"{one['tau_ours']:.3f}, {one['tau_served']:.3f}"]
-        cells += [f"{one['per_second_ours_plain']}, {one['per_second_plain']}, {one['per_second_chain']}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        same = [f"{one['same_plain']} {of}, {one['same_chain']} {of}", f"{one['same_counts']} {of}"]
+        speeds = f"{one['per_second_ours_plain']}, {one['per_second_plain']}, {one['per_second_chain']}"
+        cells.append([one["engine"], one["draft"], *same, f"{one['tau_ours']:.3f}, {one['tau_served']:.3f}", speeds])
+    return markdown.table(HEADS, cells)
 
 
 def compare(recipe: Recipe, engines: list[Engine], work: Path) -> list[dict]:

@@ -165,6 +165,9 @@ class Draft(Forwards, Protocol):
 class Source(Draft, Protocol):
     """A draft whose candidates can stand in one tree with those of others (sources.py)."""
 
+    def packable(self) -> list[torch.nn.Module]:
+        """What decodes: modules whose linear layers may be laid out anew."""
+
     def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
 

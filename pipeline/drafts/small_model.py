@@ -5,7 +5,6 @@ first token that it sees is t_1, since a batch pairs every token with the state 
 else's, of the target's tokenizer, and sees the whole text.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,11 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
-from pipeline.decoding.grow import best_pool, grow
-from pipeline.decoding.tree import Tree
-from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.target.attention import additive
 from pipeline.target.cache import TreeCache
@@ -194,10 +190,8 @@ class SmallModelConfig(DraftConfig):
         return Needs(final=False)
 
 
-class SmallModel(ReadsText):
+class SmallModel(ReadsText, ByLevels):
     """It guesses from the tokens that both vocabularies have."""
-
-    stepwise = True
 
     def __init__(self, config: SmallModelConfig, shapes: dict[str, Any]):
         self.config = config
@@ -225,22 +219,9 @@ class SmallModel(ReadsText):
             raise AssertionError("read_by() comes before the first forward")
         return self._reader[0]
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """What decodes, to be packed."""
+    def packable(self) -> list[nn.Module]:
+        """What decodes."""
         return [self._reads().decoder, self._reads().head]
 
     def _answer(self, hidden_WD: Tensor) -> Answer:
         return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, : self.target_vocabulary]])
-
-    def propose(
-        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
-    ) -> Tree:
-        return grow(self, state, seen, tree, draws, forwards or self)
-
-    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
-        return best_pool(self, state, seen, tree, count, forwards or self)
-
-    def chance(self, depth: int, score: float) -> float:
-        """Its own probability of the path: the score is that one's logarithm."""
-        return math.exp(min(score, 0.0))

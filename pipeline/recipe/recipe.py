@@ -17,6 +17,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Settled
 from pipeline.decoding.sources import SettledTogether
 from pipeline.drafts.lookup.corpus import corpus_sha256
+from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
 from pipeline.recipe.sections import (
     AnyDraft,
@@ -310,6 +311,13 @@ class Recipe(Section):
     @property
     def eval_dir(self) -> Path:
         return self.run_dir / "eval"
+
+    @property
+    def small_models(self) -> dict[str, TargetConfig]:
+        """Drafts that are somebody's models, as a target would be asked for."""
+        keys = ("model", "revision", "trust_remote_code")
+        found = {name: one for name, one in self.draft.items() if isinstance(one, SmallModelConfig)}
+        return {name: TargetConfig(**{key: getattr(one, key) for key in keys}) for name, one in found.items()}
 
     @property
     def tuned_file(self) -> Path:

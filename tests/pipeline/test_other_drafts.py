@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from eval.measure.units import asked_for, load_drafts
+from eval.measure.units import load_drafts
 from pipeline.artifacts.provenance import public_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
@@ -229,9 +229,9 @@ def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_r
     del tree["eval"]["methods"]
     recipe = Recipe.model_validate(tree)
     assert str(tmp_path) not in json.dumps(public_recipe(recipe)["draft"])
-    first = fingerprint(asked_for(recipe.draft["small"]))
+    first = fingerprint(recipe.small_models["small"])
     save_tiny_target(tmp_path / "one", seed=1)
-    assert fingerprint(asked_for(recipe.draft["small"])) != first
+    assert fingerprint(recipe.small_models["small"]) != first
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import fetch
 from pipeline.artifacts.provenance import ROOT
+from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import link_features
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
@@ -49,13 +50,12 @@ def results(recipe: Recipe, rate: float) -> list[dict]:
 
 def table(found: list[dict]) -> str:
     """Markdown; per draft the largest tau is marked."""
-    lines = ["| draft | learning rate | " + " | ".join(SHOWN.values()) + " |", "|---|---|" + "---|" * len(SHOWN)]
-    best = {draft: best_of(found, draft) for draft in {one["draft"] for one in found}}
+    best, rows = {draft: best_of(found, draft) for draft in {one["draft"] for one in found}}, []
     for one in sorted(found, key=lambda one: (one["draft"], one["rate"])):
-        cells = [f"{one[key]:.3f}" if key in one else "-" for key in SHOWN]
         mark = " **best**" if best[one["draft"]] is one else ""
-        lines.append(f"| {one['draft']} | {one['rate']:g}{mark} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [f"{one[key]:.3f}" if key in one else "-" for key in SHOWN]
+        rows.append([one["draft"], f"{one['rate']:g}{mark}", *cells])
+    return markdown.table(["draft", "learning rate", *SHOWN.values()], rows)
 
 
 def best_of(found: list[dict], draft: str) -> dict:

@@ -82,6 +82,10 @@ class Copier:
             tokens, self.corpus_sha256 = read_corpus(self.config.corpus, tokenizer())
             self._corpus = Corpus(tokens, self.config.longest)
 
+    def packable(self) -> list[Any]:
+        """What decodes: nothing."""
+        return []
+
     def open(self) -> SuffixIndex:
         return SuffixIndex(self.config.shortest, self.config.longest)
 

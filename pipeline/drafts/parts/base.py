@@ -119,12 +119,30 @@ class DraftConfig(Settings):
         return replace(tree, parallel=parallel)
 
 
-class TrainedDraft(nn.Module):
+class ByLevels:
+    """A draft that answers level by level: its trees grow from `start` and `step`."""
+
+    stepwise = True
+
+    def propose(
+        self: Any, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+    ) -> Tree:
+        return grow(self, state, seen, tree, draws, forwards or self)
+
+    def pool(
+        self: Any, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
+    ) -> Pool:
+        return best_pool(self, state, seen, tree, count, forwards or self)
+
+    def chance(self, depth: int, score: float) -> float:
+        """Its own probability of the path: the score is that one's logarithm."""
+        return math.exp(min(score, 0.0))
+
+
+class TrainedDraft(ByLevels, nn.Module):
     """A draft with weights. Embedding and head are the target's, frozen, shared by reference and never in the state
     dict; a head of its own is.
     """
-
-    stepwise = True
 
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__()
@@ -191,18 +209,6 @@ class TrainedDraft(nn.Module):
 
     # -- shared -------------------------------------------------------------------------------------------------
 
-    def propose(
-        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
-    ) -> Tree:
-        return grow(self, state, seen, tree, draws, forwards or self)
-
-    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
-        return best_pool(self, state, seen, tree, count, forwards or self)
-
-    def chance(self, depth: int, score: float) -> float:
-        """Its own probability of the path: the score is that one's logarithm."""
-        return math.exp(min(score, 0.0))
-
     @property
     def token_ids_U(self) -> Tensor | None:
         return self.draft_token_ids  # type: ignore[return-value]
@@ -240,6 +246,10 @@ class TrainedDraft(nn.Module):
 
     def initialise(self, seed: int) -> None:
         initialise(self, torch.Generator().manual_seed(seed))
+
+    def packable(self) -> list[nn.Module]:
+        """What decodes."""
+        return [self, self.ends.head]
 
     def prepare(self) -> None:
         """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
