@@ -10,7 +10,7 @@ Writes methods.md and methods.png into the run's eval folder.
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.config import TargetConfig
-from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
+from pipeline.target.model import DTYPES, load_config, load_decoder, load_ends, parameter_count_of
 
 TABLE, PLOT = "methods.md", "methods.png"
 HEADS = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
@@ -76,7 +76,7 @@ def round_of(draft: TrainedDraft, tree: TreeConfig) -> Read:
     states = draft.needs.final + len(draft.needs.auxiliary)
     states_TSD = torch.randn(PROMPT, states, draft.shapes["hidden_size"], generator=generator)
     tokens = torch.randint(0, draft.target_vocabulary, (PROMPT + 1,), generator=generator).tolist()
-    with reading([draft, draft.ends.head]) as found:
+    with reading(draft.packable()) as found:
         draft.propose(draft.open(), Verified(tokens, states_TSD), draft.config.settle(tree), None)
     return found
 
@@ -86,6 +86,8 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     makes all of the tree's forwards.
     """
     ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
+    if any(config.needs(1).decoder for config in recipe.draft.values()):
+        ends = replace(ends, decoder=load_decoder(recipe.target, torch.float32))
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
         tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]

@@ -37,7 +37,7 @@ def loaded_target(tiny_target) -> Target:
 
 @pytest.fixture(scope="session")
 def ends(loaded_target, tiny_target) -> Ends:
-    return Ends(loaded_target.embedding_VD, loaded_target.head, fingerprint(TargetConfig(model=str(tiny_target))))
+    return loaded_target.ends(fingerprint(TargetConfig(model=str(tiny_target))))
 
 
 @pytest.fixture

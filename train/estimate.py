@@ -21,6 +21,7 @@ whole machine's CPU, is measured here on random features, unless --tokens-per-se
 import argparse
 import json
 import time
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -39,7 +40,15 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
 from pipeline.running.expect import steps_of
 from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of, resolve_device
+from pipeline.target.model import (
+    DTYPES,
+    empty_decoder,
+    load_config,
+    load_decoder,
+    load_ends,
+    parameter_count_of,
+    resolve_device,
+)
 
 VALIDATION = 1 / 3  # of a token's training
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
@@ -58,7 +67,8 @@ def memory_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
         bucket = config.bucket_elements(parameters) * size
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
-    ends = (draft.target_vocabulary + draft.teacher_vocabulary) * width * size
+    borrowed = (draft.target_vocabulary + draft.teacher_vocabulary) * width
+    ends = size * (borrowed + (parameter_count_of(recipe.target) if draft.needs.decoder else 0))
     gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
     decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
     beside = decoding if config.decode == "always" else 0
@@ -100,25 +110,35 @@ def activation_bytes(recipe: Recipe, draft: TrainedDraft, recompute: bool) -> in
     torch.set_default_dtype(dtype)  # a module without content cannot be cast
     try:
         with FakeTensorMode():
-            return _activation_bytes(config, build(draft.config, shapes), dtype, row_tokens(recipe), recompute)
+            decoder = empty_decoder(recipe.target, dtype) if draft.needs.decoder else None
+            made = build(draft.config, shapes)
+            return _activation_bytes(config, made, decoder, dtype, row_tokens(recipe), recompute)
     finally:
         torch.set_default_dtype(before)
 
 
-def _activation_bytes(config: TrainConfig, draft: TrainedDraft, dtype: torch.dtype, count: int, recompute: bool) -> int:
+def _activation_bytes(
+    config: TrainConfig,
+    draft: TrainedDraft,
+    decoder: torch.nn.Module | None,
+    dtype: torch.dtype,
+    count: int,
+    recompute: bool,
+) -> int:
     width, shape = draft.shapes["hidden_size"], (config.micro_batch, count)
     embedding = torch.empty(draft.shapes["vocab_size"], width)
-    draft.bind(Ends(embedding, LMHead(embedding), ""))
+    draft.bind(Ends(embedding, LMHead(embedding), "", decoder))
     draft.recompute = recompute
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)
     states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
     trained = {1: torch.ones(shape, dtype=torch.bool)}
     packed_BT = tokens_BT if config.pack_tokens else None
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, packed_BT, states_BTSD)
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, packed_BT, states_BTSD, tokens_BT)
+    given = [] if decoder is None else [*decoder.parameters(), *decoder.buffers()]
     others = {
         x.untyped_storage()._cdata
-        for x in (*draft.parameters(), embedding, hidden_BTD, *([] if states_BTSD is None else [states_BTSD]))
+        for x in (*draft.parameters(), *given, embedding, hidden_BTD, *([] if states_BTSD is None else [states_BTSD]))
     }
     kept: dict[int, int] = {}
     alive = []  # so that no storage is counted under another's address
@@ -143,7 +163,8 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
-    draft.bind(load_ends(recipe.target))
+    ends = load_ends(recipe.target)
+    draft.bind(replace(ends, decoder=load_decoder(recipe.target, dtype)) if draft.needs.decoder else ends)
     draft = draft.to(device, dtype)
     draft.move_ends(device, dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)

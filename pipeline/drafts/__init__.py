@@ -12,6 +12,7 @@ from pipeline.drafts.jakiro import Jakiro, JakiroConfig, JakiroOnEagle3, JakiroO
 from pipeline.drafts.lookup.copier import Copier, CopierConfig
 from pipeline.drafts.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.skipper import Skipper, SkipperConfig
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel, SmallModelConfig
 
 # By the `kind` of their settings and, where that has several frames, the frame.
@@ -24,6 +25,7 @@ DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
     "jakiro": (JakiroConfig, Jakiro),
     "jakiro on eagle-3": (JakiroOnEagle3Config, JakiroOnEagle3),
     "medusa": (MedusaConfig, Medusa),
+    "skipper": (SkipperConfig, Skipper),
     "small-llama": (SmallLlamaConfig, SmallLlama),
     "small-model": (SmallModelConfig, SmallModel),
 }

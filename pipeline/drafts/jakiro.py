@@ -27,7 +27,7 @@ from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parts.layers import swiglu
-from pipeline.drafts.parts.losses import Prediction, Term
+from pipeline.drafts.parts.losses import Prediction, Term, sums_by_dialogue
 from pipeline.drafts.parts.one_layer import Heads, OneLayer, Weights
 
 if TYPE_CHECKING:
@@ -215,19 +215,8 @@ def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch"
     """
     probabilities_BTE = scores_BTR[..., :experts].float().softmax(-1)
     slots_BTE = torch.nn.functional.one_hot(kept_BTK, experts).sum(-2).float() / kept_BTK.shape[-1]
-    trained_BT = batch.trained[1]
-    rows, inputs = trained_BT.shape
-    dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
-    dialogues_BT = dialogues_BT + (0 if batch.begins_BT is None else batch.begins_BT)
-    of_M = dialogues_BT.expand(rows, inputs)[trained_BT].clamp_max(rows * inputs - 1)
-
-    def by_dialogue(values_BTE: Tensor) -> Tensor:
-        picked = values_BTE[trained_BT]
-        return picked.new_zeros(rows * inputs, picked.shape[-1]).index_add(0, of_M, picked)
-
-    positions = by_dialogue(torch.ones_like(slots_BTE[..., :1]))
-    products = (by_dialogue(slots_BTE) * by_dialogue(probabilities_BTE)).sum(-1)
-    return experts * (products / positions[:, 0].clamp_min(1)).sum()
+    (slots_NE, positions_N), (sums_NE, _) = (sums_by_dialogue(x, batch) for x in (slots_BTE, probabilities_BTE))
+    return experts * ((slots_NE * sums_NE).sum(-1) / positions_N.clamp_min(1)).sum()
 
 
 class Jakiro(Experts, EagleFrame):

@@ -5,7 +5,7 @@ first token that it sees is t_1, since a batch pairs every token with the state 
 else's, of the target's tokenizer, and sees the whole text.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -14,24 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import Answer
 from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
-from pipeline.target.attention import additive
-from pipeline.target.cache import TreeCache
+from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
+from pipeline.target.attention import FULL
 from pipeline.target.states import Needs
 from pipeline.target.verifier import Verifier
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
-
-
-@dataclass
-class TextState:
-    """One sequence's cache: `read` tokens of the text, then the current tree's forwarded nodes."""
-
-    cache: TreeCache = field(default_factory=TreeCache)
-    read: int = 0
 
 
 class Apart:
@@ -42,44 +34,6 @@ class Apart:
 
     def __call__(self, x: Tensor, *arguments: Any, **more: Any) -> Any:
         return self._module.to(x.device)(x, *arguments, **more)
-
-
-class ReadsText:
-    """`start` and `step` of a language model."""
-
-    skipped = 0  # tokens at a text's beginning that it does not see
-
-    def _reads(self) -> Verifier:
-        raise NotImplementedError
-
-    def _answer(self, hidden_WD: Tensor) -> Answer:
-        raise NotImplementedError
-
-    def open(self) -> TextState:
-        return TextState()
-
-    @torch.inference_mode()
-    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
-        """Reads what is new of the text, its last token included."""
-        reader, past = self._reads(), state.read
-        tokens = seen.tokens[self.skipped + past :]
-        state.cache.keep(past)
-        mask = None
-        if past and len(tokens) > 1:
-            size = len(tokens), past + len(tokens)
-            mask = torch.ones(*size, dtype=torch.bool, device=reader.device).tril(past)
-        found = reader.forward(torch.tensor(tokens, device=reader.device), state.cache, None, mask)
-        state.read = past + len(tokens)
-        return self._answer(found.final_ND[-places:])
-
-    @torch.inference_mode()
-    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
-        reader, prefix_W = self._reads(), frontier.prefix_W
-        # It counts inputs, each a token with the state before it: there is none before t_0.
-        prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped
-        prefix = torch.arange(state.read, device=reader.device) < prefix_W[:, None]
-        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
-        return self._answer(reader.forward(frontier.tokens_W, state.cache, positions_W, mask).final_ND)
 
 
 # -- trained here ------------------------------------------------------------------------------------------------------
@@ -154,15 +108,12 @@ class SmallLlama(ReadsText, TrainedDraft):
         return {"next": Term(1, {"classification": 1.0}, self.config.objective)}
 
     def predictions(self, batch: "Batch") -> dict[str, Prediction]:
-        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
-        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        sees = (places[:, None] >= places[None, :])[None]
-        positions = places[None].expand_as(tokens_BT)
-        if begins_BT is not None:
-            positions, sees = places - begins_BT, sees & (begins_BT[:, :, None] == begins_BT[:, None, :])
-        mask = additive(sees, self.dtype)[:, None]
-        out = self.lm.model(input_ids=tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
+        mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, self.dtype)
+        out = self.lm.model(input_ids=batch.tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
         return {"next": Prediction([out.last_hidden_state])}
+
+    def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
+        return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
     def _answer(self, hidden_WD: Tensor) -> Answer:
         return Answer(hidden_WD, [self.logits(hidden_WD)])
@@ -222,6 +173,9 @@ class SmallModel(ReadsText, ByLevels):
     def packable(self) -> list[nn.Module]:
         """What decodes."""
         return [self._reads().decoder, self._reads().head]
+
+    def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
+        return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
     def _answer(self, hidden_WD: Tensor) -> Answer:
         return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, : self.target_vocabulary]])

@@ -27,11 +27,12 @@ class Batch:
     totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
     begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
     auxiliary_BTSD: Tensor | None = None  # what the target's auxiliary layers put out at t_i, where a draft wants them
+    before_BT: Tensor | None = None  # t_i
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD")
+        names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD", "before_BT")
         tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
         return replace(self, **tensors, trained={h: change(mask) for h, mask in self.trained.items()})
 
@@ -102,7 +103,7 @@ def collate_packed(
     hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
     labels = torch.zeros_like(hidden)
     states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=dtype) if auxiliary else None
-    tokens, begins = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
     for b, rows in enumerate(packed):
         begin = 0
@@ -113,14 +114,16 @@ def collate_packed(
             if states is not None:
                 assert row.auxiliary_TKD is not None
                 states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)].to(dtype)
-            tokens[b, here] = torch.from_numpy(row.input_ids[1:].astype(np.int64))
+            before[b, here], tokens[b, here] = (
+                torch.from_numpy(ids.astype(np.int64)) for ids in (row.input_ids[:-1], row.input_ids[1:])
+            )
             for h in horizons:
                 masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
             begins[b, here] = begin
             begin = here.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
-    return Batch(hidden, tokens, labels, masks, totals, begins, states, documents=documents)
+    return Batch(hidden, tokens, labels, masks, totals, begins, states, before, documents=documents)
 
 
 def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:

@@ -61,6 +61,8 @@ class Ends:
     embedding_VD: Tensor
     head: LMHead
     fingerprint: str
+    decoder: nn.Module | None = None  # all between the ends, for a draft whose `Needs` say so; of its own dtype
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
-        return Ends(self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint)
+        decoder = None if self.decoder is None else self.decoder.to(device)
+        return Ends(self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint, decoder)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -19,7 +20,7 @@ from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.public import scrubbed
-from pipeline.target.attention import require_tree_attention
+from pipeline.target.attention import require_tree_attention, use_masks
 from pipeline.target.chat import require_template
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends, LMHead, head_effects
@@ -209,10 +210,32 @@ def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) 
     where, text = source(config), load_config(config)
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+    return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
+
+
+def load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
+    """All between the target's ends, on the CPU. Raises PipelineError."""
+    model = _load(config, dtype)
+    use_masks(model)
+    return model.get_decoder()
+
+
+def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
+    """The same without its weights, of tensors as they are made here."""
+    where = source(config)
+    full = AutoConfig.from_pretrained(where.name, **where.options())
+    model = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code, dtype=dtype)
+    use_masks(model)
+    return model.requires_grad_(False).get_decoder()
+
+
+def _load(config: TargetConfig, dtype: torch.dtype) -> Any:
+    where = source(config)
+    with _loading(config):
         model: Any = AutoModelForCausalLM.from_pretrained(
             where.name, dtype=dtype, use_safetensors=True, **where.options()
         )
-    return Verifier(model.to(device).eval().requires_grad_(False), text, config.model), tokenizer
+    return model.eval().requires_grad_(False)
 
 
 class Target(Verifier):

@@ -12,6 +12,7 @@ class Needs:
 
     final: bool = True  # hidden states after the final norm
     auxiliary: tuple[int, ...] = ()  # decoder layers, counted from 1, whose outputs follow these
+    decoder: bool = False  # its layers, for forwards of the draft's own
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Verifier:
 
     def ends(self, mark: str) -> Ends:
         """For drafts, where the hidden states arrive."""
-        return Ends(self.embedding_VD.to(self.device), self.head, mark)
+        return Ends(self.embedding_VD.to(self.device), self.head, mark, self.model.get_decoder())
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]

@@ -75,17 +75,17 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     assert plain(target, prompt_of(1), sampling).tokens == want
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "gumiho", "hydra++", "medusa", "small-llama"])
+@pytest.mark.parametrize("kind", ["eagle3", "gumiho", "gumiho, experts", "hydra++", "medusa", "small-llama", "skipper"])
 def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
-    draft = make_draft(target, Ends(target.embedding_VD, target.head, "x"), VARIANTS[kind])
+    draft = make_draft(target, target.ends("x"), VARIANTS[kind])
     method, sampling = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6)), Sampling(16, NEVER)
     want = speculative(target, method, prompt_of(1), sampling)
     if kind == "small-llama":
         draft._reader.clear()  # it would be there already
     draft.prepare()
     packed.pack(target, {"one": draft})
-    assert not [one for one in draft.modules() if isinstance(one, nn.Linear)]
+    assert not [one for part in draft.packable() for one in part.modules() if isinstance(one, nn.Linear)]
     got = speculative(target, method, prompt_of(1), sampling)
     assert got.tokens == want.tokens and got.acceptance == want.acceptance
 

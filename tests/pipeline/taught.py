@@ -16,6 +16,7 @@ from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.one_layer import OneLayerConfig, Weights
+from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
@@ -41,12 +42,15 @@ VARIANTS = {
     ),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
+    "gumiho, experts": GumihoConfig(mlps=3, blocks=2, experts=4),
     "medusa": MedusaConfig(),
     "medusa, the target's head": MedusaConfig(blocks=2, own_head=False, objective="soft-ce"),
     "medusa, reduced": MedusaConfig(heads=5, vocabulary=100),
     "hydra": HydraConfig(prefix=False, blocks=1, objective="hard-ce"),
     "hydra++": HydraConfig(blocks=3),
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
+    "skipper": SkipperConfig(sparsity=[0.3, 0.5]),
+    "skipper, one block": SkipperConfig(sparsity=[0.0, 0.5], objective="acceptance"),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
     "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
@@ -73,6 +77,8 @@ KINDS = {
     ),
     "gumiho, seven levels": ("gumiho", {"depth": 7, "top_k": 4, "nodes": 24}),
     "gumiho, static, drawn": ("gumiho", {"paths": "eagle-1", "siblings": "drawn"}),
+    "gumiho, experts, drawn": ("gumiho, experts", {"paths": "eagle-1", "siblings": "drawn"}),
+    "skipper, drawn": ("skipper", {"paths": "eagle-1", "siblings": "drawn"}),
     "medusa, static": ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     "medusa, drawn": ("medusa, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaModel
 
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
@@ -19,6 +19,7 @@ from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
@@ -35,6 +36,7 @@ CONFIGS = {
     "gumiho": GumihoConfig(regression_steps=10),
     "medusa": MedusaConfig(),
     "hydra": HydraConfig(vocabulary=40),
+    "skipper": SkipperConfig(sparsity=0.4),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
 GOLDEN = {
@@ -192,6 +194,28 @@ GOLDEN = {
         12.415294647216797,
         12.364944458007812,
     ],
+    "skipper": [
+        6.469362735748291,
+        6.563609600067139,
+        6.52382755279541,
+        6.468886375427246,
+        6.586703777313232,
+        6.559752464294434,
+        6.559752464294434,
+        6.560001373291016,
+        6.804255485534668,
+        6.619994163513184,
+        6.440725326538086,
+        6.440725326538086,
+        6.427921772003174,
+        6.342143535614014,
+        6.386626243591309,
+        6.369205951690674,
+        6.385967254638672,
+        6.374173641204834,
+        6.477060794830322,
+        6.434794902801514,
+    ],
     "small-llama": [
         4.165889263153076,
         4.148040771484375,
@@ -245,8 +269,12 @@ def twenty_losses(config) -> list[float]:
     draft.initialise(1)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
+    if draft.needs.decoder:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            ends = replace(ends, decoder=LlamaModel(target).eval().requires_grad_(False))
     draft.bind(ends)
-    draft.start_from_target()
+    draft.start_from_target([row.input_ids.tolist() for row in rows])
     layers = len(draft.needs.auxiliary)
     states = torch.Generator().manual_seed(2)
     rows = [

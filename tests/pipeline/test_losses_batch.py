@@ -19,6 +19,7 @@ from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
 from pipeline.drafts.parts.one_layer import Weights
+from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
@@ -374,6 +375,7 @@ OTHERS = {
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
     "hydra++": HydraConfig(heads=3, blocks=2),
+    "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
 
@@ -629,7 +631,7 @@ def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, ends, config, 
     if vocabulary:
         draft.set_vocabulary(ids_U)
     draft.bind(ends)
-    draft.start_from_target()
+    draft.start_from_target([])
     assert all(torch.equal(head.weight, draft.ends.head.linear.weight) for head in draft.own_heads)
     turns = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]
     rows = [*wide_rows(), row_of(12, 99, turns, width=32, vocabulary=260, layers=3)]

@@ -23,7 +23,7 @@ def text(loaded_target):
     "name",
     [
         *["eagle", "jakiro", "three-branches", "reduced", "eagle3, 3.1's norms", "jakiro on eagle-3"],
-        *["gumiho", "medusa", "hydra++", "small-llama"],
+        *["gumiho", "medusa", "hydra++", "small-llama", "skipper"],
     ],
 )
 def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
@@ -65,6 +65,7 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         ("medusa", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
         ("small-llama", {"depth": 4, "top_k": 4, "nodes": 20}),
+        ("skipper", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("hydra", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],

@@ -254,8 +254,8 @@ class TrainedDraft(ByLevels, nn.Module):
     def prepare(self) -> None:
         """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
 
-    def start_from_target(self) -> None:
-        """What begins as a part of the target, in the draft at step 0; after `bind`."""
+    def start_from_target(self, texts: list[list[int]]) -> None:
+        """What begins as a part of the target, in the draft at step 0, or as some texts go through it; after `bind`."""
 
     def set_vocabulary(self, ids_U: Tensor) -> None:
         """The target ids that the reduced vocabulary stands for, ascending."""
@@ -265,7 +265,7 @@ class TrainedDraft(ByLevels, nn.Module):
     def bind(self, ends: Ends) -> None:
         """Gives the draft its target's ends; after weights and vocabulary are in place."""
         head = ends.head if self.token_ids_U is None else ends.head.restricted(self.token_ids_U)
-        self._ends = [Ends(ends.embedding_VD, head, ends.fingerprint)]
+        self._ends = [replace(ends, head=head)]
 
     def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
         """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's

@@ -48,7 +48,7 @@ class HeadsDraft(TrainedDraft):
     def own_heads(self) -> list[OwnHead]:
         return list(self.lm_heads)  # type: ignore[arg-type]
 
-    def start_from_target(self) -> None:
+    def start_from_target(self, texts: list[list[int]]) -> None:
         """With its scale and bias; a soft cap is not among what a head has."""
         target = self.ends.head
         for head in self.own_heads:

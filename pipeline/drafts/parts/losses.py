@@ -101,6 +101,19 @@ def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
     return answer
 
 
+def sums_by_dialogue(values_BTE: Tensor, batch: "Batch") -> tuple[Tensor, Tensor]:
+    """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below B T."""
+    trained_BT = batch.trained[1]
+    rows, inputs = trained_BT.shape
+    dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
+    dialogues_BT = dialogues_BT + (0 if batch.begins_BT is None else batch.begins_BT)
+    of_M = dialogues_BT.expand(rows, inputs)[trained_BT].clamp_max(rows * inputs - 1)
+    picked_ME = values_BTE[trained_BT]
+    sums_NE = picked_ME.new_zeros(rows * inputs, picked_ME.shape[-1]).index_add(0, of_M, picked_ME)
+    positions_N = picked_ME.new_zeros(rows * inputs).index_add(0, of_M, torch.ones_like(picked_ME[:, 0]))
+    return sums_NE, positions_N
+
+
 class OwnHead(nn.Linear):
     """A draft's own LM head. Its loss is formed inside its forward, where ZeRO-3 has gathered its weight."""
 

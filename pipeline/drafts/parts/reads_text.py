@@ -1,0 +1,74 @@
+"""A draft that reads the text alone, with a language model's layers and a cache of its own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.target.attention import additive
+from pipeline.target.cache import TreeCache
+
+
+@dataclass
+class TextState:
+    """One sequence's cache: `read` tokens of the text, then the current tree's forwarded nodes."""
+
+    cache: TreeCache = field(default_factory=TreeCache)
+    read: int = 0
+
+
+class ReadsText:
+    """`start` and `step`, from `_read` and `_answer`."""
+
+    skipped = 0  # tokens at a text's beginning that it does not see
+
+    def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
+        """Appends tokens to the cache: their final states. What is None is as for `Verifier.forward`."""
+        raise NotImplementedError
+
+    def _answer(self, hidden_WD: Tensor) -> Answer:
+        raise NotImplementedError
+
+    def open(self) -> TextState:
+        return TextState()
+
+    @torch.inference_mode()
+    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+        """Reads what is new of the text, its last token included."""
+        past, device = state.read, seen.states_TSD.device
+        tokens = seen.tokens[self.skipped + past :]
+        state.cache.keep(past)
+        mask = None
+        if past and len(tokens) > 1:
+            mask = torch.ones(len(tokens), past + len(tokens), dtype=torch.bool, device=device).tril(past)
+        hidden_ND = self._read(torch.tensor(tokens, device=device), state.cache, None, mask)
+        state.read = past + len(tokens)
+        return self._answer(hidden_ND[-places:])
+
+    @torch.inference_mode()
+    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
+        prefix_W = frontier.prefix_W
+        # It counts inputs, each a token with the state before it: there is none before t_0.
+        prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped
+        prefix = torch.arange(state.read, device=prefix_W.device) < prefix_W[:, None]
+        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
+        return self._answer(self._read(frontier.tokens_W, state.cache, positions_W, mask))
+
+
+def whole_texts(
+    tokens_BT: Tensor, begins_BT: Tensor | None, kinds: dict[str, int | None], dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """The additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions of
+    rows of one text or of several, one behind the other.
+    """
+    places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    begins = torch.zeros_like(tokens_BT) if begins_BT is None else begins_BT
+    same_BTT = begins[:, :, None] == begins[:, None, :]
+    behind_TT = places[:, None] - places[None, :]
+    found = {}
+    for kind, window in kinds.items():
+        near_TT = (behind_TT >= 0) & (behind_TT < (window or len(places) + 1))
+        found[kind] = additive(same_BTT & near_TT, dtype)[:, None]
+    return (found if len(found) > 1 else found.popitem()[1]), places - begins

@@ -1,0 +1,311 @@
+"""The target as its own draft: a small router at each block lets the tokens that it finds unimportant pass by.
+
+After FTP (arXiv 2412.11494), which prunes a model that way. Here the pruned target only guesses and the whole one
+verifies, so nothing is lost. With s_l the share of tokens that is to pass block l by, and x a token's residual stream:
+
+    r_l = router_l(place, turn, passed, s_l)      x <- Block_l(x) where r_l > 0, x elsewhere
+
+    place    log2(1 + position) / 16
+    turn     log10(0.001 + 1 - cos(y, x)) of the last block that computed the token, which made x of y: ShortGPT's
+             influence of a block (arXiv 2403.03853), on one token; 0 before the first
+    passed   the share of the blocks so far that it passed by
+
+A token leaves keys and values only in the blocks that compute it: nobody sees it in the others, and it takes no memory
+there. FTP's router sees the attention that a token gets and its rank in place of `turn` and `passed`; nobody has looked
+at a token yet that is just being drafted, so these are of its own past. Training distils: only the routers learn, with
+the gradient of r's sigmoid where the decision has none. FTP's guide loss, which imitates a static router, is left out:
+the routers begin as one, the threshold on `turn` that lets a share s_l pass by.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.contract import Answer
+from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.parts.losses import Objective, Prediction, Term, sums_by_dialogue
+from pipeline.drafts.parts.reads_text import ReadsText, TextState, whole_texts
+from pipeline.target.attention import masks, windows
+from pipeline.target.cache import TreeCache
+from pipeline.target.states import Needs
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+NUMBERS = 4  # a router's inputs
+STEEP = 4.0  # of the static router, a unit of `turn`
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipperConfig(DraftConfig):
+    description: ClassVar = (
+        "The target, whose blocks some tokens pass by (after [2412.11494](https://arxiv.org/abs/2412.11494)),"
+    )
+
+    kind: Literal["skipper"] = "skipper"
+    sparsity: float | list[float] = 0.5  # shares of tokens that pass by: of all blocks' (the first and the last compute
+    # every token), or each block's (`python -m eval.pruned --search` finds some)
+    router_width: int = 8
+    sparsity_loss: float = 1.0  # weight of sum_l (share that passes by - s_l)^2 in each dialogue
+    objective: Objective = "soft-ce"
+
+    def __post_init__(self):
+        self.at_least(2, "router_width")
+        self.at_least(0, "sparsity_loss")
+        shares = self.sparsity if isinstance(self.sparsity, list) else [self.sparsity]
+        if not all(0 <= share <= 1 for share in shares) or not any(0 < share < 1 for share in shares):
+            raise ValueError(
+                f"sparsity={self.sparsity}: expected a share between 0 and 1, or one a block, some of them between"
+            )
+
+    def needs(self, target_layers: int) -> Needs:
+        return Needs(final=False, decoder=True)
+
+    def shares(self, blocks: int) -> list[float]:
+        """s_l of each block. Raises PipelineError."""
+        if isinstance(self.sparsity, list):
+            if len(self.sparsity) != blocks:
+                raise PipelineError(
+                    f"sparsity has {len(self.sparsity)} shares, but the target has {blocks} blocks: give one a block"
+                )
+            return self.sparsity
+        inner = self.sparsity * blocks / max(blocks - 2, 1)
+        if inner > 1:
+            raise PipelineError(
+                f"sparsity={self.sparsity}: the first and the last of the {blocks} blocks compute every token; "
+                f"expected at most {max(blocks - 2, 0) / blocks:.2f}, or a list of shares"
+            )
+        return [0.0, *[inner] * (blocks - 2), 0.0]
+
+
+class SkipCache(TreeCache):
+    """Keys and values of the tokens that each block computed; `length` counts all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.places: dict[int, list[int]] = {}  # block -> which tokens, ascending
+
+    def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
+        assert not path
+        for block, places in self.places.items():
+            kept = [place for place in places if place < prefix]
+            self.places[block] = kept
+            if block < len(self.layers) and self.layers[block].is_initialized:
+                self.layers[block].keep(len(kept), None, 0)
+        self.length = prefix
+
+
+@dataclass
+class Walk:
+    """What a forward's tokens carry from block to block. All (B, T)."""
+
+    place: Tensor
+    turn: Tensor
+    passed: Tensor  # a number of blocks
+    kept: list[Tensor] = field(default_factory=list)  # by block: 1 where it computes the token, with r's gradient
+    calibrates: bool = False  # makes each router the static one on the way
+
+
+class Router(nn.Module):
+    """``router(numbers)``, positive where the token is to be computed."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(NUMBERS, width), nn.Linear(width, 1)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Of (..., 4) numbers."""
+        return self.outer(F.silu(self.inner(numbers.to(self.outer.weight.dtype))))[..., 0].float()
+
+    @torch.no_grad()
+    def make_static(self, threshold: float) -> None:
+        """STEEP (turn - threshold): of SiLU, as z = SiLU(z) - SiLU(-z). The other units begin without a say."""
+        self.outer.weight.zero_()
+        self.outer.bias.zero_()
+        for unit, sign in enumerate((1.0, -1.0)):
+            self.inner.weight[unit] = torch.tensor([0.0, sign * STEEP, 0.0, 0.0])
+            self.inner.bias[unit] = -sign * STEEP * threshold
+            self.outer.weight[0, unit] = sign
+
+
+class Skipping(nn.Module):
+    """A decoder's block, which some tokens pass by. It is called as the block is."""
+
+    def __init__(self, block: nn.Module, number: int, share: float, draft: "Skipper"):
+        super().__init__()
+        self.block, self.number, self.share = block, number, share
+        self._draft = [draft]  # out of the module tree
+
+    def __getattr__(self, name: str) -> Any:
+        """What a decoder asks its blocks for, such as their kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor, past_key_values: Any = None, **more: Any
+    ) -> Tensor:
+        walk, draft = self._draft[0].walk, self._draft[0]
+        score = self._score(draft, walk)
+        keeps = score > 0
+        walk.kept.append(keeps + (p := score.sigmoid()) - p.detach())
+        if past_key_values is not None:
+            out = self._some(hidden_states, attention_mask, past_key_values, keeps, more)
+        else:
+            out = self._all(hidden_states, attention_mask, keeps, p, more)
+        with torch.no_grad():
+            apart = 1 - F.cosine_similarity(hidden_states.float(), out.float(), dim=-1)
+            turned = (1e-3 + apart.clamp_min(0)).log10()
+            walk.turn = torch.where(keeps, turned, walk.turn)
+            walk.passed = walk.passed + ~keeps
+        return out
+
+    def _score(self, draft: "Skipper", walk: Walk) -> Tensor:
+        if not 0 < self.share < 1:
+            return torch.full_like(walk.turn, 1.0 - 2 * self.share)
+        router: Any = draft.routers[str(self.number)]
+        if walk.calibrates:
+            router.make_static(walk.turn.quantile(self.share).item())
+        rest = walk.passed / max(self.number, 1), torch.full_like(walk.turn, self.share)
+        return router(torch.stack([walk.place, walk.turn, *rest], dim=-1))
+
+    def _all(self, x_BTD: Tensor, mask: Tensor, keeps_BT: Tensor, p_BT: Tensor, more: dict[str, Any]) -> Tensor:
+        """Computes every token, and takes what it gives where it was wanted: for training."""
+        own = torch.eye(x_BTD.shape[1], dtype=torch.bool, device=x_BTD.device)  # a row that sees nothing has no softmax
+        mask = mask.masked_fill(~(keeps_BT[:, None, None, :] | own), torch.finfo(mask.dtype).min)
+
+        def compute(x: Tensor) -> Tensor:
+            return self.block(x, attention_mask=mask, past_key_values=None, **more)
+
+        again = self._draft[0].recompute and torch.is_grad_enabled()
+        y_BTD = checkpoint(compute, x_BTD, use_reentrant=False) if again else compute(x_BTD)
+        out = torch.where(keeps_BT[..., None], y_BTD, x_BTD)
+        return out + (p_BT - p_BT.detach()).to(out.dtype)[..., None] * (y_BTD - x_BTD).detach()
+
+    def _some(self, x_BTD: Tensor, mask: Tensor, cache: SkipCache, keeps_BT: Tensor, more: dict[str, Any]) -> Tensor:
+        """Computes the tokens that are wanted, of one text."""
+        chosen, places = keeps_BT[0].nonzero()[:, 0], cache.places.setdefault(self.number, [])
+        if not len(chosen):
+            return x_BTD
+        places += (cache.length + chosen).tolist()
+        columns = torch.tensor(places, device=mask.device)
+        more = {name: _rows(value, chosen, x_BTD.shape[1]) for name, value in more.items()}
+        y = self.block(x_BTD[:, chosen], attention_mask=mask[:, :, chosen][..., columns], past_key_values=cache, **more)
+        return x_BTD.index_copy(1, chosen, y)
+
+
+def _rows(value: Any, chosen: Tensor, tokens: int) -> Any:
+    """The tokens' part of what a decoder gives its blocks beside the stream: angles, positions."""
+    if isinstance(value, tuple):
+        return tuple(_rows(one, chosen, tokens) for one in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == tokens:
+        return value[:, chosen]
+    return value
+
+
+class Skipper(ReadsText, TrainedDraft):
+    config: SkipperConfig
+
+    def __init__(self, config: SkipperConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        self.shares = config.shares(shapes["target_layers"])
+        between = [number for number, share in enumerate(self.shares) if 0 < share < 1]
+        self.routers = nn.ModuleDict({str(number): Router(config.router_width) for number in between})
+        self.walk: Walk
+        self._decoder: list[Any] = []  # the target's, with our blocks; and whose it is
+
+    def open(self) -> TextState:
+        return TextState(SkipCache())
+
+    @property
+    def borrowed(self) -> list[str]:
+        return ["embedding", "head", "blocks"]
+
+    def packable(self) -> list[nn.Module]:
+        assert self.ends.decoder is not None
+        return [self.ends.decoder, self.ends.head]
+
+    def _with_routers(self) -> Any:
+        """The target's decoder, its weights shared, with blocks that tokens can pass by."""
+        if (decoder := self.ends.decoder) is None:
+            raise AssertionError("its target's ends come without the decoder")
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise PipelineError(f"draft {self.name!r}: its target, a {type(decoder).__name__}, has no `layers` to skip")
+        if not self._decoder or self._decoder[1] is not decoder:
+            own: Any = copy.copy(decoder)
+            own._modules = dict(decoder._modules)
+            blocks: Any = decoder.layers
+            own.layers = nn.ModuleList(Skipping(block, n, self.shares[n], self) for n, block in enumerate(blocks))
+            self._decoder = [own.eval(), decoder]
+        return self._decoder[0]
+
+    def _walk(self, positions: Tensor, calibrates: bool = False) -> None:
+        """Sets out with tokens at these positions, (B, T)."""
+        none = torch.zeros(positions.shape, device=positions.device)
+        self.walk = Walk(torch.log2(1.0 + positions) / 16, none, none, calibrates=calibrates)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def start_from_target(self, texts: list[list[int]]) -> None:
+        """The static routers, of some texts."""
+        begins = list(accumulate(map(len, texts), initial=0))
+        begins_T = torch.cat([torch.full((len(text),), begin) for text, begin in zip(texts, begins, strict=False)])
+        with torch.no_grad():
+            self._through(torch.tensor([[*chain(*texts)]]), begins_T[None], calibrates=True)
+
+    def _through(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
+        """Final hidden states of whole texts."""
+        decoder = self._with_routers()
+        mask, positions_BT = whole_texts(tokens_BT, begins_BT, windows(decoder.config), decoder.dtype)
+        self._walk(positions_BT, calibrates)
+        out = decoder(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
+        return out.last_hidden_state
+
+    def terms(self, step: int) -> dict[str, Term]:
+        return {
+            "next": Term(1, {"classification": 1.0}, self.config.objective),
+            "sparsity": Term(1, {"penalty": self.config.sparsity_loss}, features=0),
+        }
+
+    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
+        """It reads t_i at i, and what it says of t_{i+2} is behind t_{i+1}."""
+        assert batch.before_BT is not None
+        hidden_BTD = self._through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
+        kept_BTL = torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
+        sums_NL, positions_N = sums_by_dialogue(kept_BTL, batch)
+        shares_L = 1 - torch.tensor(self.shares, device=sums_NL.device)
+        apart_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
+        penalty = (positions_N * apart_NL.square().sum(-1)).sum()
+        return {"next": Prediction([hidden_BTD]), "sparsity": Prediction(penalty=penalty)}
+
+    # -- decoding ---------------------------------------------------------------------------------------------------
+
+    def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
+        past, count = cache.length, len(tokens_N)
+        if positions_N is None:
+            positions_N = torch.arange(past, past + count, device=tokens_N.device)
+        if mask_NC is None:
+            mask_NC = torch.ones(count, past + count, dtype=torch.bool, device=tokens_N.device).tril(past)
+        decoder = self._with_routers()
+        self._walk(positions_N[None])
+        out = decoder(
+            input_ids=tokens_N[None],
+            position_ids=positions_N[None],
+            attention_mask=masks(windows(decoder.config), mask_NC, positions_N, decoder.dtype),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.length = past + count
+        return out.last_hidden_state[0]
+
+    def _answer(self, hidden_WD: Tensor) -> Answer:
+        return Answer(hidden_WD, [self.logits(hidden_WD)])
