@@ -210,7 +210,8 @@ def test_drafts_on_eagle_3s_frame(name):
 
 def others_by_hand(target: dict) -> dict[str, int]:
     """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
-    Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads.
+    Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads. FTP: a router of four numbers at each block between the first and the
+    last.
     """
     d, size = target["hidden_size"], target["head_dim"]
     attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
@@ -219,11 +220,12 @@ def others_by_hand(target: dict) -> dict[str, int]:
     return {
         "gumiho": 2 * d * d + 2 * layer + d + 5 * (2 * d * d + d + 5 * block),
         "medusa": 4 * block + heads,
+        "skipper": (target["target_layers"] - 2) * (4 * 8 + 8 + 8 + 1),
         "hydra": layer + 2 * d + sum(2 * ((k + 1) * d * d + d) + 3 * block for k in (1, 2, 3, 4)) + heads,
     }
 
 
-OTHERS = {"gumiho": 1_057_099_776, "medusa": 2_168_471_552, "hydra": 2_990_632_960}
+OTHERS = {"gumiho": 1_057_099_776, "medusa": 2_168_471_552, "hydra": 2_990_632_960, "skipper": 1470}
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
@@ -251,6 +253,7 @@ def test_every_recipe_is_covered_and_loads():
         "losses",
         "methods",
         "experts",
+        "pruned",
     }
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem

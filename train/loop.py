@@ -21,20 +21,19 @@ from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
-from pipeline.features.shards import FeatureStore
+from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.ends import Ends
 from pipeline.target.model import DTYPES, load_config, load_decoder
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
-from train.input.data import Batches, coverage, frequent_tokens, some_texts, validation_batches
+from train.input.data import Batches, coverage, frequent_tokens, validation_batches
 from train.input.features import Stores, require_shared
 from train.pace import Pace
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
-TEXTS_TOKENS = 1024  # of dialogues that a draft at step 0 may be made of
 SAID = {"agree": "agreement", "accept": "acceptance"}
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Tra
     if draft.needs.decoder:
         ends = replace(ends, decoder=load_decoder(recipe.target, DTYPES[recipe.train.dtype]))
     draft.bind(ends)
-    draft.start_from_target(some_texts(store, TEXTS_TOKENS))
+    draft.start_from_target(some_texts(store))
     return draft
 
 

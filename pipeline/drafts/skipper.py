@@ -139,9 +139,9 @@ class Router(nn.Module):
 class Skipping(nn.Module):
     """A decoder's block, which some tokens pass by. It is called as the block is."""
 
-    def __init__(self, block: nn.Module, number: int, share: float, draft: "Skipper"):
+    def __init__(self, block: nn.Module, number: int, draft: "Skipper"):
         super().__init__()
-        self.block, self.number, self.share = block, number, share
+        self.block, self.number = block, number
         self._draft = [draft]  # out of the module tree
 
     def __getattr__(self, name: str) -> Any:
@@ -170,12 +170,13 @@ class Skipping(nn.Module):
         return out
 
     def _score(self, draft: "Skipper", walk: Walk) -> Tensor:
-        if not 0 < self.share < 1:
-            return torch.full_like(walk.turn, 1.0 - 2 * self.share)
+        share = draft.shares[self.number]
+        if not 0 < share < 1:
+            return torch.full_like(walk.turn, 1.0 - 2 * share)
         router: Any = draft.routers[str(self.number)]
         if walk.calibrates:
-            router.make_static(walk.turn.quantile(self.share).item())
-        rest = walk.passed / max(self.number, 1), torch.full_like(walk.turn, self.share)
+            router.make_static(walk.turn.quantile(share).item())
+        rest = walk.passed / max(self.number, 1), torch.full_like(walk.turn, share)
         return router(torch.stack([walk.place, walk.turn, *rest], dim=-1))
 
     def _all(self, x_BTD: Tensor, mask: Tensor, keeps_BT: Tensor, p_BT: Tensor, more: dict[str, Any]) -> Tensor:
@@ -244,7 +245,7 @@ class Skipper(ReadsText, TrainedDraft):
             own: Any = copy.copy(decoder)
             own._modules = dict(decoder._modules)
             blocks: Any = decoder.layers
-            own.layers = nn.ModuleList(Skipping(block, n, self.shares[n], self) for n, block in enumerate(blocks))
+            own.layers = nn.ModuleList(Skipping(block, n, self) for n, block in enumerate(blocks))
             self._decoder = [own.eval(), decoder]
         return self._decoder[0]
 
@@ -253,6 +254,11 @@ class Skipper(ReadsText, TrainedDraft):
         none = torch.zeros(positions.shape, device=positions.device)
         self.walk = Walk(torch.log2(1.0 + positions) / 16, none, none, calibrates=calibrates)
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The target's, as tokens pass them by; after `bind`."""
+        return self._with_routers().layers
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def start_from_target(self, texts: list[list[int]]) -> None:
@@ -260,9 +266,9 @@ class Skipper(ReadsText, TrainedDraft):
         begins = list(accumulate(map(len, texts), initial=0))
         begins_T = torch.cat([torch.full((len(text),), begin) for text, begin in zip(texts, begins, strict=False)])
         with torch.no_grad():
-            self._through(torch.tensor([[*chain(*texts)]]), begins_T[None], calibrates=True)
+            self.through(torch.tensor([[*chain(*texts)]]), begins_T[None], calibrates=True)
 
-    def _through(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
+    def through(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
         """Final hidden states of whole texts."""
         decoder = self._with_routers()
         mask, positions_BT = whole_texts(tokens_BT, begins_BT, windows(decoder.config), decoder.dtype)
@@ -279,7 +285,7 @@ class Skipper(ReadsText, TrainedDraft):
     def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         """It reads t_i at i, and what it says of t_{i+2} is behind t_{i+1}."""
         assert batch.before_BT is not None
-        hidden_BTD = self._through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
+        hidden_BTD = self.through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
         kept_BTL = torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
         sums_NL, positions_N = sums_by_dialogue(kept_BTL, batch)
         shares_L = 1 - torch.tensor(self.shares, device=sums_NL.device)

@@ -20,6 +20,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch, require_same, spec_of, to_batch
 
+SOME_TOKENS = 1024  # of `some_texts`
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")
@@ -243,3 +244,13 @@ class FeatureStore:
 
     def row(self, index: int) -> Row:
         return from_batch(self._batch(index), self.spec)
+
+
+def some_texts(store: FeatureStore, tokens: int = SOME_TOKENS) -> list[list[int]]:
+    """The first dialogues, so many tokens of them: what a draft at step 0 may be made of."""
+    found: list[list[int]] = []
+    for number in range(len(store)):
+        if (room := tokens - sum(map(len, found))) <= 0:
+            break
+        found.append(store.text(number)[0][:room].tolist())
+    return found

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from eval import show
-from eval.show import Shown, lines_of, svg
+from eval.release import show
+from eval.release.show import Shown, lines_of, svg
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import plain

@@ -209,7 +209,7 @@ def test_the_static_routers_let_as_many_pass_by_as_asked(loaded_target, ends):
     draft.start_from_target(texts)
     kept = torch.stack(draft.walk.kept)
     assert kept.shape == (2, 1, 200) and kept[0].mean() == 1 and kept[1].mean().item() == pytest.approx(0.6, abs=0.01)
-    alone = draft._through(torch.tensor(texts[1:2]), None)
+    alone = draft.through(torch.tensor(texts[1:2]), None)
     assert torch.equal(draft.walk.kept[1][0].round(), kept[1, 0, 50:100].round())  # each text by itself
     assert alone.shape == (1, 50, 32)
 

@@ -159,16 +159,6 @@ def auxiliary_of(store: FeatureStore, draft: TrainedDraft) -> list[int]:
     return [store.spec.auxiliary_numbers.index(layer) for layer in draft.needs.auxiliary]
 
 
-def some_texts(store: FeatureStore, tokens: int) -> list[list[int]]:
-    """The first dialogues, so many tokens of them."""
-    found: list[list[int]] = []
-    for number in range(len(store)):
-        if (room := tokens - sum(map(len, found))) <= 0:
-            break
-        found.append(store.text(number)[0][:room].tolist())
-    return found
-
-
 def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> torch.Tensor:
     """The `size` most frequent assistant tokens of the training dialogues, ascending by id; ties go to the smaller
     id.

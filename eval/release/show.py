@@ -1,6 +1,6 @@
 """Draws one decoded answer: which of its tokens the draft guessed, and how many passes of the target it took.
 
-    python -m eval.show RECIPE [--draft NAME] [--question TEXT] [--tokens 80] [--out FILE.svg]
+    python -m eval.release.show RECIPE [--draft NAME] [--question TEXT] [--tokens 80] [--out FILE.svg]
 
 The answer is decoded at temperature 0 with the draft's own tree, and again by plain decoding. Where the two are not the
 same tokens there is an error and no picture.

@@ -1,0 +1,214 @@
+"""A `skipper` as what FTP makes it: the target with fewer blocks a token, by how much it loses.
+
+    python -m eval.pruned RECIPE [--search DRAFT --tries 40]
+
+After train/main.py. For each skipper, along the held-out dialogues: how many pairs of a token and a block pass by; and
+over the assistant's tokens perplexity, agreement with the whole target's likeliest token, and the mean of
+sum min(p, q), with which a drawn token would be accepted. Beside the trained routers, at the same sparsity: the static
+ones that they began as, and the whole blocks of least influence dropped (ShortGPT, arXiv 2403.03853). Writes pruned.md,
+pruned.json and pruned.png into the run's eval folder.
+
+`--search` prints a share for each block, to be the draft's `sparsity` in the recipe: from the draft's own, in each try
+some of one block's share goes to another, and stays there if the static target is closer to the whole one along
+training dialogues (KL divergence).
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.measure import plots
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics import markdown
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_json, write_text
+from pipeline.basics.progress import Progress
+from pipeline.drafts import build
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.skipper import Skipper, SkipperConfig
+from pipeline.features.shards import FeatureStore, some_texts
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import entry
+from pipeline.target.model import Target, fingerprint
+
+WHOLE, TRAINED, STATIC, DROPPED = "whole", "trained routers", "static routers", "blocks dropped"
+STEP, MOST = 0.2, 0.9  # of a try: the largest part of a share that moves; the largest share
+CHUNK = 256  # positions whose logits are formed at once
+HEADS = ["draft", "way", "passed by", "perplexity", "agreement", "acceptance"]
+
+
+@dataclass
+class Sums:
+    """Over the assistant's tokens of some dialogues."""
+
+    tokens: int = 0
+    nats: float = 0.0  # -log q of the text
+    agree: int = 0  # likeliest tokens that are the whole target's
+    accepted: float = 0.0  # sum min(p, q)
+    apart: float = 0.0  # KL(p || q)
+    pairs: int = 0  # of a token and a block
+    passed: float = 0.0  # of these
+
+    def facts(self) -> dict[str, float]:
+        return {
+            "passed": self.passed / self.pairs,
+            "perplexity": float(torch.tensor(self.nats / self.tokens).exp()),
+            "agreement": self.agree / self.tokens,
+            "acceptance": self.accepted / self.tokens,
+        }
+
+
+Text = tuple[Tensor, Tensor]  # tokens (1, T); whether each is the assistant's (T)
+
+
+class Whole:
+    """The target, and what it says of some texts."""
+
+    def __init__(self, recipe: Recipe):
+        self.target = Target(recipe.target, recipe.eval.dtype)
+        self.ends = self.target.ends(fingerprint(recipe.target))
+
+    def draft(self, config: SkipperConfig) -> Skipper:
+        """Of static routers, where they are made."""
+        draft = build(config, shapes_of(self.target.config))
+        assert isinstance(draft, Skipper)
+        draft.initialise(0)
+        draft.bind(self.ends)
+        return draft.to(self.target.dtype)
+
+    @torch.inference_mode()
+    def compare(self, draft: Skipper, texts: list[Text], bar: Progress | None = None) -> Sums:
+        sums = Sums()
+        for tokens_BT, assistant_T in texts:
+            whole_TD = self.target.capture(tokens_BT)[0]
+            hidden_TD = draft.through(tokens_BT, None)[0]
+            kept = torch.stack(draft.walk.kept)
+            sums.pairs, sums.passed = sums.pairs + kept.numel(), sums.passed + (kept < 0.5).sum().item()
+            places = assistant_T[1:].nonzero()[:, 0]  # whose next token is the assistant's
+            for at in places.split(CHUNK):
+                p, q = (self.target.head(x[at]).float().log_softmax(-1) for x in (whole_TD, hidden_TD))
+                sums.tokens += len(at)
+                sums.nats -= q.gather(1, tokens_BT[0, at + 1, None]).sum().item()
+                sums.agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
+                sums.accepted += torch.minimum(p, q).exp().sum().item()
+                sums.apart += (p.exp() * (p - q)).sum().item()
+            if bar:
+                bar.advance(1)
+        return sums
+
+
+@torch.inference_mode()
+def influences(draft: Skipper, texts: list[list[int]]) -> list[float]:
+    """By block, the mean over tokens of 1 - cos(before, after), in the whole target."""
+    shares, found = draft.shares, []
+
+    def keep(_module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        found.append(1 - torch.cosine_similarity(inputs[0].float(), out.float(), dim=-1).mean().item())
+
+    hooks = [block.register_forward_hook(keep) for block in draft.blocks]
+    draft.shares = [0.0] * len(shares)
+    draft.start_from_target(texts)
+    draft.shares = shares
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def ways(whole: Whole, recipe: Recipe, name: str, texts: list[list[int]]) -> Iterator[tuple[str, Skipper]]:
+    """The draft as it was trained, and its sparsity had in simpler ways."""
+    trained: Any = checkpoint.load(recipe.draft_dir(name), whole.ends.fingerprint).to(whole.target.dtype)
+    trained.bind(whole.ends)
+    yield TRAINED, trained
+    static = whole.draft(trained.config)
+    static.start_from_target(texts)
+    yield STATIC, static
+    dropped = whole.draft(trained.config)
+    order = sorted(enumerate(influences(dropped, texts)), key=lambda one: one[1])
+    least = {block for block, _ in order[: round(sum(dropped.shares))]}
+    dropped.shares = [float(block in least) for block in range(len(dropped.shares))]
+    yield DROPPED, dropped
+
+
+def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: int, seed: int) -> list[float]:
+    """Shares of the same sum. A function of its arguments."""
+    chance, draft = random.Random(seed), whole.draft(config)
+    checked = [(torch.tensor([text]), torch.ones(len(text), dtype=torch.bool)) for text in texts]
+
+    def distance(shares: list[float]) -> float:
+        draft.shares = shares
+        draft.start_from_target(texts)
+        sums = whole.compare(draft, checked)
+        return sums.apart / sums.tokens
+
+    best = draft.shares
+    least = first = distance(best)
+    movable = [block for block, share in enumerate(best) if 0 < share < 1]
+    if len(movable) < 2:
+        raise PipelineError("--search moves shares between blocks: it needs two whose share is between 0 and 1")
+    with Progress("search", tries, "tries") as bar:
+        for _ in range(tries):
+            giver, taker = chance.sample(movable, 2)
+            part = min(chance.uniform(0, STEP), best[giver], MOST - best[taker])
+            shares = list(best)
+            shares[giver], shares[taker] = shares[giver] - part, shares[taker] + part
+            if part > 0 and (found := distance(shares)) < least:
+                best, least = shares, found
+            bar.advance(1, KL=f"{first:.3f} -> {least:.3f}")
+    return [round(share, 3) for share in best]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As Markdown."""
+    cells = []
+    for one in rows:
+        figures = [f"{one['perplexity']:.2f}", f"{one['agreement']:.1%}", f"{one['acceptance']:.3f}"]
+        cells.append([one["draft"], one["way"], f"{one['passed']:.1%}", *figures])
+    return markdown.table(HEADS, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    parser.add_argument("--search", metavar="DRAFT", help="look for a share for each block of this skipper")
+    parser.add_argument("--tries", type=int, default=40)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    skippers = {name: one for name, one in recipe.draft.items() if isinstance(one, SkipperConfig)}
+    if arguments.search not in (None, *skippers):
+        parser.error(f"--search {arguments.search}: the recipe's skippers are {', '.join(skippers) or 'none'}")
+    if not skippers:
+        raise PipelineError(f"{arguments.recipe} has no draft of kind 'skipper'")
+    expected = feature_spec(recipe)
+    texts = some_texts(FeatureStore(recipe.shards_dir, "train", expected))
+    whole = Whole(recipe)
+    if arguments.search:
+        found = search(whole, skippers[arguments.search], texts, arguments.tries, recipe.seed)
+        print(f"sparsity = {found}  # of [draft.{arguments.search}]")
+        return
+    heldout = FeatureStore(recipe.shards_dir, "validation", expected)
+    given = [heldout.text(number) for number in range(len(heldout))]
+    checked = [(torch.tensor(ids[None].astype("int64")), torch.tensor(mask.astype(bool))) for ids, mask in given]
+    nothing = whole.draft(next(iter(skippers.values())))
+    nothing.shares = [0.0] * len(nothing.shares)
+    rows = []
+    with Progress("pruned", len(checked) * (1 + 3 * len(skippers)), "dialogues") as bar:
+        rows.append({"draft": "", "way": WHOLE} | whole.compare(nothing, checked, bar).facts())
+        for name in skippers:
+            for way, draft in ways(whole, recipe, name, texts):
+                rows.append({"draft": name, "way": way} | whole.compare(draft, checked, bar).facts())
+    said = table(rows)
+    write_json(recipe.eval_dir / "pruned.json", rows)
+    write_text(recipe.eval_dir / "pruned.md", said + "\n")
+    print(said)
+    print(f"plot: {plots.draw_pruned(rows, recipe.eval_dir / 'pruned.png')}")
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,92 @@
+"""A pruned target against the whole one: identities where nothing or everything passes by, and the command itself."""
+
+import json
+
+import pytest
+import torch
+
+from eval.pruned import DROPPED, STATIC, TRAINED, WHOLE, Whole, influences, main, search, ways
+from pipeline.drafts.skipper import SkipperConfig
+from pipeline.recipe.load import load_recipe
+from tests.kit import call, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
+from tests.pipeline.taught import prompt_of
+from tests.train.runs import train_here
+
+LAYERS = 5
+TEXTS = [prompt_of(seed, 60) for seed in range(3)]
+CHECKED = [(torch.tensor([text]), torch.arange(60) > 10) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(recipe file, run folder) of a trained skipper over a target of five blocks."""
+    folder = tmp_path_factory.mktemp("pruned")
+    target = save_tiny_target(folder / "target", layers=LAYERS)
+    tree = recipe_tree(target, write_sharegpt(folder / "data.json"), folder / "dump")
+    tree["draft"] = {"eagle": {"kind": "eagle"}, "some": {"kind": "skipper", "sparsity": 0.4}}
+    tree["publish"]["draft"] = "some"
+    path = write_recipe(tree, folder / "recipe")
+    recipe = load_recipe(path)
+    dump_here(recipe)
+    train_here((path, recipe.features_dir), folder / "run", draft="some")
+    return path, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    return Whole(load_recipe(run[0]))
+
+
+def test_a_target_that_nothing_passes_by_is_the_whole_one(whole):
+    draft = whole.draft(SkipperConfig(sparsity=0.4))
+    draft.shares = [0.0] * LAYERS
+    sums = whole.compare(draft, CHECKED)
+    facts = sums.facts()
+    assert (facts["passed"], facts["agreement"]) == (0, 1) and sums.tokens == 3 * 49
+    assert facts["acceptance"] == pytest.approx(1, abs=1e-5) and abs(sums.apart) < 1e-4
+    logits = whole.target.head(whole.target.capture(CHECKED[0][0])[0, 10:-1]).log_softmax(-1)
+    nats = -logits.gather(1, CHECKED[0][0][0, 11:, None]).sum().item()
+    assert whole.compare(draft, CHECKED[:1]).nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_dropped_blocks_are_not_there(whole, run):
+    recipe = load_recipe(run[0], [f"output={run[1]}"])
+    made = dict(ways(whole, recipe, "some", TEXTS))
+    assert list(made) == [TRAINED, STATIC, DROPPED]
+    shares, least = made[DROPPED].shares, influences(made[DROPPED], TEXTS)
+    assert shares == made[DROPPED].shares  # put back
+    assert sorted(shares) == [0, 0, 0, 1, 1]
+    dropped = [block for block, share in enumerate(shares) if share]
+    assert sorted(least)[:2] == sorted(least[block] for block in dropped)
+    decoder, tokens = whole.target.decoder, CHECKED[0][0]
+    x, at = decoder.embed_tokens(tokens), torch.arange(60)[None]
+    mask = torch.full((60, 60), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with torch.inference_mode():
+        for block, share in enumerate(shares):
+            if not share:
+                x = decoder.layers[block](x, attention_mask=mask, position_embeddings=decoder.rotary_emb(x, at))
+        assert torch.allclose(made[DROPPED].through(tokens, None), decoder.norm(x), atol=1e-5)
+
+
+def test_the_search_comes_closer_and_keeps_the_sum(whole):
+    config = SkipperConfig(sparsity=0.4)
+    found = search(whole, config, TEXTS, 12, seed=0)
+    assert sum(found) == pytest.approx(0.4 * LAYERS, abs=0.01) and found != config.shares(LAYERS)
+    assert found == search(whole, config, TEXTS, 12, seed=0)
+    first, then = whole.draft(config), whole.draft(SkipperConfig(sparsity=found))
+    for draft in (first, then):
+        draft.start_from_target(TEXTS)
+    assert whole.compare(then, CHECKED).apart < whole.compare(first, CHECKED).apart
+
+
+def test_the_command_writes_table_figures_and_plot(run, capsys):
+    call(main, str(run[0]), "--set", f"output={run[1]}")
+    rows = json.loads((run[1] / "eval" / "pruned.json").read_text())
+    assert [row["way"] for row in rows] == [WHOLE, TRAINED, STATIC, DROPPED]
+    assert rows[0]["agreement"] == 1 and all(0 < row["agreement"] < 1 for row in rows[1:])
+    assert rows[3]["passed"] == 0.4 and rows[2]["passed"] == pytest.approx(0.4, abs=0.1)
+    assert (run[1] / "eval" / "pruned.png").stat().st_size > 10_000
+    told = capsys.readouterr().out
+    assert "| some | blocks dropped | 40.0% |" in told and (run[1] / "eval" / "pruned.md").read_text() in told
+    call(main, str(run[0]), "--set", f"output={run[1]}", "--search", "some", "--tries", "2")
+    assert capsys.readouterr().out.startswith("sparsity = [0.0, ")
