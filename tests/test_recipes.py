@@ -210,8 +210,8 @@ def test_drafts_on_eagle_3s_frame(name):
 
 def others_by_hand(target: dict) -> dict[str, int]:
     """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
-    Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads. FTP: a router of four numbers at each block between the first and the
-    last.
+    Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads. FTP: a router of four
+    numbers at each block between the first and the last.
     """
     d, size = target["hidden_size"], target["head_dim"]
     attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])

@@ -39,11 +39,13 @@ def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
     return path, recipe.features_dir
 
 
-def run_training(dumped, output: Path, *overrides: str, ranks: int = 1, draft: str = "jakiro", **environment: str):
-    """Trains on the dumped features under another output folder, as DeepSpeed's launcher does: a process a rank. What
-    the launcher itself does is shown where a test has `train_command`.
+def run_training(
+    dumped, output: Path, *overrides: str, ranks: int = 1, draft: str | None = "jakiro", **environment: str
+):
+    """Trains a draft, or all of them, on the dumped features under another output folder, as DeepSpeed's launcher does:
+    a process a rank. What the launcher itself does is shown where a test has `train_command`.
     """
-    arguments = ["train/main.py", str(linked(dumped, output)), "--draft", draft]
+    arguments = ["train/main.py", str(linked(dumped, output)), *(["--draft", draft] if draft else [])]
     arguments += override_arguments([f"output={output}", *overrides])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
