@@ -8,8 +8,9 @@ heads; everything else is bookkeeping: growing the tree, masks and positions, ac
 forward's own mask counts as draft.) On a GPU the split waits for the device between the parts of a round, so speeds are
 a little lower than eval/main.py's.
 
-transformers' own generate(), and its prompt lookup, run beside them, on the same packed layers under
-eval.pack_linears, without the prompt's forward, which is timed apart. The last line is JSON.
+transformers' own generate(), its prompt lookup, and an assistant (the first fifth of the target's layers) run beside
+them, on the same packed layers under eval.pack_linears, without the prompt's forward, which is timed apart. The last
+line is JSON.
 """
 
 import argparse
@@ -38,15 +39,17 @@ def chosen_units(recipe: Recipe, count: int) -> list[Unit]:
     return [unit for row in zip_longest(*by_benchmark.values()) for unit in row if unit][:count]
 
 
-THEIRS: dict[str, dict] = {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
+def theirs(target: Target) -> dict[str, dict]:
+    """transformers' ways of decoding, and what generate() is told for each."""
+    layers = max(1, target.config.num_hidden_layers // 5)
+    assistant = {f"an assistant: the first {layers} layers": {"assistant_early_exit": layers}}
+    return {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}} | assistant
 
 
 def generate_times(
     target: Target, prompts: list[list[int]], sampling: Sampling, repeats: int
 ) -> dict[str, float | None]:
-    """Milliseconds a token of transformers' generate(), and of the same with its own prompt lookup, behind the prompt's
-    forward, which is timed in turn with it.
-    """
+    """Milliseconds a token of transformers' ways, behind the prompt's forward, which is timed in turn with each."""
     options = {
         "do_sample": sampling.temperature > 0,
         "pad_token_id": 0,
@@ -54,8 +57,9 @@ def generate_times(
     }
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p}
-    seconds, tokens = dict.fromkeys(THEIRS, 0.0), dict.fromkeys(THEIRS, 0)
-    for repeat, ids, (name, more) in product(range(repeats + 1), prompts, THEIRS.items()):
+    ways = theirs(target)
+    seconds, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    for repeat, ids, (name, more) in product(range(repeats + 1), prompts, ways.items()):
         given = torch.tensor([ids], device=target.device)
         mask = torch.ones_like(given)
         times, lengths = [], []
@@ -67,7 +71,7 @@ def generate_times(
         if repeat:  # the first one warms up
             seconds[name] += times[1] - times[0]
             tokens[name] += lengths[1] - lengths[0]
-    return {name: round(1e3 * seconds[name] / tokens[name], 3) if tokens[name] else None for name in THEIRS}
+    return {name: round(1e3 * seconds[name] / tokens[name], 3) if tokens[name] else None for name in ways}
 
 
 def summary(entries: list[dict]) -> dict[str, dict]:
@@ -131,14 +135,13 @@ def main() -> None:
     records, gates, left_out = pooled([(unit.benchmark, harness.decode(unit)) for unit in units])
     entries = report.results(records, gates)
     prompts = [turns[0] for turns in map(harness.with_histories, (unit.prompt for unit in units)) if turns]
-    theirs = generate_times(
-        harness.target, prompts, harness.sampling(arguments.temperature, "bench"), arguments.repeats
-    )
+    sampling = harness.sampling(arguments.temperature, "bench")
+    took = generate_times(harness.target, prompts, sampling, arguments.repeats)
     for one in entries:
         print(said(one))
+    ways = ", ".join(f"{name} {ms or float('nan'):.1f}" for name, ms in took.items())
     print(
-        f"transformers' generate(): {theirs['generate()'] or float('nan'):.1f} ms a token, with its prompt lookup "
-        f"{theirs['prompt lookup'] or float('nan'):.1f}; {len(prompts)} prompts, {sum(left_out.values())} left out, "
+        f"transformers' own, ms a token: {ways}; {len(prompts)} prompts, {sum(left_out.values())} left out, "
         f"{recipe.eval.dtype}"
     )
     found = summary(entries)
@@ -146,7 +149,7 @@ def main() -> None:
     keys = ("bookkeeping_share", "draft_share", "verify_share", "speedup", "tau")
     figures = {
         "methods": found,
-        "transformers_ms_per_token": theirs,
+        "transformers_ms_per_token": took,
         "prompts": len(prompts),
         "dtype": recipe.eval.dtype,
     }
