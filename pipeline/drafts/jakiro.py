@@ -214,7 +214,8 @@ def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch"
     17), so that it does not depend on how a global batch is cut.
     """
     probabilities_BTE = scores_BTR[..., :experts].float().softmax(-1)
-    slots_BTE = torch.nn.functional.one_hot(kept_BTK, experts).sum(-2).float() / kept_BTK.shape[-1]
+    numbers_E = torch.arange(experts, device=kept_BTK.device)
+    slots_BTE = (kept_BTK[..., None] == numbers_E).sum(-2).float() / kept_BTK.shape[-1]
     (slots_NE, positions_N), (sums_NE, _) = (sums_by_dialogue(x, batch) for x in (slots_BTE, probabilities_BTE))
     return experts * ((slots_NE * sums_NE).sum(-1) / positions_N.clamp_min(1)).sum()
 

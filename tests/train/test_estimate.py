@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pipeline.drafts import build, parameter_count
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import DTYPES, load_config, parameter_count_of
@@ -92,18 +94,26 @@ def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, ends)
     assert draft.trained_features == sum(len(one.features) for one in found.values()) > len(found)
 
 
-@pytest.mark.parametrize("name", ["jakiro", "eagle"])
+MORE = {
+    "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
+    "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("name", ["jakiro", "eagle", *MORE])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, recompute):
     recipe = changed(tiny_recipe, micro_batch=2)
-    draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+    config = MORE[name] if name in MORE else recipe.draft[name]
+    draft = build(config, shapes_of(load_config(recipe.target)))
     draft.initialise(0)
-    if recipe.draft[name].vocabulary:
+    if config.vocabulary:
         draft.set_vocabulary(torch.arange(128))
     draft.bind(ends)
     draft.recompute = recompute
     hidden_BTD, tokens_BT = torch.randn(2, 159, 32), torch.zeros(2, 159, dtype=torch.long)
-    known = {x.data_ptr() for x in (*draft.parameters(), ends.embedding_VD, hidden_BTD)}
+    weights = (*draft.parameters(), *ends.decoder.parameters(), *ends.decoder.buffers(), ends.embedding_VD)
+    known = {x.data_ptr() for x in (*weights, hidden_BTD)}
     kept, alive = {}, []
 
     def keep(tensor):
@@ -113,9 +123,10 @@ def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}))
+        trained = {1: torch.ones(2, 159, dtype=torch.bool)}
+        draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, before_BT=tokens_BT))
     with torch.device("meta"):
-        planned = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+        planned = build(config, shapes_of(load_config(recipe.target)))
     counted = activation_bytes(recipe, planned, recompute)
     assert counted == pytest.approx(sum(kept.values()), rel=0.02)
 
