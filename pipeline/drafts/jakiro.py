@@ -158,8 +158,7 @@ class MixtureOfExperts(nn.Module):
     def _counts(self, slots: Tensor) -> list[int]:
         """How many slots each expert has."""
         if detect_fake_mode(slots):  # an estimate of memory: there are no scores to go by
-            shares = torch.arange(self.count + 1) * len(slots) // self.count
-            return shares.diff().tolist()
+            return [len(slots) * (n + 1) // self.count - len(slots) * n // self.count for n in range(self.count)]
         return torch.bincount(slots, minlength=self.count).tolist()
 
     def _contrast(self, scores: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
