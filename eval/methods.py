@@ -28,7 +28,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Verified
 from pipeline.drafts import TrainedDraft
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.recipe import DEEPEST, Recipe
 from pipeline.running import entry
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import DTYPES, load_config, load_decoder, load_ends, parameter_count_of
@@ -86,7 +86,7 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     makes all of the tree's forwards.
     """
     ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
-    if any(config.needs(1).decoder for config in recipe.draft.values()):
+    if any(config.needs(DEEPEST).decoder for config in recipe.draft.values()):
         ends = replace(ends, decoder=load_decoder(recipe.target, torch.float32))
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
@@ -126,8 +126,10 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
     for method, fact in facts.items():
         tree, training, cost = fact["tree"], fact["training"], costs[method]
         forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
-        megabytes = f"{'at most ' * bool(fact['worth'])}{cost['megabytes']:.1f}"
-        cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}", f"{cost['active']:,}"]
+        skips = fact["kind"] == "skipper"  # what its routers let pass by depends on the text
+        megabytes = f"{'at most ' * (skips or bool(fact['worth']))}{cost['megabytes']:.1f}"
+        cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}"]
+        cells.append(f"{'at most ' * skips}{cost['active']:,}")
         cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]
         rows.append([*cells, f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"])
     return "\n".join([*parts, markdown.table(HEADS, rows)])

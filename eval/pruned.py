@@ -80,13 +80,16 @@ class Whole:
         draft = build(config, shapes_of(self.target.config))
         assert isinstance(draft, Skipper)
         draft.initialise(0)
-        draft.bind(self.ends)
-        return draft.to(self.target.dtype)
+        return self.bound(draft)
+
+    def bound(self, draft: Any) -> Skipper:
+        draft.to(self.target.device, self.target.dtype).bind(self.ends)
+        return draft
 
     @torch.inference_mode()
     def compare(self, draft: Skipper, texts: list[Text], bar: Progress | None = None) -> Sums:
         sums = Sums()
-        for tokens_BT, assistant_T in texts:
+        for tokens_BT, assistant_T in (tuple(x.to(self.target.device) for x in text) for text in texts):
             whole_TD = self.target.capture(tokens_BT)[0]
             hidden_TD = draft.through(tokens_BT, None)[0]
             kept = torch.stack(draft.walk.kept)
@@ -123,8 +126,8 @@ def influences(draft: Skipper, texts: list[list[int]]) -> list[float]:
 
 def ways(whole: Whole, recipe: Recipe, name: str, texts: list[list[int]]) -> Iterator[tuple[str, Skipper]]:
     """The draft as it was trained, and its sparsity had in simpler ways."""
-    trained: Any = checkpoint.load(recipe.draft_dir(name), whole.ends.fingerprint).to(whole.target.dtype)
-    trained.bind(whole.ends)
+    checkpoint.require_trained_under(recipe, name)
+    trained = whole.bound(checkpoint.load(recipe.draft_dir(name), whole.ends.fingerprint))
     yield TRAINED, trained
     static = whole.draft(trained.config)
     static.start_from_target(texts)

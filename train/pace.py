@@ -54,7 +54,13 @@ def operations(draft: TrainedDraft) -> float:
     width, features = draft.shapes["hidden_size"], draft.trained_features
     teacher, heads = 2 * draft.teacher_vocabulary * width, 4 * features * draft.vocabulary_size * width
     own = draft.own_head_parameters  # counted with the heads
-    return 6 * (parameters - own) * draft.passes + teacher + heads * (1.5 if own else 1)
+    beside = 0
+    if draft.needs.decoder:  # frozen: forward, and back to what goes in
+        assert draft.ends.decoder is not None
+        beside = 4 * (
+            sum(weight.numel() for weight in draft.ends.decoder.parameters()) - draft.target_vocabulary * width
+        )
+    return 6 * (parameters - own) * draft.passes + teacher + heads * (1.5 if own else 1) + beside
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -97,21 +97,32 @@ def _legend_above(figure, axis) -> None:
 
 
 def draw_methods(entries: list[dict], path: Path) -> Path:
-    """Each method's speed-up over its tau, means over benchmarks (the speed-up's geometric); a panel a temperature."""
+    """Each method's tau and speed-up, a line a method and a dot a temperature: means over benchmarks (the speed-up's
+    geometric, without those where it is withheld), the fastest method at the first temperature on top.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temperatures = list(dict.fromkeys(entry["temperature"] for entry in entries))
-    figure, axes = plt.subplots(1, len(temperatures), figsize=(6.2 * len(temperatures), 4.6), squeeze=False)
-    for axis, temperature in zip(axes[0], temperatures, strict=True):
-        shown = [entry for entry in entries if entry["temperature"] == temperature and entry["speedup"]]
-        for number, method in enumerate(dict.fromkeys(entry["draft"] for entry in shown)):
-            mine = [entry for entry in shown if entry["draft"] == method]
-            tau = float(np.mean([entry["tau"] for entry in mine]))
-            speed = float(np.exp(np.mean([np.log(entry["speedup"]) for entry in mine])))
-            axis.plot(tau, speed, "o", color=COLOURS[number % 6])
-            axis.annotate(method, (tau, speed), xytext=(5, 4), textcoords="offset points", fontsize=8)
-        axis.axhline(1, color="grey", lw=1, ls="--")
-        axis.set(xlabel="mean tau", ylabel="mean speed-up over plain", title=f"T = {temperature:g}")
-        axis.margins(0.15)
+    means: dict[tuple[str, float], dict[str, float]] = {}
+    for entry in entries:
+        key = entry["draft"], entry["temperature"]
+        mine = [one for one in entries if (one["draft"], one["temperature"]) == key]
+        speeds = [np.log(one["speedup"]) for one in mine if one["speedup"]]
+        means[key] = {
+            "mean tau": float(np.mean([one["tau"] for one in mine])),
+            "mean speed-up over plain": float(np.exp(np.mean(speeds))) if speeds else float("nan"),
+        }
+    names = dict.fromkeys(method for method, _ in means)
+    names = sorted(names, key=lambda name: means[name, temperatures[0]]["mean speed-up over plain"])
+    figure, axes = plt.subplots(1, 2, figsize=(10, 1.4 + 0.3 * len(names)), sharey=True)
+    for axis, what in zip(axes, ("mean tau", "mean speed-up over plain"), strict=True):
+        for number, temperature in enumerate(temperatures):
+            values = [means[name, temperature][what] for name in names]
+            axis.plot(values, range(len(names)), "o", color=COLOURS[number], label=f"T = {temperature:g}")
+        axis.axvline(1, color="grey", lw=1, ls="--")
+        axis.set(xlabel=what, yticks=range(len(names)))
+        axis.set_yticklabels(names, fontsize=8)
         axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
     _save(figure, path)
     plt.close(figure)
     return path

@@ -8,9 +8,9 @@ heads; everything else is bookkeeping: growing the tree, masks and positions, ac
 forward's own mask counts as draft.) On a GPU the split waits for the device between the parts of a round, so speeds are
 a little lower than eval/main.py's.
 
-transformers' own generate(), its prompt lookup, and an assistant (the first fifth of the target's layers) run beside
-them, on the same packed layers under eval.pack_linears, without the prompt's forward, which is timed apart. The last
-line is JSON.
+transformers' own generate(), its prompt lookup and, where it can, an assistant (the first fifth of the target's layers)
+run beside them, on the same packed layers under eval.pack_linears, without the prompt's forward, which is timed apart.
+The last line is JSON.
 """
 
 import argparse
@@ -40,10 +40,17 @@ def chosen_units(recipe: Recipe, count: int) -> list[Unit]:
 
 
 def theirs(target: Target) -> dict[str, dict]:
-    """transformers' ways of decoding, and what generate() is told for each."""
-    layers = max(1, target.config.num_hidden_layers // 5)
-    assistant = {f"an assistant: the first {layers} layers": {"assistant_early_exit": layers}}
-    return {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}} | assistant
+    """transformers' ways of decoding that work with this target, and what generate() is told for each."""
+    layers, config = max(1, target.config.num_hidden_layers // 5), target.model.config
+    found = {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
+    assistant, before = {"assistant_early_exit": layers}, getattr(config, "num_hidden_layers", None)
+    try:  # some decoders cannot leave early, and transformers finds out on the way
+        tokens = torch.arange(4, device=target.device)[None]
+        target.model.generate(tokens, max_new_tokens=2, pad_token_id=0, **assistant)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        config.num_hidden_layers = before
+        return found
+    return found | {f"an assistant: the first {layers} layers": assistant}
 
 
 def generate_times(

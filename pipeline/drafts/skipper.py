@@ -18,14 +18,16 @@ the routers begin as one, the threshold on `turn` that lets a share s_l pass by.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.basics.errors import PipelineError
@@ -60,10 +62,15 @@ class SkipperConfig(DraftConfig):
     def __post_init__(self):
         self.at_least(2, "router_width")
         self.at_least(0, "sparsity_loss")
-        shares = self.sparsity if isinstance(self.sparsity, list) else [self.sparsity]
+        shares = self.sparsity if isinstance(self.sparsity, list) else [0.0, self.sparsity]
         if not all(0 <= share <= 1 for share in shares) or not any(0 < share < 1 for share in shares):
             raise ValueError(
                 f"sparsity={self.sparsity}: expected a share between 0 and 1, or one a block, some of them between"
+            )
+        if shares[0]:
+            raise ValueError(
+                f"sparsity={self.sparsity}: the first block has to compute every token, since nothing is known of one "
+                "before; begin with 0"
             )
 
     def needs(self, target_layers: int) -> Needs:
@@ -77,13 +84,13 @@ class SkipperConfig(DraftConfig):
                     f"sparsity has {len(self.sparsity)} shares, but the target has {blocks} blocks: give one a block"
                 )
             return self.sparsity
-        inner = self.sparsity * blocks / max(blocks - 2, 1)
-        if inner > 1:
+        between = blocks - 2
+        if between < 1 or self.sparsity * blocks >= between:
             raise PipelineError(
-                f"sparsity={self.sparsity}: the first and the last of the {blocks} blocks compute every token; "
-                f"expected at most {max(blocks - 2, 0) / blocks:.2f}, or a list of shares"
+                f"sparsity={self.sparsity}: the first and the last of {blocks} blocks compute every token; "
+                f"expected less than {max(between, 0)}/{blocks}, or a list of shares"
             )
-        return [0.0, *[inner] * (blocks - 2), 0.0]
+        return [0.0, *[self.sparsity * blocks / between] * between, 0.0]
 
 
 class SkipCache(TreeCache):
@@ -91,15 +98,13 @@ class SkipCache(TreeCache):
 
     def __init__(self):
         super().__init__()
-        self.places: dict[int, list[int]] = {}  # block -> which tokens, ascending
+        self.places: dict[int, Tensor] = {}  # block -> which tokens, ascending
 
     def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
         assert not path
         for block, places in self.places.items():
-            kept = [place for place in places if place < prefix]
-            self.places[block] = kept
-            if block < len(self.layers) and self.layers[block].is_initialized:
-                self.layers[block].keep(len(kept), None, 0)
+            self.places[block] = kept = places[: int(torch.searchsorted(places, prefix))]
+            self.layers[block].keep(len(kept), None, 0)
         self.length = prefix
 
 
@@ -194,11 +199,11 @@ class Skipping(nn.Module):
 
     def _some(self, x_BTD: Tensor, mask: Tensor, cache: SkipCache, keeps_BT: Tensor, more: dict[str, Any]) -> Tensor:
         """Computes the tokens that are wanted, of one text."""
-        chosen, places = keeps_BT[0].nonzero()[:, 0], cache.places.setdefault(self.number, [])
+        chosen = keeps_BT[0].nonzero()[:, 0]
         if not len(chosen):
             return x_BTD
-        places += (cache.length + chosen).tolist()
-        columns = torch.tensor(places, device=mask.device)
+        columns = torch.cat([cache.places.get(self.number, chosen[:0]), cache.length + chosen])
+        cache.places[self.number] = columns
         more = {name: _rows(value, chosen, x_BTD.shape[1]) for name, value in more.items()}
         y = self.block(x_BTD[:, chosen], attention_mask=mask[:, :, chosen][..., columns], past_key_values=cache, **more)
         return x_BTD.index_copy(1, chosen, y)
@@ -239,15 +244,47 @@ class Skipper(ReadsText, TrainedDraft):
         """The target's decoder, its weights shared, with blocks that tokens can pass by."""
         if (decoder := self.ends.decoder) is None:
             raise AssertionError("its target's ends come without the decoder")
-        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-            raise PipelineError(f"draft {self.name!r}: its target, a {type(decoder).__name__}, has no `layers` to skip")
         if not self._decoder or self._decoder[1] is not decoder:
+            blocks: Any = getattr(decoder, "layers", None)
+            if not isinstance(blocks, nn.ModuleList):
+                self._refuse("has no `layers`")
+            if hasattr(decoder, "_hf_hook"):
+                self._refuse("is spread over devices")
             own: Any = copy.copy(decoder)
             own._modules = dict(decoder._modules)
-            blocks: Any = decoder.layers
+            own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()  # a user's are for the target
             own.layers = nn.ModuleList(Skipping(block, n, self) for n, block in enumerate(blocks))
             self._decoder = [own.eval(), decoder]
+            if not detect_fake_mode(self.ends.embedding_VD):
+                self._try_out(decoder)
         return self._decoder[0]
+
+    def _refuse(self, why: str) -> NoReturn:
+        name = type(self.ends.decoder).__name__
+        raise PipelineError(f"draft {self.name!r}: blocks of its target cannot be passed by, since its {name} {why}")
+
+    @torch.no_grad()
+    def _try_out(self, decoder: Any) -> None:
+        """Raises PipelineError where blocks are not called as `Skipping` is: what computes everything has to be the
+        target, at once and in two parts.
+        """
+        device = next(decoder.parameters()).device
+        tokens = torch.arange(8, device=device) * (self.target_vocabulary // 8)
+        shares, self.shares = self.shares, [0.0] * len(self.shares)
+        try:
+            want = decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+            whole, cache = self.through(tokens[None], None)[0], SkipCache()
+            met = len(self.walk.kept)
+            parts = torch.cat([self._read(part, cache, None, None) for part in tokens.split(5)])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            self._decoder.clear()
+            self._refuse(f"takes its blocks otherwise ({type(error).__name__}: {error})")
+        finally:
+            self.shares = shares
+        bound = torch.finfo(want.dtype).eps ** 0.5 * want.float().norm()
+        if met != len(shares) or not all((got - want).float().norm() <= bound for got in (whole, parts)):
+            self._decoder.clear()
+            self._refuse("does not get from them what the target gets")
 
     def _walk(self, positions: Tensor, calibrates: bool = False) -> None:
         """Sets out with tokens at these positions, (B, T)."""
@@ -263,10 +300,12 @@ class Skipper(ReadsText, TrainedDraft):
 
     def start_from_target(self, texts: list[list[int]]) -> None:
         """The static routers, of some texts."""
+        device = next(self._with_routers().parameters()).device  # where a rank's decoder is, before its draft
+        self.to(device)
         begins = list(accumulate(map(len, texts), initial=0))
         begins_T = torch.cat([torch.full((len(text),), begin) for text, begin in zip(texts, begins, strict=False)])
         with torch.no_grad():
-            self.through(torch.tensor([[*chain(*texts)]]), begins_T[None], calibrates=True)
+            self.through(torch.tensor([[*chain(*texts)]], device=device), begins_T[None].to(device), calibrates=True)
 
     def through(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
         """Final hidden states of whole texts."""

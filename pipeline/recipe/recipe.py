@@ -76,6 +76,17 @@ class Recipe(Section):
                 f"train.mask='legacy' trains positions without a next token, of which draft.{hard[0]}.objective="
                 "'hard-ce' learns: set train.mask='predicted'"
             )
+        whole = [name for name in self.draft if self.draft[name].needs(DEEPEST).decoder]
+        if whole and self.train.mask == "legacy":
+            raise ValueError(
+                f"train.mask='legacy' trains a dialogue's last input, whose next token draft.{whole[0]} does not read: "
+                "set train.mask='predicted'"
+            )
+        if whole and self.target.device == "spread":
+            raise ValueError(
+                f"target.device='spread', but draft.{whole[0]} runs through the target's blocks, which have to be on "
+                "one device"
+            )
         if self.target.device == "spread":
             asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
             for section, config in asked.items():

@@ -19,7 +19,6 @@ from pipeline.drafts.gumiho import Gumiho
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.medusa import Medusa
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.recipe.recipe import Recipe
@@ -155,81 +154,6 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
             share = torch.sigmoid(scores[best] - scores[second])
             feature = share * draft.mlp.mlp[best](pair) + (1 - share) * draft.mlp.mlp[second](pair)
         assert torch.allclose(logits[-1], draft.logits(feature), atol=1e-4)
-
-
-@torch.inference_mode()
-def test_a_target_that_skips_nothing_is_the_target(loaded_target, ends, text):
-    """Its routers say yes to every token: its logits are the target's own, and every block holds all keys."""
-    draft, state, tokens = make_draft(loaded_target, ends, VARIANTS["skipper"]), None, text[0]
-    for router in draft.routers.values():
-        router.outer.weight.zero_()
-        router.outer.bias.fill_(1.0)
-    state = draft.open()
-    want = loaded_target.head(text[1])
-    for end in (7, 8, 12):
-        answer = draft.start(state, Verified(tokens[: end + 1], torch.zeros(0)), Wanted())
-        assert torch.allclose(answer.logits_LWU[0][-1], want[end], atol=1e-4)
-        below = stepped(draft, state, answer, tokens[end + 1], 1)
-        assert torch.allclose(below.logits_LWU[0][-1], want[end + 1], atol=1e-4)
-    assert state.cache.places == {block: [*range(13), 13, 14] for block in range(2)}
-
-
-@torch.inference_mode()
-def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(loaded_target, ends, text):
-    """By hand: the second block computes even positions only, among themselves."""
-    draft, tokens = make_draft(loaded_target, ends, VARIANTS["skipper, one block"]), torch.tensor(text[0])
-    even = torch.arange(LENGTH) % 2 == 0
-
-    class Even(torch.nn.Module):
-        def forward(self, numbers):
-            place = (2 ** (16 * numbers[..., 0]) - 1).round()
-            return 1 - 2 * (place % 2)
-
-    draft.routers["1"] = Even()
-    decoder, at = loaded_target.decoder, torch.arange(LENGTH)[None]
-    x = decoder.embed_tokens(tokens[None])
-    seen = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
-    x = decoder.layers[0](x, attention_mask=seen[None, None], position_embeddings=decoder.rotary_emb(x, at))
-    some = x[:, even]
-    rope = tuple(part[:, even] for part in decoder.rotary_emb(x, at))
-    x[:, even] = decoder.layers[1](some, attention_mask=seen[even][:, even][None, None], position_embeddings=rope)
-    want = draft.logits(decoder.norm(x))[0]
-    state = draft.open()
-    whole = draft.start(state, Verified(text[0], torch.zeros(0)), Wanted(), places=LENGTH).logits_LWU[0]
-    assert torch.allclose(whole, want, atol=1e-4)
-    assert state.cache.places == {0: list(range(LENGTH)), 1: list(range(0, LENGTH, 2))}
-    assert [layer.keys.shape[2] for layer in state.cache.layers] == [LENGTH, LENGTH // 2]
-
-
-def test_the_static_routers_let_as_many_pass_by_as_asked(loaded_target, ends):
-    draft = build(SkipperConfig(sparsity=[0.0, 0.4]), shapes_of(loaded_target.config))
-    draft.initialise(0)
-    draft.bind(ends)
-    texts = [prompt_of(seed, 50) for seed in range(4)]
-    draft.start_from_target(texts)
-    kept = torch.stack(draft.walk.kept)
-    assert kept.shape == (2, 1, 200) and kept[0].mean() == 1 and kept[1].mean().item() == pytest.approx(0.6, abs=0.01)
-    alone = draft.through(torch.tensor(texts[1:2]), None)
-    assert torch.equal(draft.walk.kept[1][0].round(), kept[1, 0, 50:100].round())  # each text by itself
-    assert alone.shape == (1, 50, 32)
-
-
-@pytest.mark.parametrize(
-    ("settings", "layers", "said"),
-    [
-        ({"sparsity": [0.5]}, 2, "1 shares, but the target has 2 blocks"),
-        ({"sparsity": 0.5}, 3, "at most 0.33"),
-        ({"sparsity": 0.4}, 30, None),
-    ],
-)
-def test_shares_are_one_a_block(settings, layers, said):
-    config = SkipperConfig(**settings)
-    if said is None:
-        shares = config.shares(layers)
-        assert sum(shares) == pytest.approx(0.4 * layers) and (shares[0], shares[-1]) == (0, 0)
-        return
-    with pytest.raises(PipelineError, match=said):
-        config.shares(layers)
 
 
 def test_every_block_of_a_head_has_weights_of_its_own(loaded_target, ends):
@@ -373,6 +297,7 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, end
         ("gumiho", {"mlps": 1}, "mlps=1"),
         ("skipper", {"sparsity": 1.5}, "sparsity=1.5"),
         ("skipper", {"sparsity": [0.0, 1.0]}, "some of them between"),
+        ("skipper", {"sparsity": [0.3, 0.5]}, "the first block has to compute every token"),
         ("skipper", {"router_width": 1}, "router_width=1"),
         ("gumiho", {"experts": 1}, "experts=1"),
         ("medusa", {"head_bias": True, "own_head": False}, "head_bias=true is of heads of their own"),

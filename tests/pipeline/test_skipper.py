@@ -1,0 +1,188 @@
+"""The target as its own draft, on a target of five blocks whose routers keep some tokens and let others pass by."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
+from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.drafts import build
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.skipper import SkipperConfig
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target
+from tests.kit import recipe_tree, save_tiny_target
+from tests.pipeline.taught import NEVER, prompt_of
+
+LAYERS, LENGTH = 5, 40
+TEXTS = [prompt_of(seed, 60) for seed in range(4)]
+TOKENS = prompt_of(9, LENGTH)
+NO_STATES = torch.zeros(0, 0, 32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = save_tiny_target(tmp_path_factory.mktemp("five"), layers=LAYERS)
+    return Target(TargetConfig(model=str(folder), device="cpu"), "float32")
+
+
+def made(target, sparsity=0.4):
+    """Of static routers, which are no constants."""
+    draft = build(SkipperConfig(sparsity=sparsity), shapes_of(target.config))
+    draft.initialise(0)
+    draft.bind(target.ends("x"))
+    draft.start_from_target(TEXTS)
+    return draft.eval().requires_grad_(False)
+
+
+def logits_along(draft, tokens):
+    """What training predicts behind each token."""
+    with torch.inference_mode():
+        found = draft.logits(draft.through(torch.tensor([tokens]), None))[0]
+    kept = torch.stack(draft.walk.kept)[1:-1]
+    assert 0.1 < kept.mean() < 0.9 and ((kept.mean((1, 2)) > 0) & (kept.mean((1, 2)) < 1)).sum() >= 2
+    return found
+
+
+def test_the_static_routers_let_as_many_pass_by_as_asked(target):
+    draft = made(target)
+    draft.start_from_target(TEXTS)
+    kept = torch.stack(draft.walk.kept)
+    assert kept.shape == (LAYERS, 1, 240)
+    assert kept.mean((1, 2)).tolist() == pytest.approx([1, *[1 / 3] * 3, 1], abs=0.02)
+    alone = draft.through(torch.tensor(TEXTS[1:2]), None)
+    assert torch.equal(torch.stack(draft.walk.kept)[:, 0].round(), kept[:, 0, 60:120].round())  # each text by itself
+    assert alone.shape == (1, 60, 32)
+
+
+def test_decoding_in_pieces_answers_what_training_predicts(target):
+    """Behind rejected trees, whose tokens leave nothing; a node beside a sibling that it does not see."""
+    draft, state = made(target), None
+    want, state = logits_along(draft, TOKENS), draft.open()
+    for end in (7, 8, 12, 13, 21):
+        answer = draft.start(state, Verified(TOKENS[:end], NO_STATES), Wanted())
+        assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
+        for depth in range(1, 4):
+            seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
+            seen[:, 1::2] = True
+            seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
+            nodes = Frontier(torch.tensor([7, TOKENS[end + depth - 1]]), answer.carry_WD[[-1, -1]], seen, depth)
+            answer = draft.step(state, nodes, Wanted())
+            assert torch.allclose(answer.logits_LWU[0][-1], want[end + depth - 1], atol=1e-4)
+    counts = [len(state.cache.places[block]) for block in range(LAYERS)]
+    assert counts[0] == counts[-1] == 21 + 6 and all(0 < count < 27 for count in counts[1:-1])
+    assert counts == [layer.keys.shape[2] for layer in state.cache.layers]
+    many = draft.start(draft.open(), Verified(TOKENS, NO_STATES), Wanted(), places=LENGTH).logits_LWU[0]
+    assert torch.allclose(many, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_plain_decodings(target, temperature):
+    method, sampling = Method(made(target), TreeConfig(depth=3, top_k=4, nodes=16)), Sampling(24, NEVER, temperature)
+    for seed in range(4):
+        got = speculative(target, method, prompt_of(seed), sampling)
+        assert got.tokens == plain(target, prompt_of(seed), sampling).tokens
+    assert got.acceptance.tau > 1
+
+
+def test_a_target_that_skips_nothing_is_the_target(target):
+    draft = made(target)
+    draft.shares = [0.0] * LAYERS
+    want = target.head(target.capture(torch.tensor([TOKENS])))[0]
+    for end in (7, 8, 12):
+        answer = draft.start(draft.open(), Verified(TOKENS[:end], NO_STATES), Wanted())
+        assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
+    """By hand: the second block computes even positions only, among themselves."""
+    draft, at, even = made(target, [0.0, 0.5, 0.0, 0.0, 0.0]), torch.arange(LENGTH)[None], torch.arange(LENGTH) % 2 == 0
+
+    class Even(nn.Module):
+        def forward(self, numbers):
+            return 1 - 2 * ((2 ** (16 * numbers[..., 0]) - 1).round() % 2)
+
+    draft.routers["1"] = Even()
+    decoder = target.decoder
+    x, seen = decoder.embed_tokens(torch.tensor([TOKENS])), torch.full((LENGTH, LENGTH), -1e30).triu(1)
+    for number, block in enumerate(decoder.layers):
+        chosen = even if number == 1 else torch.ones_like(even)
+        rope = tuple(part[:, chosen] for part in decoder.rotary_emb(x, at))
+        x[:, chosen] = block(x[:, chosen], attention_mask=seen[chosen][:, chosen][None, None], position_embeddings=rope)
+    state = draft.open()
+    got = draft.start(state, Verified(TOKENS, NO_STATES), Wanted(), places=LENGTH).logits_LWU[0]
+    assert torch.allclose(got, draft.logits(decoder.norm(x))[0], atol=1e-4)
+    assert state.cache.places[1].tolist() == list(range(0, LENGTH, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "said"),
+    [
+        ({"sparsity": [0.0, 0.5]}, 3, "2 shares, but the target has 3 blocks"),
+        ({"sparsity": 0.5}, 3, "less than 1/3"),
+        ({"sparsity": 0.5}, 4, "less than 2/4"),
+        ({"sparsity": 0.3}, 2, "less than 0/2"),
+        ({"sparsity": 0.3}, 1, "less than 0/1"),
+        ({"sparsity": 0.4}, 30, None),
+    ],
+)
+def test_shares_are_one_a_block(settings, layers, said):
+    config = SkipperConfig(**settings)
+    if said is None:
+        shares = config.shares(layers)
+        assert sum(shares) == pytest.approx(0.4 * layers) and (shares[0], shares[-1]) == (0, 0)
+        return
+    with pytest.raises(PipelineError, match=said):
+        config.shares(layers)
+
+
+class Otherwise(nn.Module):
+    """A decoder around the tiny one that does something else with its blocks."""
+
+    def __init__(self, decoder: nn.Module, fault: str):
+        super().__init__()
+        self.inner, self.fault, self.config, self.dtype = decoder, fault, decoder.config, decoder.dtype
+        if fault != "no layers":
+            self.layers = decoder.layers
+        if fault == "spread":
+            self._hf_hook = object()
+
+    def forward(self, **more):
+        if self.fault == "by position":
+            self.layers[0](torch.zeros(1, 8, 32), None, None)
+        return self.inner(**more)  # whose blocks are not ours
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no layers", "has no `layers`"),
+        ("spread", "is spread over devices"),
+        ("by position", "takes its blocks otherwise"),
+        ("its own blocks", "does not get from them what the target gets"),
+    ],
+)
+def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, said):
+    ends = target.ends("x")
+    ends.decoder = Otherwise(ends.decoder, fault)
+    draft = build(SkipperConfig(sparsity=0.4), shapes_of(target.config))
+    draft.bind(ends)
+    with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{said}"):
+        draft.start_from_target(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [("train", "mask", "legacy", "does not read"), ("target", "device", "spread", "on one device")],
+)
+def test_a_recipe_that_a_skipper_cannot_have_is_refused(tmp_path, section, key, value, said):
+    tree = recipe_tree(tmp_path, tmp_path / "data.json", tmp_path / "run")
+    tree["draft"] = {"some": {"kind": "skipper"}}
+    tree["publish"]["draft"] = "some"
+    tree[section][key] = value
+    with pytest.raises(ValueError, match=said):
+        Recipe.model_validate(tree)
