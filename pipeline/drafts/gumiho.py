@@ -5,9 +5,6 @@ the first one guesses, b the second's, F_1 and F_2 what they predict (f_{i+1}, f
 
     MLP j    x_j = blocks_j(SiLU(W_j [fc(a, F_1); fc(b, F_2)]))   ->   f_{i+3+j}, j = 0, 1, ...
 
-With ``experts`` (our thought, from Jakiro) the MLPs are not one a level: they are experts that all levels share, and
-level j mixes the two that its own gate, W_g,j of the same pair, finds best.
-
 All MLPs are one forward, so the tree's levels come 1, 1 and then all at once. In training both F are the serial part's
 from true features. The released code lets a node see ones under other ancestors ("full tree attention") and sets no
 tree mask in the second forward; neither is done here.
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 SERIAL = 2  # forwards of the serial part
-KEPT = 2  # experts that a later level mixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +38,6 @@ class GumihoConfig(EagleFrameConfig):
     mlp_width: int | None = None  # of the layers' MLPs; default: the target's
     mlps: int = 5
     blocks: int = 5  # residual ones, in each of them
-    experts: int | None = None  # so many MLPs that the later levels share, KEPT a level; default: one a level, no gate
     later: Weights = Weights(regression=1 / 9, classification=0.1 / 9)  # of an MLP's prediction,
     later_decay: float = 0.8  # times this for each MLP from the first on
     regression_steps: int = 0  # so many optimiser steps the MLPs' classifications do not count
@@ -51,7 +46,6 @@ class GumihoConfig(EagleFrameConfig):
         super().__post_init__()
         self.at_least(1, "layers", "mlp_width", "blocks")
         self.at_least(2, "mlps")
-        self.at_least(KEPT, "experts")
         self.at_least(0, "regression_steps")
         if not 0 < self.later_decay <= 1:
             raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
@@ -81,30 +75,20 @@ class GumihoConfig(EagleFrameConfig):
 
 
 class Parallel(nn.Module):
-    """The MLPs; tensor names are the released checkpoints', but for the gate."""
+    """The MLPs; tensor names are the released checkpoints'."""
 
     def __init__(self, config: GumihoConfig, width: int):
         super().__init__()
-        self.experts = config.experts
         self.mlp = nn.ModuleList(
             nn.Sequential(
                 nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
                 *(ResBlock(width, width) for _ in range(config.blocks)),
             )
-            for _ in range(config.experts or config.mlps)
+            for _ in range(config.mlps)
         )
-        if config.experts:
-            self.gate = nn.Linear(SERIAL * width, config.mlps * config.experts, bias=False)
 
     def forward(self, pairs: Tensor, count: int) -> list[Tensor]:
-        """The first `count` levels' features of pairs (..., 2 D)."""
-        if not self.experts:
-            return [mlp(pairs) for mlp in list(self.mlp)[:count]]
-        scores = self.gate(pairs).unflatten(-1, (-1, self.experts))[..., :count, :]  # (..., level, E)
-        kept_scores, kept = scores.topk(KEPT, dim=-1)
-        weights = torch.zeros_like(scores).scatter(-1, kept, kept_scores.float().softmax(-1).to(scores.dtype))
-        outputs = torch.stack([mlp(pairs) for mlp in self.mlp], dim=-2)  # (..., E, D)
-        return list((weights @ outputs).unbind(-2))
+        return [mlp(pairs) for mlp in list(self.mlp)[:count]]
 
 
 class Gumiho(Dense, EagleFrame):

@@ -11,10 +11,11 @@ verifies, so nothing is lost. With s_l the share of tokens that is to pass block
     passed   the share of the blocks so far that it passed by
 
 A token leaves keys and values only in the blocks that compute it: nobody sees it in the others, and it takes no memory
-there. FTP's router sees the attention that a token gets and its rank in place of `turn` and `passed`; nobody has looked
-at a token yet that is just being drafted, so these are of its own past. Training distils: only the routers learn, with
-the gradient of r's sigmoid where the decision has none. FTP's guide loss, which imitates a static router, is left out:
-the routers begin as one, the threshold on `turn` that lets a share s_l pass by.
+there. A text's first tokens pass none by: attention rests on them, and blocks turn them least of all. FTP's router sees
+the attention that a token gets and its rank in place of `turn` and `passed`; nobody has looked at a token yet that is
+just being drafted, so these are of its own past. Training distils: only the routers learn, with the gradient of r's
+sigmoid where the decision has none. FTP's guide loss, which imitates a static router, is left out: the routers begin as
+one, the threshold on `turn` that lets a share s_l pass by.
 """
 
 import copy
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 NUMBERS = 4  # a router's inputs
 STEEP = 4.0  # of the static router, a unit of `turn`
+FIRST = 4  # tokens of a text that every block computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,7 @@ class Walk:
     """What a forward's tokens carry from block to block. All (B, T)."""
 
     place: Tensor
+    first: Tensor  # whether it is one of its text's first tokens
     turn: Tensor
     passed: Tensor  # a number of blocks
     kept: list[Tensor] = field(default_factory=list)  # by block: 1 where it computes the token, with r's gradient
@@ -180,9 +183,10 @@ class Skipping(nn.Module):
             return torch.full_like(walk.turn, 1.0 - 2 * share)
         router: Any = draft.routers[str(self.number)]
         if walk.calibrates:
-            router.make_static(walk.turn.quantile(share).item())
+            others = walk.turn[~walk.first]
+            router.make_static(others.quantile(min(share * walk.turn.numel() / len(others), 1.0)).item())
         rest = walk.passed / max(self.number, 1), torch.full_like(walk.turn, share)
-        return router(torch.stack([walk.place, walk.turn, *rest], dim=-1))
+        return router(torch.stack([walk.place, walk.turn, *rest], dim=-1)).masked_fill(walk.first, 1.0)
 
     def _all(self, x_BTD: Tensor, mask: Tensor, keeps_BT: Tensor, p_BT: Tensor, more: dict[str, Any]) -> Tensor:
         """Computes every token, and takes what it gives where it was wanted: for training."""
@@ -289,7 +293,7 @@ class Skipper(ReadsText, TrainedDraft):
     def _walk(self, positions: Tensor, calibrates: bool = False) -> None:
         """Sets out with tokens at these positions, (B, T)."""
         none = torch.zeros(positions.shape, device=positions.device)
-        self.walk = Walk(torch.log2(1.0 + positions) / 16, none, none, calibrates=calibrates)
+        self.walk = Walk(torch.log2(1.0 + positions) / 16, positions < FIRST, none, none, calibrates=calibrates)
 
     @property
     def blocks(self) -> nn.ModuleList:

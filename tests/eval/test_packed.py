@@ -75,7 +75,7 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     assert plain(target, prompt_of(1), sampling).tokens == want
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "gumiho", "gumiho, experts", "hydra++", "medusa", "small-llama", "skipper"])
+@pytest.mark.parametrize("kind", ["eagle3", "gumiho", "hydra++", "medusa", "small-llama", "skipper"])
 def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     draft = make_draft(target, target.ends("x"), VARIANTS[kind])

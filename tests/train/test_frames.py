@@ -33,7 +33,6 @@ DRAFTS = {
         "balance_loss": 0.01,
     },
     "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
-    "gumiho-experts": {"kind": "gumiho", "mlps": 2, "blocks": 1, "experts": 3},
     "medusa": {"kind": "medusa", "heads": 3},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},
     "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48, "attention_heads": 2},
