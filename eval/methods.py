@@ -10,7 +10,7 @@ Writes methods.md and methods.png into the run's eval folder.
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import DEEPEST, Recipe
 from pipeline.running import entry
 from pipeline.target.config import TargetConfig
-from pipeline.target.model import DTYPES, load_config, load_decoder, load_ends, parameter_count_of
+from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
+from pipeline.target.states import Needs
 
 TABLE, PLOT = "methods.md", "methods.png"
 HEADS = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
@@ -85,9 +86,9 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     """By method: numbers that one token's chain reads of the draft's weights, each once, and megabytes a round that
     makes all of the tree's forwards.
     """
-    ends, out = load_ends(recipe.target).to(torch.device("cpu"), torch.float32), {}
-    if any(config.needs(DEEPEST).decoder for config in recipe.draft.values()):
-        ends = replace(ends, decoder=load_decoder(recipe.target, torch.float32))
+    cpu, out = torch.device("cpu"), {}
+    whole = Needs(decoder=any(config.needs(DEEPEST).decoder for config in recipe.draft.values()))
+    ends = load_ends(recipe.target, whole).to(cpu, torch.float32)
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
         tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]
@@ -102,6 +103,7 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
         tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
         chain = TreeConfig(depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel)
         out[method] = {"active": round_of(draft, chain).once, "megabytes": round_of(draft, tree).numbers * size / 1e6}
+        out[method]["at most"] = draft.needs.decoder  # how much of it a token passes by depends on the text
     return out
 
 
@@ -126,10 +128,10 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
     for method, fact in facts.items():
         tree, training, cost = fact["tree"], fact["training"], costs[method]
         forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
-        skips = fact["kind"] == "skipper"  # what its routers let pass by depends on the text
-        megabytes = f"{'at most ' * (skips or bool(fact['worth']))}{cost['megabytes']:.1f}"
+        most = bool(cost.get("at most"))
+        megabytes = f"{'at most ' * (most or bool(fact['worth']))}{cost['megabytes']:.1f}"
         cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}"]
-        cells.append(f"{'at most ' * skips}{cost['active']:,}")
+        cells.append(f"{'at most ' * most}{cost['active']:,}")
         cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]
         rows.append([*cells, f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"])
     return "\n".join([*parts, markdown.table(HEADS, rows)])

@@ -21,7 +21,6 @@ whole machine's CPU, is measured here on random features, unless --tokens-per-se
 import argparse
 import json
 import time
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -44,7 +43,6 @@ from pipeline.target.model import (
     DTYPES,
     empty_decoder,
     load_config,
-    load_decoder,
     load_ends,
     parameter_count_of,
     resolve_device,
@@ -163,8 +161,7 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
-    ends = load_ends(recipe.target)
-    draft.bind(replace(ends, decoder=load_decoder(recipe.target, dtype)) if draft.needs.decoder else ends)
+    draft.bind(load_ends(recipe.target, draft.needs, dtype))
     draft = draft.to(device, dtype)
     draft.move_ends(device, dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)

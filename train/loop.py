@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.ends import Ends
-from pipeline.target.model import DTYPES, load_config, load_decoder, resolve_device
+from pipeline.target.model import DTYPES, load_config, load_ends
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
@@ -92,8 +91,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Tra
     if draft.token_ids_U is not None:
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], len(draft.token_ids_U)))
     if draft.needs.decoder:
-        decoder = load_decoder(recipe.target, DTYPES[recipe.train.dtype])
-        ends = replace(ends, decoder=decoder.to(resolve_device(recipe.target.device)))
+        ends = load_ends(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
     draft.bind(ends)
     draft.start_from_target(some_texts(store))
     return draft

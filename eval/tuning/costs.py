@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Frontier, Method, Settled, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.target.attention import behind
 from pipeline.target.model import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
@@ -129,7 +130,7 @@ class _Parts:
 
     def _verify(self, size: int) -> None:
         context, device = self._context, self._target.device
-        seen = torch.ones(size, context + size, dtype=torch.bool, device=device).tril(context)
+        seen = behind(context, size, device)
         positions = torch.arange(size, device=device) + context
         found = self._target.forward(self._tokens[:size], self._cache, positions, seen, size, self._layers)
         self._target.head(found.final_ND).argmax(-1).tolist()

@@ -18,7 +18,7 @@ from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import Objective, Prediction
-from pipeline.target.attention import additive
+from pipeline.target.attention import additive, behind
 from pipeline.target.cache import TreeCache
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Hydra(HeadsDraft):
         f_TD, past, mask = seen.states_TSD[:, 0], state.verified, None
         count, device = len(f_TD), f_TD.device
         if past and count > 1:
-            earlier = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+            earlier = behind(past, count, device)
             mask = additive(earlier, f_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]

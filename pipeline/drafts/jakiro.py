@@ -27,7 +27,7 @@ from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parts.layers import swiglu
-from pipeline.drafts.parts.losses import Prediction, Term, sums_by_dialogue
+from pipeline.drafts.parts.losses import Prediction, Term
 from pipeline.drafts.parts.one_layer import Heads, OneLayer, Weights
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch"
     probabilities_BTE = scores_BTR[..., :experts].float().softmax(-1)
     numbers_E = torch.arange(experts, device=kept_BTK.device)
     slots_BTE = (kept_BTK[..., None] == numbers_E).sum(-2).float() / kept_BTK.shape[-1]
-    (slots_NE, positions_N), (sums_NE, _) = (sums_by_dialogue(x, batch) for x in (slots_BTE, probabilities_BTE))
+    (slots_NE, positions_N), (sums_NE, _) = map(batch.sums_by_dialogue, (slots_BTE, probabilities_BTE))
     return experts * ((slots_NE * sums_NE).sum(-1) / positions_N.clamp_min(1)).sum()
 
 

@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Answer
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.parts.losses import Objective, Prediction, Term, sums_by_dialogue
+from pipeline.drafts.parts.losses import Objective, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, TextState, whole_texts
-from pipeline.target.attention import masks, windows
+from pipeline.target.attention import behind, masks, windows
 from pipeline.target.cache import TreeCache
 from pipeline.target.states import Needs
 
@@ -98,7 +98,7 @@ class SkipperConfig(DraftConfig):
 class SkipCache(TreeCache):
     """Keys and values of the tokens that each block computed; `length` counts all tokens."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.places: dict[int, Tensor] = {}  # block -> which tokens, ascending
 
@@ -330,7 +330,7 @@ class Skipper(ReadsText, TrainedDraft):
         assert batch.before_BT is not None
         hidden_BTD = self.through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
         kept_BTL = torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
-        sums_NL, positions_N = sums_by_dialogue(kept_BTL, batch)
+        sums_NL, positions_N = batch.sums_by_dialogue(kept_BTL)
         shares_L = 1 - torch.tensor(self.shares, device=sums_NL.device)
         apart_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
         penalty = (positions_N * apart_NL.square().sum(-1)).sum()
@@ -343,7 +343,7 @@ class Skipper(ReadsText, TrainedDraft):
         if positions_N is None:
             positions_N = torch.arange(past, past + count, device=tokens_N.device)
         if mask_NC is None:
-            mask_NC = torch.ones(count, past + count, dtype=torch.bool, device=tokens_N.device).tril(past)
+            mask_NC = behind(past, count, tokens_N.device)
         decoder = self._with_routers()
         self._walk(positions_N[None])
         out = decoder(

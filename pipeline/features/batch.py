@@ -48,6 +48,20 @@ class Batch:
         """All that came from shards, a row first."""
         return [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
 
+    def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below
+        B T.
+        """
+        trained_BT = self.trained[1]
+        rows, inputs = trained_BT.shape
+        dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
+        dialogues_BT = dialogues_BT + (0 if self.begins_BT is None else self.begins_BT)
+        of_M = dialogues_BT.expand(rows, inputs).flatten().clamp_max(rows * inputs - 1)  # what pads has no weight below
+        weights_BT1 = trained_BT[..., None].to(values_BTE.dtype)
+        sums_NE = values_BTE.new_zeros(rows * inputs, values_BTE.shape[-1])
+        sums_NE = sums_NE.index_add(0, of_M, (values_BTE * weights_BT1).flatten(0, 1))
+        return sums_NE, values_BTE.new_zeros(rows * inputs).index_add(0, of_M, weights_BT1.flatten())
+
     def emptied(self) -> "Batch":
         """The same shape without content: its losses and gradients are 0."""
         empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() or x.dtype == torch.bool else x)

@@ -61,6 +61,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
+        self._require_drafts()
+        self._require_devices()
+        self._require_training()
+        self._require_evaluation()
+        return self
+
+    def _require_drafts(self) -> None:
+        """Raises ValueError where a section [draft.NAME] is missing, or learns what the mask does not train."""
         if not self.draft:
             raise ValueError("no draft: add a section [draft.NAME] with kind = 'jakiro'")
         if self.publish.draft not in self.draft:
@@ -82,13 +90,20 @@ class Recipe(Section):
                 f"train.mask='legacy' trains a dialogue's last input, whose next token draft.{whole[0]} does not read: "
                 "set train.mask='predicted'"
             )
+
+    def _require_devices(self) -> None:
+        """Raises ValueError where target and workers do not agree on the GPUs that one has."""
+        whole = [name for name in self.draft if self.draft[name].needs(DEEPEST).decoder]
         if whole and self.target.device == "spread":
             raise ValueError(
                 f"target.device='spread', but draft.{whole[0]} runs through the target's blocks, which have to be on "
                 "one device"
             )
         if self.target.device == "spread":
-            asked = {"features": self.features, **({"eval": self.eval} if self.eval.workers > 1 else {})}
+            asked: dict[str, Any] = {
+                "features": self.features,
+                **({"eval": self.eval} if self.eval.workers > 1 else {}),
+            }
             for section, config in asked.items():
                 if (config.gpus_per_worker or 0) < 1:
                     raise ValueError(
@@ -100,6 +115,9 @@ class Recipe(Section):
                 f"features.gpus_per_worker={self.features.gpus_per_worker:g}, but target.device={self.target.device!r} "
                 f"uses one: set target.device='spread'"
             )
+
+    def _require_training(self) -> None:
+        """Raises ValueError where [train] asks for what the other sections do not give."""
         try:
             self.train.accumulation(self.train.ranks or 1)
         except PipelineError as error:
@@ -121,6 +139,9 @@ class Recipe(Section):
                 f"train.pack_tokens={self.train.pack_tokens} has no room for a dialogue of "
                 f"data.max_length={self.data.max_length} tokens"
             )
+
+    def _require_evaluation(self) -> None:
+        """Raises ValueError where a method or a benchmark cannot be measured."""
         if self.eval.compile and self.target.device == "spread":
             raise ValueError(
                 "eval.compile=true, but target.device='spread': a spread target cannot be compiled into one graph"
@@ -138,7 +159,6 @@ class Recipe(Section):
                     f"eval.benchmarks.{name}.prompts={benchmark.prompts} is more than data.heldout_prompts="
                     f"{self.data.heldout_prompts}, which the dump keeps"
                 )
-        return self
 
     def _require_method(self, name: str, method: MethodConfig) -> None:
         """Raises ValueError when a method's draft is not there or cannot grow its tree."""

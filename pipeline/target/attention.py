@@ -95,6 +95,11 @@ def use_masks(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
+def behind(past: int, count: int, device: torch.device) -> Tensor:
+    """What `count` tokens see that follow each other behind `past` cached ones: bool (count, past + count)."""
+    return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+
+
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, the most negative number where not: what every attention implementation accepts."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

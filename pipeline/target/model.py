@@ -25,6 +25,7 @@ from pipeline.target.chat import require_template
 from pipeline.target.config import TargetConfig
 from pipeline.target.ends import Ends, LMHead, head_effects
 from pipeline.target.fingerprint import identity
+from pipeline.target.states import Needs
 from pipeline.target.template import settle
 from pipeline.target.verifier import Verifier
 
@@ -33,6 +34,7 @@ if not torch.cuda.is_available():
     # not where a target is loaded, so that a process has one kernel from its start on.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
+NEEDS = Needs()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -178,8 +180,10 @@ def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, 
     return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
 
 
-def load_ends(config: TargetConfig) -> Ends:
-    """Reads only the embedding and the head from the target's files, in their stored dtype."""
+def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> Ends:
+    """Reads only the embedding and the head from the target's files, in their stored dtype. For a draft whose `needs`
+    say so, all between them as well, in `dtype` and where the recipe has its target.
+    """
     text = load_config(config)
     where = source(config)
     skeleton = _skeleton(config)
@@ -202,7 +206,8 @@ def load_ends(config: TargetConfig) -> Ends:
         with safe_open(files[stored[name]], "pt") as tensors:
             read[role] = tensors.get_tensor(stored[name])
     head = LMHead(read["head"], read.get("bias"), **head_effects(text))
-    return Ends(read["embedding"], head, fingerprint(config))
+    decoder = _load_decoder(config, dtype) if needs.decoder else None
+    return Ends(read["embedding"], head, fingerprint(config), decoder)
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
@@ -213,15 +218,14 @@ def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) 
     return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
 
 
-def load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
-    """All between the target's ends, on the CPU. Raises PipelineError."""
+def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     model = _load(config, dtype)
     use_masks(model)
-    return model.get_decoder()
+    return model.get_decoder().to(resolve_device(config.device))
 
 
 def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
-    """The same without its weights, of tensors as they are made here."""
+    """All between the target's ends without its weights, of tensors as they are made here."""
     where = source(config)
     full = AutoConfig.from_pretrained(where.name, **where.options())
     model = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code, dtype=dtype)

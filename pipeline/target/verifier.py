@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target.attention import masks, most_positions, require_tree, use_masks, windows
+from pipeline.target.attention import behind, masks, most_positions, require_tree, use_masks, windows
 from pipeline.target.cache import TreeCache
 from pipeline.target.ends import Ends, LMHead, head_effects
 from pipeline.target.states import States
@@ -169,7 +169,7 @@ class Verifier:
             positions_N = torch.arange(past, past + count, device=self.device)
         mask = None
         if self.compiled and mask_NC is None:
-            mask_NC = torch.ones(count, past + count, dtype=torch.bool, device=self.device).tril(past)
+            mask_NC = behind(past, count, self.device)
         if mask_NC is not None:
             fixed = (width if past else count, cache.capacity) if self.compiled and cache.capacity else None
             mask = masks(self._windows, mask_NC, positions_N, self.dtype, fixed)

@@ -60,7 +60,7 @@ def test_the_static_routers_let_as_many_pass_by_as_asked(target):
 
 def test_decoding_in_pieces_answers_what_training_predicts(target):
     """Behind rejected trees, whose tokens leave nothing; a node beside a sibling that it does not see."""
-    draft, state = made(target), None
+    draft = made(target)
     want, state = logits_along(draft, TOKENS), draft.open()
     for end in (7, 8, 12, 13, 21):
         answer = draft.start(state, Verified(TOKENS[:end], NO_STATES), Wanted())

@@ -101,20 +101,6 @@ def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
     return answer
 
 
-def sums_by_dialogue(values_BTE: Tensor, batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below B T."""
-    trained_BT = batch.trained[1]
-    rows, inputs = trained_BT.shape
-    dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
-    dialogues_BT = dialogues_BT + (0 if batch.begins_BT is None else batch.begins_BT)
-    of_M = dialogues_BT.expand(rows, inputs).flatten().clamp_max(rows * inputs - 1)  # what pads has no weight below
-    weights_BT1 = trained_BT[..., None].to(values_BTE.dtype)
-    sums_NE = values_BTE.new_zeros(rows * inputs, values_BTE.shape[-1])
-    sums_NE = sums_NE.index_add(0, of_M, (values_BTE * weights_BT1).flatten(0, 1))
-    positions_N = values_BTE.new_zeros(rows * inputs).index_add(0, of_M, weights_BT1.flatten())
-    return sums_NE, positions_N
-
-
 class OwnHead(nn.Linear):
     """A draft's own LM head. Its loss is formed inside its forward, where ZeRO-3 has gathered its weight."""
 

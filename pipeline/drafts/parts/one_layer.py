@@ -18,7 +18,7 @@ from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Objective, Prediction, Term, named
-from pipeline.target.attention import additive
+from pipeline.target.attention import additive, behind
 from pipeline.target.cache import TreeCache
 from pipeline.target.states import States
 
@@ -234,7 +234,7 @@ class OneLayer(TrainedDraft):
         features_TD = self.features(seen.states_TSD)
         mask = None
         if past and count > 1:
-            earlier = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+            earlier = behind(past, count, device)
             mask = additive(earlier, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         tokens_T = torch.tensor(seen.tokens[-count:], device=device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.target.attention import additive
+from pipeline.target.attention import additive, behind
 from pipeline.target.cache import TreeCache
 
 
@@ -42,7 +42,7 @@ class ReadsText:
         state.cache.keep(past)
         mask = None
         if past and len(tokens) > 1:
-            mask = torch.ones(len(tokens), past + len(tokens), dtype=torch.bool, device=device).tril(past)
+            mask = behind(past, len(tokens), device)
         hidden_ND = self._read(torch.tensor(tokens, device=device), state.cache, None, mask)
         state.read = past + len(tokens)
         return self._answer(hidden_ND[-places:])
