@@ -70,9 +70,9 @@ class _Worker:
     number: int
     actor: Any
     loading: Any  # the reference that answers when the target is loaded; None from then on
+    since: float  # when its last sign of life was new, or it was hired
     tasks: dict[Any, ShardTask] = field(default_factory=dict)  # by reference
     beat: int = 0  # signs of life seen
-    since: float = field(default_factory=time.monotonic)  # when the last one was new
 
 
 class Pool:
@@ -123,7 +123,7 @@ class Pool:
         remote = ray.remote(num_cpus=settings.cpus_per_worker, num_gpus=self._gpus)(_Employee)
         self._hired += 1
         actor = remote.remote(self._make, self._hired, self._beats, self._gpus)
-        return _Worker(self._hired, actor, actor.ready.remote())
+        return _Worker(self._hired, actor, actor.ready.remote(), time.monotonic())
 
     def _hand_out(self, tasks: Iterator[ShardTask], more: bool) -> bool:
         """Gives every ready worker two tasks; says whether the plan has more."""

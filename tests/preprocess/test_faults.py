@@ -112,9 +112,10 @@ def undisturbed(recipe, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("what", [KILLED, HUNG], ids=["killed", "hung"])
-def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, tmp_path, what):
-    done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and before == 0", what)
+# With one worker, none is ready while its replacement loads.
+@pytest.mark.parametrize("what, workers", [(KILLED, 2), (HUNG, 2), (HUNG, 1)], ids=["killed", "hung", "hung alone"])
+def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, tmp_path, what, workers):
+    done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.workers={workers}")
     assert done.returncode == 0, done.stderr
     assert ("it gave no sign of life for" in done.stderr) == (what == HUNG)
     assert faults == 1 and "a worker was lost (shard " in done.stderr
