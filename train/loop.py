@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.ends import Ends
-from pipeline.target.model import DTYPES, load_config, load_ends
+from pipeline.target.model import DTYPES, load_config, load_ends, load_tokenizer
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
@@ -66,7 +67,7 @@ def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores]
     draft = new_draft(recipe, name, ends, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft, recipe.seed, rank, ranks)
-    engine = Engine(draft, recipe.train, batches.accumulation, batches.steps, state, recipe.train_hash(name))
+    engine = Engine(draft, recipe.training(name), batches.accumulation, batches.steps, state, recipe.train_hash(name))
     draft.move_ends(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
@@ -93,6 +94,7 @@ def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> Tra
     if draft.needs.decoder:
         ends = load_ends(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
     draft.bind(ends)
+    draft.read(partial(load_tokenizer, recipe.target))
     draft.start_from_target(some_texts(store))
     return draft
 

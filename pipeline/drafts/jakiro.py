@@ -13,11 +13,13 @@ decoding the others are not even read.
 
 The experts' own heads, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would rank tokens
 identically), are what decoupled trees take candidates from. ``routing = "depth"`` has no gate: expert j answers where j
-of the input's features are the draft's own.
+of the input's features are the draft's own. ``routing = "domain"``: one expert a token, of a gate that learns nothing
+but what its dialogue is: code, mathematics or chat (parts/domains.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from torch._guards import detect_fake_mode
 from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.parts.domains import DOMAINS, marks, surprise
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Prediction, Term
 from pipeline.drafts.parts.one_layer import Heads, OneLayer, Weights
@@ -41,7 +44,8 @@ class ExpertsConfig(Settings):
     experts: int = 2
     experts_per_token: int = 2
     expert_width: int | None = None  # default: the hidden size, as in the released code
-    routing: Literal["learned", "depth"] = "learned"  # depth: expert j for the j-th level of a roll-out, one a token
+    # depth: expert j for the j-th level of a roll-out; domain: an expert for each of DOMAINS. Both run one a token
+    routing: Literal["learned", "depth", "domain"] = "learned"
     # the branches ahead: eq. 7 twice, one expert each, none
     contrast: Literal["router", "scalar", "experts", "none"] = "router"
     expert_loss: Weights | None = None  # of each kept expert's own head (decoupled trees); averaged over them
@@ -56,17 +60,21 @@ class ExpertsConfig(Settings):
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
         own = self.expert_loss or self.mixture_loss
-        if self.routing == "depth":
-            if self.experts_per_token > 1 or self.contrast != "none" or self.rollout == 1:
+        if self.routing != "learned":
+            if self.experts_per_token > 1 or self.contrast != "none":
                 raise ValueError(
-                    "routing='depth' runs one expert a token: it needs experts_per_token=1, contrast='none' and "
-                    "rollout >= 2"
+                    f"routing={self.routing!r} runs one expert a token: it needs experts_per_token=1 and "
+                    "contrast='none'"
                 )
             if own or self.balance_loss:
                 raise ValueError(
-                    "routing='depth' runs one expert a token and has no gate: expert_loss, mixture_loss and "
-                    "balance_loss are of several"
+                    f"routing={self.routing!r} runs one expert a token, and nobody chooses among several: expert_loss, "
+                    "mixture_loss and balance_loss are not for it"
                 )
+        if self.routing == "depth" and self.rollout == 1:
+            raise ValueError("routing='depth' with rollout=1: there is but one depth; set rollout to 2 or more")
+        if self.routing == "domain" and self.experts != len(DOMAINS):
+            raise ValueError(f"routing='domain' has an expert for each of {', '.join(DOMAINS)}: set experts=3")
         if self.contrast == "experts" and (own or self.experts_per_token > 5):
             raise ValueError(
                 "contrast='experts' gives each of at most 5 kept experts a horizon of its own: expert_loss and "
@@ -92,6 +100,8 @@ class ExpertsConfig(Settings):
             found["mixture"] = Term(1, {"classification": self.mixture_loss}, features=kept)
         if self.balance_loss:
             found["balance"] = Term(1, {"penalty": self.balance_loss}, features=0)
+        if self.routing == "domain":
+            found["domain"] = Term(1, {"penalty": 1.0}, features=0)
         return found
 
 
@@ -122,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.kept, self.count, self.contrast = config.experts_per_token, config.experts, config.contrast
         router_rows = 2 if self.contrast == "router" else 0
-        if config.routing == "learned":
+        if config.routing != "depth":
             self.gate = nn.Linear(llama.hidden_size, self.count + router_rows, bias=False)
         width = config.expert_width or llama.hidden_size
         self.experts = nn.ModuleList(swiglu(llama, width) for _ in range(self.count))
@@ -131,7 +141,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, u: Tensor, n: Tensor) -> Heads:
         """``u`` and its norm (..., D)."""
-        scores = self.gate(n)
+        # A gate by domain classifies beside the draft: its loss does not move what it reads.
+        scores = self.gate(n.detach() if self.kept == 1 else n)
         kept_scores, kept = scores[..., : self.count].topk(self.kept, dim=-1)  # best first
         chosen = self._chosen(n, kept)  # (..., K, D)
         weights = kept_scores.float().softmax(-1).to(n.dtype)
@@ -181,6 +192,19 @@ class Experts(OneLayer):
 
     config: Any
 
+    def __init__(self, config: Any, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        # By token, until `read` nothing. A list keeps it out of the module tree: it is for training alone.
+        self._marks = [torch.zeros(self.target_vocabulary, len(DOMAINS) - 1, dtype=torch.bool)]
+
+    def read(self, tokenizer: Callable[[], Any]) -> None:
+        if self.config.routing == "domain":
+            self._marks[:] = [marks(tokenizer(), self.target_vocabulary)]
+
+    def _share(self, other: Self) -> None:
+        super()._share(other)
+        other._marks = self._marks
+
     def follow(self, llama: Any) -> dict[str, nn.Module]:
         return {"mlp_moe": MixtureOfExperts(llama, self.config)}
 
@@ -204,6 +228,9 @@ class Experts(OneLayer):
         if self.config.balance_loss:
             assert heads.routed is not None
             found["balance"] = Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))
+        if self.config.routing == "domain":
+            assert heads.routed is not None
+            found["domain"] = Prediction(penalty=surprise(heads.routed[0], self._marks[0], batch))
         return found
 
 

@@ -122,6 +122,11 @@ class Recipe(Section):
             self.train.accumulation(self.train.ranks or 1)
         except PipelineError as error:
             raise ValueError(str(error)) from None
+        if unknown := sorted(self.train.learning_rates.keys() - set(self.to_train)):
+            raise ValueError(
+                f"train.learning_rates.{unknown[0]}: no draft of that name is trained; expected one of "
+                f"{', '.join(self.to_train)}"
+            )
         if not self.data.calibration_prompts:
             for key, plain in (("keep", "last"), ("patience", None), ("decode", "never")):
                 if getattr(self.train, key) != plain:
@@ -287,6 +292,11 @@ class Recipe(Section):
         """
         return digest([self.dump_hash, self.data.calibration_prompts, self.features.answer_tokens])
 
+    def training(self, draft: str) -> TrainConfig:
+        """What one draft is trained with."""
+        rate = self.train.learning_rates.get(draft, self.train.learning_rate)
+        return self.train.model_copy(update={"learning_rate": rate, "learning_rates": {}})
+
     def train_hash(self, draft: str) -> str:
         """What one draft's weights depend on. Who shares a global batch and how, schedules of I/O and what only watches
         are not, nor its decoding tree and when it is validated, unless the estimated tau decides which weights are
@@ -304,8 +314,10 @@ class Recipe(Section):
             "decode",
             "tracker",
         }
-        watched = self.train.keep == "best" or self.train.patience is not None
-        train = self.train.model_dump(mode="json", exclude=apart if watched else {*apart, "validate_every"})
+        settings = self.training(draft)
+        watched = settings.keep == "best" or settings.patience is not None
+        apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
+        train = settings.model_dump(mode="json", exclude=apart)
         config = self.draft[draft].to_json()
         tree = (self.method(draft).tree or self.eval.tree).to_json() if watched else None
         dump = self.answers_hash if watched else self.dump_hash

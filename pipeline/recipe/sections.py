@@ -94,6 +94,7 @@ class TrainConfig(Section):
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
     ranks: Processes | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
+    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 1e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 2000

@@ -52,6 +52,7 @@ VARIANTS = {
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
     "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
+    "by-domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
 }
 # Kinds of trees beside the dynamic ones above: (draft, its tree)
 KINDS = {

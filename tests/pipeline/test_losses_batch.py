@@ -367,6 +367,7 @@ CONFIGS = {
         mixture_loss=0.3,
         balance_loss=0.01,
     ),
+    "by domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
 }
 
 
@@ -388,6 +389,8 @@ def random_draft(config, loaded_target, ends):
             weight.data.mul_(5 if weight.ndim == 2 else 1)
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
+    if getattr(config, "routing", "") == "domain":
+        draft._marks[:] = [torch.arange(260)[:, None] % torch.tensor([300, 7]) == 0]
     draft.bind(ends)
     return draft
 
@@ -444,14 +447,15 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
     weights |= {f"expert_{place}": (1, 0.25, 0.1) for place in (1, 2)}
     if draft.needs.auxiliary:
         weights |= {"next": (1, 0, 1.0), "ahead": (2, 0, 0.5), "own_2": (1, 0, 0.8), "own_3": (1, 0, 0.64)}
-    assert sums.keys() <= {*weights, "balance"}
+    assert sums.keys() <= {*weights, "balance", "domain"}
     for term, (horizon, regression, classification) in weights.items():
         if term in sums:
             part = classification * sums[term]["classification"]
             part = part + (regression * sums[term]["regression"] if regression else 0)
             want += part.item() / totals[horizon]
-    if "balance" in sums:
-        want += 0.01 * sums["balance"]["penalty"].item() / totals[1]
+    for term, weight in {"balance": 0.01, "domain": 1.0}.items():
+        if term in sums:
+            want += weight * sums[term]["penalty"].item() / totals[1]
     assert loss == pytest.approx(want, rel=1e-6)
 
 

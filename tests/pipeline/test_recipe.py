@@ -173,7 +173,15 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
             "needs several experts a token",
         ),
         (["draft.main.contrast=experts", "draft.main.mixture_loss=0.1"], "a horizon of its own"),
-        (["draft.main.routing=depth"], "needs experts_per_token=1, contrast='none' and rollout >= 2"),
+        (["draft.main.routing=depth"], "needs experts_per_token=1 and contrast='none'"),
+        (
+            ["draft.main.routing=depth", "draft.main.experts_per_token=1", "draft.main.contrast=none"],
+            "routing='depth' with rollout=1",
+        ),
+        (
+            ["draft.main.routing=domain", "draft.main.experts_per_token=1", "draft.main.contrast=none"],
+            "an expert for each of code, maths, chat: set experts=3",
+        ),
         (["draft.main.experts_per_token=1"], "nothing would train the gate"),
         (["draft.other.horizons=6"], "draft.other: horizons=6: expected at most 5"),
         (["eval.temperatures=[1.0, 1.0]"], "names one twice"),
@@ -193,6 +201,10 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (
             ["draft.main.kind=mamba"],
             "draft.main: kind='mamba': expected 'copier', 'eagle', 'eagle3', 'gumiho', 'hydra'",
+        ),
+        (
+            ["train.learning_rates.mian=1e-3"],
+            "no draft of that name is trained; expected one",
         ),
         (["train.epochs=0"], "train.epochs: Input should be greater than 0 (got 0)"),
         (["train.learning_rate=fast"], "(got 'fast')"),
@@ -348,7 +360,7 @@ def variants(section, prefix: str = ""):
                 for name, changed in variants(inner, f"{prefix}{key}.{entry}."):
                     yield name, with_key(section, key, {**value, entry: changed})
         else:
-            yield f"{prefix}{key}", with_key(section, key, "changed")
+            yield f"{prefix}{key}", with_key(section, key, {"changed": 1} if isinstance(value, dict) else "changed")
 
 
 def changing(recipe: Recipe, read) -> set[str]:
@@ -396,6 +408,7 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     tree["eval"]["methods"] = {"jakiro": {"tree": {"depth": 2, "top_k": 3, "nodes": 6}}}
     recipe = Recipe.model_validate(tree)
     apart = (
+        "learning_rates",  # of other drafts
         "ranks",
         "checkpoint_every",
         "validate_every",
@@ -493,6 +506,13 @@ def test_hashes_are_stable_under_the_order_of_keys(tree):
 
 def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
     assert load_recipe(recipe_file, ["train.epochs=20", "data.max_length=2048"]).hash == load_recipe(recipe_file).hash
+
+
+def test_a_draft_may_have_a_learning_rate_of_its_own(recipe_file):
+    plain, own = load_recipe(recipe_file), load_recipe(recipe_file, ["train.learning_rates.main=0.5"])
+    assert own.training("main").learning_rate == 0.5 and own.training("other") == plain.training("other") == plain.train
+    assert own.train_hash("other") == plain.train_hash("other")
+    assert own.train_hash("main") == load_recipe(recipe_file, ["train.learning_rate=0.5"]).train_hash("main")
 
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):

@@ -13,9 +13,10 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
+from pipeline.target.model import load_tokenizer
 from train import acceptance
 from train.engine.engine import Engine
-from train.loop import _Run
+from train.loop import _Run, new_draft
 
 
 @pytest.fixture(params=["jakiro", "eagle"])
@@ -124,3 +125,13 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     assert decoder._draft.fc.weight.dtype == torch.bfloat16 and decoder._draft.fc.weight.data_ptr() == place
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
     assert draft.fc.weight.dtype == torch.float32 and draft.ends.head.linear.weight.dtype == torch.float32
+
+
+def test_a_draft_by_domain_begins_with_the_tokens_marks_and_its_twin_has_them(dumped, ends):
+    routed = ["experts=3", "routing=domain", "experts_per_token=1", "contrast=none"]
+    recipe = load_recipe(dumped[0], [f"draft.jakiro.{setting}" for setting in routed])
+    store = FeatureStore(dumped[1], "train", Manifest.load(dumped[1]).spec)
+    made = new_draft(recipe, "jakiro", ends, store)
+    tokens = load_tokenizer(recipe.target)("{=a", add_special_tokens=False).input_ids
+    assert made._marks[0][tokens].tolist() == [[True, False], [False, True], [False, False]]
+    assert made.twin()._marks[0] is made._marks[0]

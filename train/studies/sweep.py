@@ -27,7 +27,8 @@ SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification
 def of_rate(arguments, rate: float) -> tuple[Recipe, list[str]]:
     """The recipe at one rate, in a folder of its own, and the overrides that make it."""
     output = load_recipe(arguments.recipe, arguments.overrides).output
-    overrides = [*arguments.overrides, f"train.learning_rate={rate}", f"output={Path(output) / f'rate-{rate:g}'}"]
+    here = f"output={Path(output) / f'rate-{rate:g}'}"
+    overrides = [*arguments.overrides, f"train.learning_rate={rate}", "train.learning_rates={}", here]
     return load_recipe(arguments.recipe, overrides), overrides
 
 

@@ -8,6 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -253,6 +254,9 @@ class TrainedDraft(ByLevels, nn.Module):
 
     def prepare(self) -> None:
         """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
+
+    def read(self, tokenizer: Callable[[], Any]) -> None:
+        """What training wants to know of the target's tokens; the tokenizer is loaded where it is asked for."""
 
     def start_from_target(self, texts: list[list[int]]) -> None:
         """What begins as a part of the target, in the draft at step 0, or as some texts go through it; after `bind`."""
