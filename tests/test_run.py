@@ -637,10 +637,13 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     assert (tmp_path / "all/seed-1/features/manifest.json").stat().st_nlink == 2
     assert (tmp_path / "all/ablations.png").stat().st_size > 5000
     line = next(
-        x for x in (tmp_path / "all/ablations.md").read_text().splitlines() if x.startswith("| one-level | 1 |")
+        x for x in (tmp_path / "all/ablations.md").read_text().splitlines() if x.startswith("| one-level | eagle | 1 |")
     )
     mine = [one for one in figures if one["method"] == "one-level"]
     assert (
         f"| {np.mean([one['tau'] for one in mine]):.3f} | {np.mean([one['difference'] for one in mine]):+.3f} (" in line
     )
-    assert line.count("[") == 2 and line.count("|") == 7  # two cells, with their intervals
+    assert line.count("[") == 3 and line.count("|") == 9  # over all, and two cells, with their intervals
+    (over_all,) = json.loads(done.stdout.splitlines()[-1])["means"]
+    assert over_all["difference"] == pytest.approx(np.mean([one["difference"] for one in mine]), abs=1e-4)
+    assert (over_all["method"], over_all["against"]) == ("one-level", "eagle")

@@ -163,13 +163,14 @@ def draw_table(rows: list[dict], path: Path) -> Path:
     return path
 
 
-def draw_differences(results: list[dict], against: str, path: Path) -> Path:
-    """Each method's tau less that of `against`, with its interval; the seeds as dots; a panel a benchmark and
-    temperature.
+def draw_differences(results: list[dict], path: Path) -> Path:
+    """Each method's tau less that of the one it is compared with, with its interval; the seeds as crosses; a panel a
+    benchmark and temperature.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
-    names = [name for name in dict.fromkeys(r["method"] for r in results) if name != against]
+    against = {r["method"]: r["against"] for r in results}
+    names = [name for name, other in against.items() if name != other]
     size = (3.2 * len(cells) + 2, 1.2 + 0.3 * len(names))
     figure, axes = plt.subplots(1, len(cells), figsize=size, sharey=True, squeeze=False)
     for axis, cell in zip(axes[0], cells, strict=True):
@@ -181,8 +182,8 @@ def draw_differences(results: list[dict], against: str, path: Path) -> Path:
             axis.plot(one["difference"], place, "o", color=COLOURS[0])
             axis.plot(one["difference_by_seed"], [place] * len(one["seeds"]), "x", color="grey", ms=4)
         axis.axvline(0, color="grey", lw=1, ls="--")
-        axis.set(title=f"{cell[0]}, T = {cell[1]:g}", xlabel=f"tau less {against}'s", yticks=range(len(names)))
-        axis.set_yticklabels(names, fontsize=8)
+        axis.set(title=f"{cell[0]}, T = {cell[1]:g}", xlabel="difference of tau", yticks=range(len(names)))
+        axis.set_yticklabels([f"{name} - {against[name]}" for name in names], fontsize=8)
         axis.locator_params(axis="x", nbins=5)
     axes[0][0].invert_yaxis()
     _save(figure, path)

@@ -1,6 +1,10 @@
-"""Every method of a recipe at equal training, over several seeds: tau, and its difference to one of them.
+"""Every method of a recipe at equal training, over several seeds: tau, and its difference to another's.
 
-    python -m eval.studies.ablations RECIPE [--seeds 3] [--against METHOD] [--out FOLDER]
+    python -m eval.studies.ablations RECIPE [--seeds 3] [--against METHOD] [--pair METHOD:OTHER ...] [--out FOLDER]
+
+Methods are compared with `--against`, those of a `--pair` with the other one. Over all benchmarks and temperatures a
+method is worth its while if the mean difference is at least `--worth`, its interval excludes 0 and all seeds have its
+sign; it is not if the interval's upper end is below `--worth`; else the runs do not decide.
 
 Dumps once, trains every draft of the recipe once a seed (what is done is not done again), lets the target answer the
 benchmarks' prompts once, and replays those answers with each method's tree (pipeline/decoding/replay.py: the tokens and
@@ -110,13 +114,13 @@ def summed(by_seed: list[Counts]) -> Counts:
 
 
 def result(
-    cell: tuple[str, float, str], by_seed: dict[int, dict], against: str, methods: dict[str, Measured]
+    cell: tuple[str, float, str], by_seed: dict[int, dict], references: dict[str, str], methods: dict[str, Measured]
 ) -> dict[str, Any]:
     """One method in one benchmark and temperature: tau by seed and pooled, and its difference over seeds that have
     both.
     """
     benchmark, temperature, name = cell
-    reference = benchmark, temperature, against
+    reference = benchmark, temperature, references[name]
     seeds = [seed for seed, found in by_seed.items() if cell in found and reference in found]
     mine, theirs = ([by_seed[seed][key] for seed in seeds] for key in (cell, reference))
     pooled = compared(summed(theirs), summed(mine))
@@ -126,6 +130,7 @@ def result(
         "benchmark": benchmark,
         "temperature": temperature,
         "method": name,
+        "against": references[name],
         "draft_forwards": methods[name].tree.forwards,
         "nodes": methods[name].tree.nodes,
         "prompts": pooled["prompts"],
@@ -138,26 +143,63 @@ def result(
     }
 
 
-def table(results: list[dict], against: str) -> str:
-    """Markdown, a line a method: its mean tau over all benchmarks and temperatures with the mean difference to
-    `against`, and that of each seed; then the differences one by one, with a 95% interval over prompts. Such an
-    interval does not hold the seeds' variance: see both.
+def overall(name: str, by_seed: dict[int, dict], against: str, worth: float) -> dict[str, Any]:
+    """One method over all benchmarks and temperatures, which weigh alike: the mean difference, that of each seed, a 95%
+    bootstrap interval over prompts (those of a benchmark are drawn once for all its temperatures), and a verdict.
+    """
+    places = list(dict.fromkeys(cell[:2] for cell in by_seed[next(iter(by_seed))]))
+    rng, drawn, draws, pooled = np.random.default_rng(0), {}, [], []
+    for benchmark, temperature in places:
+        mine, theirs = (
+            summed([found[benchmark, temperature, who] for found in by_seed.values()]) for who in (name, against)
+        )
+        prompts = sorted(mine.keys() & theirs.keys())
+        a, b, c, d = (np.array([of[key][place] for key in prompts]) for of in (theirs, mine) for place in (0, 1))
+        if (benchmark, len(prompts)) not in drawn:
+            drawn[benchmark, len(prompts)] = rng.integers(len(prompts), size=(2000, len(prompts)))
+        index = drawn[benchmark, len(prompts)]
+        draws.append(c[index].sum(1) / d[index].sum(1) - a[index].sum(1) / b[index].sum(1))
+        pooled.append(c.sum() / d.sum() - a.sum() / b.sum())
+    low, high = np.quantile(np.mean(draws, axis=0), [0.025, 0.975])
+    each = [
+        np.mean([compared(found[*place, against], found[*place, name])["difference"] for place in places])
+        for found in by_seed.values()
+    ]
+    mean = float(np.mean(pooled))
+    signs = {bool(np.sign(one) == np.sign(mean)) for one in each}
+    pays = mean >= worth and low > 0 and signs == {True}
+    return {
+        "method": name,
+        "against": against,
+        "difference": round(mean, 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
+        "difference_by_seed": [round(float(one), 4) for one in each],
+        "verdict": "pays" if pays else "does not pay" if high < worth else "undecided",
+    }
+
+
+def table(results: list[dict], means: list[dict]) -> str:
+    """Markdown, a line a method: its mean tau over all benchmarks and temperatures; the mean difference to the method
+    it is compared with, that of each seed, and what it is worth; then the differences one by one. The 95% intervals are
+    over prompts, and do not hold the seeds' variance: see both.
     """
     cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
-    methods = list(dict.fromkeys(r["method"] for r in results))
+    methods, of = list(dict.fromkeys(r["method"] for r in results)), {one["method"]: one for one in means}
     names = [f"{name}, T = {t:g}" for name, t in cells]
-    head = ["method", "forwards", "mean tau", "mean difference (by seed)", *names]
+    head = ["method", "against", "forwards", "mean tau", "mean difference (by seed)", "verdict", *names]
     rows = []
     for method in methods:
         mine = [
             r for cell in cells for r in results if (r["benchmark"], r["temperature"], r["method"]) == (*cell, method)
         ]
-        row = [method, str(mine[0]["draft_forwards"]), f"{np.mean([r['tau'] for r in mine]):.3f}"]
-        if method == against:
-            row += ["", *(f"tau {r['tau']:.3f}" for r in mine)]
+        row = [method, mine[0]["against"], str(mine[0]["draft_forwards"]), f"{np.mean([r['tau'] for r in mine]):.3f}"]
+        if method not in of:
+            row[1] = ""
+            row += ["", "", *(f"tau {r['tau']:.3f}" for r in mine)]
         else:
-            by_seed = ", ".join(f"{x:+.3f}" for x in np.mean([r["difference_by_seed"] for r in mine], axis=0))
-            row.append(f"{np.mean([r['difference'] for r in mine]):+.3f} ({by_seed})")
+            one = of[method]
+            by_seed = ", ".join(f"{x:+.3f}" for x in one["difference_by_seed"])
+            row += [f"{one['difference']:+.3f}{_bracketed(one['interval'])} ({by_seed})", one["verdict"]]
             row += [f"{r['difference']:+.3f}{_bracketed(r['interval'])}" for r in mine]
         rows.append(row)
     return markdown.table(head, rows)
@@ -172,36 +214,40 @@ def main() -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--against", default="dense", help="the method that the others are compared with")
+    parser.add_argument("--pair", action="append", default=[], help="METHOD:OTHER, what this one is compared with")
+    parser.add_argument("--worth", type=float, default=0.02, help="of tau: less than this is not worth its while")
     parser.add_argument("--out", type=Path, help="default: the recipe's output")
     arguments = parser.parse_args()
     arguments.seed_list = list(range(arguments.seeds))
     first = of_seed(arguments, 0)
-    names = list(first.methods)
-    if arguments.against not in names:
-        parser.error(f"--against {arguments.against}: the recipe has {', '.join(names)}")
+    references = dict.fromkeys(first.methods, arguments.against)
+    for pair in arguments.pair:
+        name, _, other = pair.partition(":")
+        references[name] = other
+    if odd := [name for name in (*references, *references.values()) if name not in first.methods]:
+        parser.error(f"--against and --pair: {odd[0]!r} is none of the recipe's {', '.join(first.methods)}")
     for seed in arguments.seed_list:
         train(arguments, seed, first)
     by_seed, answers, methods = {}, None, {}
     for seed in arguments.seed_list:
         recipe = of_seed(arguments, seed)
         methods = methods_of(recipe)
-        if odd := [name for name, method in methods.items() if method.tree.paths is not None]:
-            raise PipelineError(f"method {odd[0]} has a static tree: only dynamic ones are selections of a larger tree")
+        if static := [name for name, method in methods.items() if method.tree.paths is not None]:
+            raise PipelineError(f"method {static[0]} has a static tree: only dynamic ones are selections of another")
         harness = make_harness(recipe, methods)
         answers = answers or answered(recipe, harness)
         by_seed[seed] = replayed(harness, answers)
-    cells = list(by_seed[0])
-    results = [result(cell, by_seed, arguments.against, methods) for cell in cells]
+    results = [result(cell, by_seed, references, methods) for cell in by_seed[0]]
     results.sort(key=lambda r: list(methods).index(r["method"]))
+    means = [overall(name, by_seed, other, arguments.worth) for name, other in references.items() if name != other]
     out = arguments.out or first.run_dir.parent
-    said = table(results, arguments.against)
-    write_json(
-        out / "ablations.json", {"against": arguments.against, "provenance": provenance(first), "results": results}
-    )
+    said = table(results, means)
+    found = {"worth": arguments.worth, "means": means, "results": results}
+    write_json(out / "ablations.json", {"provenance": provenance(first), **found})
     write_text(out / "ablations.md", said + "\n")
-    plots.draw_differences(results, arguments.against, out / "ablations.png")
+    plots.draw_differences(results, out / "ablations.png")
     print(said)
-    print(json.dumps({"against": arguments.against, "results": results}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
