@@ -96,6 +96,7 @@ def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, ends)
 
 MORE = {
     "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
+    "by domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
 }
 
