@@ -15,7 +15,8 @@ there. A text's first tokens pass none by: attention rests on them, and blocks t
 the attention that a token gets and its rank in place of `turn` and `passed`; nobody has looked at a token yet that is
 just being drafted, so these are of its own past. Training distils: only the routers learn, with the gradient of r's
 sigmoid where the decision has none. FTP's guide loss, which imitates a static router, is left out: the routers begin as
-one, the threshold on `turn` that lets a share s_l pass by.
+one, a threshold on `turn` + 10 `passed` that lets a share s_l pass by: of the tokens that have passed fewest blocks by,
+those that were turned least. (By `turn` alone the same tokens would pass all blocks by: its last value stays.)
 """
 
 import copy
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 NUMBERS = 4  # a router's inputs
 STEEP = 4.0  # of the static router, a unit of `turn`
+AGAIN = 10.0  # what all of `passed` counts in these units
 FIRST = 4  # tokens of a text that every block computes
 
 
@@ -135,11 +137,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def make_static(self, threshold: float) -> None:
-        """STEEP (turn - threshold): of SiLU, as z = SiLU(z) - SiLU(-z). The other units begin without a say."""
+        """STEEP (turn + AGAIN passed - threshold): of SiLU, as z = SiLU(z) - SiLU(-z). The other units begin without a say."""
         self.outer.weight.zero_()
         self.outer.bias.zero_()
         for unit, sign in enumerate((1.0, -1.0)):
-            self.inner.weight[unit] = torch.tensor([0.0, sign * STEEP, 0.0, 0.0])
+            self.inner.weight[unit] = sign * STEEP * torch.tensor([0.0, 1.0, AGAIN, 0.0])
             self.inner.bias[unit] = -sign * STEEP * threshold
             self.outer.weight[0, unit] = sign
 
@@ -182,11 +184,12 @@ class Skipping(nn.Module):
         if not 0 < share < 1:
             return torch.full_like(walk.turn, 1.0 - 2 * share)
         router: Any = draft.routers[str(self.number)]
+        passed = walk.passed / max(self.number, 1)
         if walk.calibrates:
-            others = walk.turn[~walk.first]
+            others = (walk.turn + AGAIN * passed)[~walk.first]
             router.make_static(others.quantile(min(share * walk.turn.numel() / len(others), 1.0)).item())
-        rest = walk.passed / max(self.number, 1), torch.full_like(walk.turn, share)
-        return router(torch.stack([walk.place, walk.turn, *rest], dim=-1)).masked_fill(walk.first, 1.0)
+        numbers = walk.place, walk.turn, passed, torch.full_like(walk.turn, share)
+        return router(torch.stack(numbers, dim=-1)).masked_fill(walk.first, 1.0)
 
     def _all(self, x_BTD: Tensor, mask: Tensor, keeps_BT: Tensor, p_BT: Tensor, more: dict[str, Any]) -> Tensor:
         """Computes every token, and takes what it gives where it was wanted: for training."""

@@ -58,6 +58,14 @@ def test_the_static_routers_let_as_many_pass_by_as_asked(target):
     assert alone.shape == (1, 60, 32)
 
 
+def test_static_routers_take_turns(target):
+    """A third passes each of three blocks by: one block a token, as good as; not the same tokens all three."""
+    draft = made(target, sparsity=0.2)
+    draft.start_from_target(TEXTS)
+    passed = (torch.stack(draft.walk.kept) < 0.5).sum(0)[0].view(4, 60)[:, 4:]
+    assert passed.max() <= 2 and (passed == 1).float().mean() > 0.85
+
+
 def test_decoding_in_pieces_answers_what_training_predicts(target):
     """Behind rejected trees, whose tokens leave nothing; a node beside a sibling that it does not see."""
     draft = made(target)
