@@ -137,7 +137,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def make_static(self, threshold: float) -> None:
-        """STEEP (turn + AGAIN passed - threshold): of SiLU, as z = SiLU(z) - SiLU(-z). The other units begin without a say."""
+        """STEEP (turn + AGAIN passed - threshold), where z = SiLU(z) - SiLU(-z). Other units begin without a say."""
         self.outer.weight.zero_()
         self.outer.bias.zero_()
         for unit, sign in enumerate((1.0, -1.0)):
