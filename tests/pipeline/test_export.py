@@ -67,6 +67,12 @@ CASES = {  # settings, engine -> architecture, names
         "EagleJakiroForCausalLM",
         of_experts(EAGLE, "contrast_scalars"),
     ),
+    "jakiro by domain to vllm": (
+        JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
+        "vllm",
+        "EagleJakiroForCausalLM",
+        of_experts(EAGLE, *(f"experts.2.{name}_proj.weight" for name in ("gate", "up", "down"))),
+    ),
     "jakiro on EAGLE-3's frame to vllm": (
         JakiroOnEagle3Config(frame="eagle-3", vocabulary=100, contrast="none"),
         "vllm",
@@ -153,7 +159,9 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         assert weights["t2d"].nonzero()[:, 0].tolist() == ids.tolist() == sorted(set(ids.tolist()))
         assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == 100
     if isinstance(settings, ExpertsConfig):  # what the plug-in reads
-        expected = (2, 2, 4 if settings.contrast == "router" else 2, settings.vocabulary, settings.expert_width or 32)
+        rows = settings.experts + (2 if settings.contrast == "router" else 0)
+        kept, width = settings.experts_per_token, settings.expert_width or 32
+        expected = (settings.experts, kept, rows, settings.vocabulary, width)
         keys = "num_experts", "num_experts_per_tok", "gate_rows", "reduced_vocabulary", "intermediate_size"
         assert tuple(config[key] for key in keys) == expected
         assert PLUG_IN in said[1] and "vllm serve" in said[2]
