@@ -641,7 +641,7 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     )
     mine = [one for one in figures if one["method"] == "one-level"]
     assert (
-        f"| {np.mean([one['tau'] for one in mine]):.3f} | {np.mean([one['difference'] for one in mine]):+.3f} (" in line
+        f"| {np.mean([one['tau'] for one in mine]):.3f} | {np.mean([one['difference'] for one in mine]):+.3f} [" in line
     )
     assert line.count("[") == 3 and line.count("|") == 9  # over all, and two cells, with their intervals
     (over_all,) = json.loads(done.stdout.splitlines()[-1])["means"]
