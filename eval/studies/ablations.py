@@ -143,35 +143,28 @@ def result(
     }
 
 
-def overall(name: str, by_seed: dict[int, dict], against: str, worth: float) -> dict[str, Any]:
-    """One method over all benchmarks and temperatures, which weigh alike: the mean difference, that of each seed, a 95%
-    bootstrap interval over prompts (those of a benchmark are drawn once for all its temperatures), and a verdict.
+def overall(mine: list[dict], by_seed: dict[int, dict], worth: float) -> dict[str, Any]:
+    """One method's `result`s together: benchmarks and temperatures weigh alike. The mean difference, that of each seed,
+    a 95% bootstrap interval over prompts (a benchmark's are drawn once for all its temperatures), and a verdict.
     """
-    places = list(dict.fromkeys(cell[:2] for cell in by_seed[next(iter(by_seed))]))
-    rng, drawn, draws, pooled = np.random.default_rng(0), {}, [], []
-    for benchmark, temperature in places:
-        mine, theirs = (
-            summed([found[benchmark, temperature, who] for found in by_seed.values()]) for who in (name, against)
-        )
-        prompts = sorted(mine.keys() & theirs.keys())
-        a, b, c, d = (np.array([of[key][place] for key in prompts]) for of in (theirs, mine) for place in (0, 1))
-        if (benchmark, len(prompts)) not in drawn:
-            drawn[benchmark, len(prompts)] = rng.integers(len(prompts), size=(2000, len(prompts)))
-        index = drawn[benchmark, len(prompts)]
+    name, against = mine[0]["method"], mine[0]["against"]
+    rng, drawn, draws = np.random.default_rng(0), {}, []
+    for place in [(one["benchmark"], one["temperature"]) for one in mine]:
+        theirs, ours = (summed([found[*place, who] for found in by_seed.values()]) for who in (against, name))
+        prompts = sorted(theirs.keys() & ours.keys())
+        a, b, c, d = (np.array([of[key][which] for key in prompts]) for of in (theirs, ours) for which in (0, 1))
+        if (place[0], len(prompts)) not in drawn:
+            drawn[place[0], len(prompts)] = rng.integers(len(prompts), size=(2000, len(prompts)))
+        index = drawn[place[0], len(prompts)]
         draws.append(c[index].sum(1) / d[index].sum(1) - a[index].sum(1) / b[index].sum(1))
-        pooled.append(c.sum() / d.sum() - a.sum() / b.sum())
     low, high = np.quantile(np.mean(draws, axis=0), [0.025, 0.975])
-    each = [
-        np.mean([compared(found[*place, against], found[*place, name])["difference"] for place in places])
-        for found in by_seed.values()
-    ]
-    mean = float(np.mean(pooled))
-    signs = {bool(np.sign(one) == np.sign(mean)) for one in each}
-    pays = mean >= worth and low > 0 and signs == {True}
+    mean = np.mean([one["difference"] for one in mine])
+    each = np.mean([one["difference_by_seed"] for one in mine], axis=0)
+    pays = mean >= worth and low > 0 and (np.sign(each) == np.sign(mean)).all()
     return {
         "method": name,
         "against": against,
-        "difference": round(mean, 4),
+        "difference": round(float(mean), 4),
         "interval": [round(float(low), 4), round(float(high), 4)],
         "difference_by_seed": [round(float(one), 4) for one in each],
         "verdict": "pays" if pays else "does not pay" if high < worth else "undecided",
@@ -239,7 +232,11 @@ def main() -> None:
         by_seed[seed] = replayed(harness, answers)
     results = [result(cell, by_seed, references, methods) for cell in by_seed[0]]
     results.sort(key=lambda r: list(methods).index(r["method"]))
-    means = [overall(name, by_seed, other, arguments.worth) for name, other in references.items() if name != other]
+    means = [
+        overall([r for r in results if r["method"] == name], by_seed, arguments.worth)
+        for name, other in references.items()
+        if name != other
+    ]
     out = arguments.out or first.run_dir.parent
     said = table(results, means)
     found = {"worth": arguments.worth, "means": means, "results": results}

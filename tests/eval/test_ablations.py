@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eval.studies.ablations import overall
+from eval.studies.ablations import overall, result
+from pipeline.decoding.config import TreeConfig
 
 PLACES = [("code", 0.0), ("code", 1.0), ("chat", 0.0)]
 
@@ -23,6 +24,15 @@ def runs(gains, prompts=40, spread=0, rounds=100):
     return found
 
 
+class Grown:
+    tree = TreeConfig(depth=1, top_k=1, nodes=2, parallel=1)
+
+
+def judged(by_seed):
+    methods, against = {"old": Grown, "new": Grown}, {"old": "old", "new": "old"}
+    return overall([result((*place, "new"), by_seed, against, methods) for place in PLACES], by_seed, 0.02)
+
+
 @pytest.mark.parametrize(
     ("gains", "spread", "verdict"),
     [
@@ -35,7 +45,7 @@ def runs(gains, prompts=40, spread=0, rounds=100):
     ],
 )
 def test_the_verdict_follows_mean_interval_and_seeds(gains, spread, verdict):
-    found = overall("new", runs(gains, spread=spread), "old", 0.02)
+    found = judged(runs(gains, spread=spread))
     assert found["verdict"] == verdict
     assert found["difference"] == pytest.approx(np.mean(gains), abs=1e-4)
     assert found["difference_by_seed"] == pytest.approx(gains, abs=1e-4)
@@ -48,12 +58,12 @@ def test_benchmarks_weigh_alike_however_many_rounds_they_have():
     for key in (*PLACES[2], "old"), (*PLACES[2], "new"):
         found[0][key] = {q: (10 * tokens, 10 * rounds) for q, (tokens, rounds) in found[0][key].items()}
     found[0][*PLACES[2], "new"] = found[0][*PLACES[2], "old"]  # no gain where most rounds are
-    assert overall("new", found, "old", 0.02)["difference"] == pytest.approx(0.2 / 3, abs=1e-4)
+    assert judged(found)["difference"] == pytest.approx(0.2 / 3, abs=1e-4)
 
 
 def test_the_interval_is_that_of_a_mean_of_independent_benchmarks():
     """Against theory: the mean of three cells, two of them of the same prompts, of 40 uniform draws each."""
-    found = overall("new", runs((0.0,), spread=60), "old", 0.02)
+    found = judged(runs((0.0,), spread=60))
     half = (found["interval"][1] - found["interval"][0]) / 2
     one = np.sqrt((121**2 - 1) / 12 / 40) / 100  # of one cell's mean
     assert half == pytest.approx(1.96 * one / np.sqrt(3), rel=0.15)

@@ -1,5 +1,6 @@
 """The target as its own draft, on a target of five blocks whose routers keep some tokens and let others pass by."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
+from pipeline.features.batch import collate
+from pipeline.features.schema import Row
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
@@ -103,6 +106,48 @@ def test_a_target_that_skips_nothing_is_the_target(target):
     for end in (7, 8, 12):
         answer = draft.start(draft.open(), Verified(TOKENS[:end], NO_STATES), Wanted())
         assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
+
+
+class Idle(nn.Module):
+    """A decoder's block that leaves a text's later half as it is."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, position_ids, **more):
+        works = (position_ids < 30)[..., None]
+        return torch.where(works, self.block(x, position_ids=position_ids, **more), x)
+
+
+def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
+    """Which are half of them, and passed by the pruned target is the whole one; the static router knows nothing of
+    them.
+    """
+    target = Target(TargetConfig(model=str(save_tiny_target(tmp_path, layers=LAYERS)), device="cpu"), "float32")
+    target.decoder.layers[2] = Idle(target.decoder.layers[2])
+    draft = made(target, [0.0, 0.0, 0.5, 0.0, 0.0]).train().requires_grad_(True)
+    rows = [
+        Row(
+            f"row{n}", np.array(text, np.int32), np.ones(60, np.uint8), target.capture(torch.tensor([text]))[0].detach()
+        )
+        for n, text in enumerate(TEXTS)
+    ]
+    batch = collate(rows, draft.horizons, "predicted", {1: 4 * 58})
+    optimizer, losses, early, late = torch.optim.Adam(draft.parameters(), lr=1e-2), [], [], []
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss, sums = draft.loss(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(sums["next"]["classification"].item())
+        kept = draft.walk.kept[2].detach()
+        early.append(kept[:, 4:30].mean().item())
+        late.append(kept[:, 30:59].mean().item())
+    draft.shares = [0.0] * LAYERS
+    least = draft.loss(batch)[1]["next"]["classification"].item()
+    assert losses[0] - least > 50 and losses[-1] - least < (losses[0] - least) / 3
+    assert early[0] < 0.5 and early[-1] > 0.8 and late[-1] < 0.3
 
 
 @torch.inference_mode()
