@@ -253,6 +253,7 @@ def test_every_recipe_is_covered_and_loads():
         "losses",
         "methods",
         "experts",
+        "experts-3",
         "pruned",
     }
     for path in RECIPES.glob("*.toml"):
@@ -279,12 +280,21 @@ def test_the_vicuna_template_masks_the_answers():
 
 def test_pairs_of_the_experts_question_read_as_many_weights():
     """A token's own: the gate apart, which is 9 * d at most."""
-    recipe = load_recipe(RECIPES / "experts.toml")
     target = shapes(576, 1536, 9, 3, 49152)
-    with torch.device("meta"):
-        counts = {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained}
-    unread = {"sparse": 6 * 3 * 576 * 768, "by-depth": 2 * 3 * 576 * 1536}
-    for one, against in (("sparse", "dense"), ("two", "dense"), ("by-depth", "dense-passes")):
+    counts = {}
+    for recipe in (load_recipe(RECIPES / "experts.toml"), load_recipe(RECIPES / "experts-3.toml")):
+        with torch.device("meta"):
+            counts |= {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained}
+    passed_over = {"sparse": 6 * 3 * 576 * 768, "by-depth": 2 * 3 * 576 * 1536, "by-domain": 2 * 3 * 576 * 1536}
+    for one, against in (("sparse", "dense"), ("two", "dense"), ("by-depth", "dense-passes"), ("by-domain", "dense")):
         for frame in ("", "3"):
             other = "dense3" if frame else against
-            assert 0 <= counts[one + frame] - unread.get(one, 0) - counts[other] <= 9 * 576, one + frame
+            assert 0 <= counts[one + frame] - passed_over.get(one, 0) - counts[other] <= 9 * 576, one + frame
+
+
+def test_the_experts_recipes_differ_in_their_drafts_alone():
+    one, other = (load_recipe(RECIPES / f"{name}.toml").model_dump() for name in ("experts", "experts-3"))
+    rates = {"learning_rate", "learning_rates"}
+    differ = {key for key in one if one[key] != other[key]}
+    assert differ == {"name", "output", "draft", "train", "publish"}
+    assert {key for key in one["train"] if one["train"][key] != other["train"][key]} == rates
