@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import isotonic_regression
+from scipy.stats import t as students_t
 
 from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
@@ -22,6 +23,7 @@ from pipeline.decoding.sources import COPIED
 
 LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve, and points of one
 SHOWN = 100  # nodes of a bin that reliability is shown for
+CLOSE = 0.03  # of what was counted: a prediction that is right
 BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
 
 Level = tuple[str, str]  # source, level
@@ -118,13 +120,42 @@ class Bin:
     temperature: float
     source: str
     nodes: int
+    prompts: int
     predicted: float
     counted: float
+    error: float  # half-width of the 95% interval of counted - predicted
 
     @property
-    def error(self) -> float:
-        """The half-width of the counted share's 95% interval, as if candidates were independent."""
-        return 1.96 * (self.counted * (1 - self.counted) / self.nodes) ** 0.5
+    def off(self) -> float:
+        return abs(self.predicted - self.counted)
+
+
+def said(bins: list[Bin]) -> str:
+    """How good the predictions are, for a user."""
+    far = [one for one in bins if one.off > CLOSE]
+    worst = max(bins, key=lambda one: one.off)
+    mean = np.average([one.off for one in bins], weights=[one.nodes for one in bins])
+    return (
+        f"chances on other prompts are off by {100 * mean:.2f} points on average; {len(far)} of {len(bins)} bins of "
+        f"{SHOWN} candidates and more by over {100 * CLOSE:.0f}, {sum(one.off > one.error for one in far)} of them "
+        f"by more than their 95% interval over prompts; at most by {100 * worst.off:.1f} ({worst.source}, "
+        f"T = {worst.temperature:g}: predicted {worst.predicted:.2f}, counted {worst.counted:.2f} of {worst.nodes} "
+        "candidates)"
+    )
+
+
+def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray) -> float:
+    """Half-width of the 95% interval of mean(hits - predicted). Candidates of one prompt share its luck, so prompts are
+    what was drawn: the cluster-robust standard error, and Student's t. One prompt tells nothing: 1.
+    """
+    _, which = np.unique(prompts, return_inverse=True)
+    groups = which.max() + 1
+    if groups == 1:
+        return 1.0
+    apart = hits - predicted
+    of_prompt = np.bincount(which, apart - apart.mean())
+    variance = groups / (groups - 1) * (of_prompt**2).sum() / len(hits) ** 2
+    return min(1.0, float(students_t.ppf(0.975, groups - 1) * variance**0.5))
 
 
 def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Callable) -> list[Bin]:
@@ -132,7 +163,7 @@ def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Calla
     halves = [[answer for answer in answers if answer.prompt % 2 == half] for half in (0, 1)]
     if not all(halves):
         return []  # there are no other prompts
-    found: dict[tuple[float, str], list[tuple[float, bool]]] = defaultdict(list)
+    found: dict[tuple[float, str], list[tuple[float, bool, int]]] = defaultdict(list)
     for mine, others in (halves, halves[::-1]):
         fitted = fit(others, trees)
         for answer in mine:
@@ -141,21 +172,22 @@ def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Calla
                 depth, default = int(level.split("+")[0]), chance_of(source)
                 for score, hit in zip(scores.tolist(), hits.tolist(), strict=True):
                     predicted = own(score) if own else default(depth, score)
-                    found[answer.temperature, source].append((predicted, hit))
+                    found[answer.temperature, source].append((predicted, hit, answer.prompt))
     out = []
-    for (temperature, source), pairs in sorted(found.items()):
-        predicted, hits = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
+    for (temperature, source), counted in sorted(found.items()):
+        predicted, hits, prompts = (np.array(column, dtype=float) for column in zip(*counted, strict=True))
         bins = np.digitize(predicted, BINS)
         for number in np.unique(bins):
             mine = bins == number
             if mine.sum() >= SHOWN:
                 shares = float(predicted[mine].mean()), float(hits[mine].mean())
-                out.append(Bin(temperature, source, int(mine.sum()), *shares))
+                error = deviation(predicted[mine], hits[mine], prompts[mine])
+                out.append(Bin(temperature, source, int(mine.sum()), len(np.unique(prompts[mine])), *shares, error))
     return out
 
 
 def draw(bins: list[Bin], path: Path) -> None:
-    """Predicted against counted, with the 95% interval of what was counted."""
+    """Predicted against counted, with the 95% interval of their difference."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({one.temperature for one in bins})

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from eval.measure.harness import PLAIN, Harness, Unit, pooled
 from eval.measure.units import tuned_for, untuned
-from eval.tuning.calibrate import Answer, Bin, fit, reliability
+from eval.tuning.calibrate import Answer, Bin, fit, reliability, said
 from eval.tuning.costs import Costs
 from eval.tuning.pace import Paced, paced
 from pipeline.artifacts.provenance import provenance
@@ -91,13 +91,7 @@ def calibrate(
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
     if bins:
-        worst = max(bins, key=lambda one: abs(one.predicted - one.counted))
-        off = sum(one.nodes * abs(one.predicted - one.counted) for one in bins) / sum(one.nodes for one in bins)
-        told(
-            f"{name}: chances on other prompts are off by {100 * off:.1f} points on average and by at most "
-            f"{100 * abs(worst.predicted - worst.counted):.1f} ({worst.source}, T = {worst.temperature:g}: predicted "
-            f"{worst.predicted:.2f}, counted {worst.counted:.2f} of {worst.nodes} candidates)"
-        )
+        told(f"{name}: {said(bins)}")
     return calibration, bins
 
 

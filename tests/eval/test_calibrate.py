@@ -3,7 +3,20 @@
 import numpy as np
 import pytest
 
-from eval.tuning.calibrate import LEAST, SHOWN, Answer, Bin, count, curve, draw, fit, reliability, right
+from eval.tuning.calibrate import (
+    LEAST,
+    SHOWN,
+    Answer,
+    Bin,
+    count,
+    curve,
+    deviation,
+    draw,
+    fit,
+    reliability,
+    right,
+    said,
+)
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
 
@@ -77,7 +90,7 @@ def answers(honest=True):
 
 def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
     fitted = reliability(answers(), TREES, lambda source: lambda depth, score: 0.0)
-    assert all(one.nodes >= SHOWN and abs(one.predicted - one.counted) < 0.03 + 1.5 * one.error for one in fitted)
+    assert all(one.nodes >= SHOWN and one.off < 0.03 + 1.5 * one.error for one in fitted)
     assert {one.source for one in fitted} == {"draft", "copier"}
     known = fit(answers(), TREES).curves[0.0]
     assert known["draft"]["1"](float(np.log(0.5))) == pytest.approx(0.5, abs=0.12)
@@ -90,6 +103,37 @@ def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
     assert draft and all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in draft)
 
 
+def test_candidates_of_one_prompt_count_as_what_they_are():
+    drawn = np.random.default_rng(0)
+    prompts = np.repeat(np.arange(40), 50)
+    chance = np.full(len(prompts), 0.4)
+    apart, alike = drawn.random(2000) < 0.4, np.repeat(drawn.random(40) < 0.4, 50)
+    independent = 1.96 * (0.4 * 0.6 / 2000) ** 0.5
+    assert deviation(chance, apart, prompts) == pytest.approx(independent, rel=0.2)
+    assert deviation(chance, alike, prompts) == pytest.approx(2.02 * (0.4 * 0.6 / 40) ** 0.5, rel=0.15)
+    assert deviation(chance[:50], apart[:50], prompts[:50]) == 1.0
+
+
+def test_an_interval_over_prompts_holds_what_it_says():
+    """Prompts of their own luck around a right prediction: 95 in 100 intervals hold it."""
+    drawn, prompts, held = np.random.default_rng(1), np.repeat(np.arange(24), 30), 0
+    for _ in range(400):
+        hits = drawn.random(720) < np.repeat(drawn.beta(2, 3, 24), 30)  # 0.4 on average
+        held += abs(hits.mean() - 0.4) < deviation(np.full(720, 0.4), hits, prompts)
+    assert 0.92 < held / 400 < 0.98
+
+
+def test_what_is_said_counts_bins_that_are_off():
+    bins = [Bin(0.0, "draft", 300, 9, 0.30, 0.31, 0.1), Bin(1.0, "copier", 100, 9, 0.5, 0.54, 0.1)]
+    bins.append(Bin(1.0, "draft", 100, 9, 0.5, 0.6, 0.05))
+    assert said(bins).startswith(
+        "chances on other prompts are off by 3.40 points on average; 2 of 3 bins of 100 candidates and more by over 3, "
+        "1 of them by more than their 95% interval over prompts; at most by 10.0 (draft, T = 1: predicted 0.50, "
+        "counted 0.60 of 100 candidates)"
+    )
+
+
 def test_the_plot_is_drawn(tmp_path):
-    draw([Bin(0.0, "draft", 100, 0.3, 0.35), Bin(1.0, "copier", 400, 0.5, 0.5)], tmp_path / "calibration.png")
+    bins = [Bin(0.0, "draft", 100, 9, 0.3, 0.35, 0.1), Bin(1.0, "copier", 400, 9, 0.5, 0.5, 0.1)]
+    draw(bins, tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").read_bytes()[:4] == b"\x89PNG"
