@@ -16,7 +16,7 @@ from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.replay import decoded
+from pipeline.decoding.replay import counted
 from pipeline.decoding.sources import Sources
 from pipeline.drafts import TrainedDraft, make_untrained
 from pipeline.features.schema import FeatureSpec, Row
@@ -62,7 +62,7 @@ def estimate(
         states, tokens = states_of(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
         begin = int(row.loss_mask.argmax())
         for name, method in methods.items():
-            out[name].merge(decoded(method, states, tokens, begin))
+            out[name].merge(counted(method, states, tokens, begin))
     return out
 
 

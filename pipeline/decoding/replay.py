@@ -85,6 +85,13 @@ def counter(
     return collect(draft, states, tokens, begin, largest).counter()
 
 
+def counted(method: Method, states: States, tokens: list[int], begin: int) -> Acceptance:
+    """As `decoded`; a dynamic tree is grown at many places at a time, which is several times as fast."""
+    if method.tree.paths is not None:
+        return decoded(method, states, tokens, begin)
+    return counter(method.draft, states, tokens, begin, method.tree)(method.tree)
+
+
 @dataclass
 class _Level:
     """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best

@@ -78,6 +78,7 @@ def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_targe
     states = loaded_target.states(tokens[:-1], method.draft.needs.auxiliary)
     got = replay.decoded(method, states, tokens, len(prompt))
     assert got == want.acceptance and got.tau > 1.1
+    assert replay.counted(method, states, tokens, len(prompt)) == got
 
 
 def test_a_walk_by_hand():
