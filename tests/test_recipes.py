@@ -292,7 +292,7 @@ def test_pairs_of_the_experts_question_read_as_many_weights():
             assert 0 <= counts[one + frame] - passed_over.get(one, 0) - counts[other] <= 9 * 576, one + frame
 
 
-def test_the_experts_recipes_differ_in_their_drafts_alone():
+def test_the_experts_recipes_differ_in_drafts_and_rates_alone():
     one, other = (load_recipe(RECIPES / f"{name}.toml").model_dump() for name in ("experts", "experts-3"))
     rates = {"learning_rate", "learning_rates"}
     differ = {key for key in one if one[key] != other[key]}

@@ -23,7 +23,7 @@ from pipeline.decoding.sources import COPIED
 
 LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve, and points of one
 SHOWN = 100  # nodes of a bin that reliability is shown for
-CLOSE = 0.03  # of what was counted: a prediction that is right
+CLOSE = 0.03  # a prediction this near to what was counted is called right
 BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
 
 Level = tuple[str, str]  # source, level
@@ -115,7 +115,7 @@ def fit(answers: list[Answer], trees: list[TreeConfig]) -> Calibration:
 
 @dataclass
 class Bin:
-    """Candidates that were predicted about alike."""
+    """Candidates of one half of the prompts that were predicted about alike, from the other half."""
 
     temperature: float
     source: str
@@ -136,35 +136,39 @@ def said(bins: list[Bin]) -> str:
     worst = max(bins, key=lambda one: one.off)
     mean = np.average([one.off for one in bins], weights=[one.nodes for one in bins])
     return (
-        f"chances on other prompts are off by {100 * mean:.2f} points on average; {len(far)} of {len(bins)} bins of "
-        f"{SHOWN} candidates and more by over {100 * CLOSE:.0f}, {sum(one.off > one.error for one in far)} of them "
-        f"by more than their 95% interval over prompts; at most by {100 * worst.off:.1f} ({worst.source}, "
-        f"T = {worst.temperature:g}: predicted {worst.predicted:.2f}, counted {worst.counted:.2f} of {worst.nodes} "
-        "candidates)"
+        f"chances on other prompts are off by {100 * mean:.2f} points on average; {len(far)} of the {len(bins)} bins "
+        f"with {SHOWN} candidates and more are off by over {100 * CLOSE:.0f} points, "
+        f"{sum(one.off > one.error for one in far)} of these by more than their 95% intervals over prompts; the "
+        f"worst by {100 * worst.off:.1f} ({worst.source}, T = {worst.temperature:g}: predicted {worst.predicted:.2f}, "
+        f"counted {worst.counted:.2f} of {worst.nodes} candidates of {worst.prompts} prompts)"
     )
 
 
 def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray) -> float:
     """Half-width of the 95% interval of mean(hits - predicted). Candidates of one prompt share its luck, so prompts are
-    what was drawn: the cluster-robust standard error, and Student's t. One prompt tells nothing: 1.
+    what was drawn: each is left out once (jackknife), and Student's t. At least that of independent candidates; one
+    prompt alone tells nothing: 1. What the predictions themselves were counted from is taken as it is.
     """
     _, which = np.unique(prompts, return_inverse=True)
-    groups = which.max() + 1
+    apart, nodes = np.bincount(which, hits - predicted), np.bincount(which)
+    groups = len(nodes)
     if groups == 1:
         return 1.0
-    apart = hits - predicted
-    of_prompt = np.bincount(which, apart - apart.mean())
-    variance = groups / (groups - 1) * (of_prompt**2).sum() / len(hits) ** 2
-    return min(1.0, float(students_t.ppf(0.975, groups - 1) * variance**0.5))
+    without = (apart.sum() - apart) / (nodes.sum() - nodes)
+    variance = (groups - 1) / groups * ((without - apart.sum() / nodes.sum()) ** 2).sum()
+    independent = (predicted * (1 - predicted)).sum() / len(hits) ** 2
+    return min(1.0, float(students_t.ppf(0.975, groups - 1) * max(variance, independent) ** 0.5))
 
 
 def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Callable) -> list[Bin]:
-    """Of all candidates, predicted from the other half of the prompts. ``chance_of(source)`` is its default."""
+    """Of all candidates, predicted from the other half of the prompts; the halves apart, since what one half has too
+    much of, the other has too little of. ``chance_of(source)`` is its default.
+    """
     halves = [[answer for answer in answers if answer.prompt % 2 == half] for half in (0, 1)]
     if not all(halves):
         return []  # there are no other prompts
-    found: dict[tuple[float, str], list[tuple[float, bool, int]]] = defaultdict(list)
-    for mine, others in (halves, halves[::-1]):
+    found: dict[tuple[float, str, int], list[tuple[float, bool, int]]] = defaultdict(list)
+    for half, (mine, others) in enumerate((halves, halves[::-1])):
         fitted = fit(others, trees)
         for answer in mine:
             for (source, level), (scores, hits) in count([answer.text], trees).items():
@@ -172,9 +176,9 @@ def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Calla
                 depth, default = int(level.split("+")[0]), chance_of(source)
                 for score, hit in zip(scores.tolist(), hits.tolist(), strict=True):
                     predicted = own(score) if own else default(depth, score)
-                    found[answer.temperature, source].append((predicted, hit, answer.prompt))
+                    found[answer.temperature, source, half].append((predicted, hit, answer.prompt))
     out = []
-    for (temperature, source), counted in sorted(found.items()):
+    for (temperature, source, _), counted in sorted(found.items()):
         predicted, hits, prompts = (np.array(column, dtype=float) for column in zip(*counted, strict=True))
         bins = np.digitize(predicted, BINS)
         for number in np.unique(bins):

@@ -103,33 +103,45 @@ def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
     assert draft and all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in draft)
 
 
-def test_candidates_of_one_prompt_count_as_what_they_are():
-    drawn = np.random.default_rng(0)
-    prompts = np.repeat(np.arange(40), 50)
-    chance = np.full(len(prompts), 0.4)
-    apart, alike = drawn.random(2000) < 0.4, np.repeat(drawn.random(40) < 0.4, 50)
-    independent = 1.96 * (0.4 * 0.6 / 2000) ** 0.5
-    assert deviation(chance, apart, prompts) == pytest.approx(independent, rel=0.2)
-    assert deviation(chance, alike, prompts) == pytest.approx(2.02 * (0.4 * 0.6 / 40) ** 0.5, rel=0.15)
-    assert deviation(chance[:50], apart[:50], prompts[:50]) == 1.0
+def test_halves_that_differ_are_seen_to():
+    """Where one half's prompts are right more often, each half is predicted wrongly: the two do not cancel out."""
+    found = [Answer(Scripted(seed, 100, honest=seed % 2), 0.0, seed) for seed in range(60)]
+    draft = [one for one in reliability(found, TREES, lambda source: lambda depth, score: 0.0) if one.source == "draft"]
+    signs = {one.predicted > one.counted for one in draft if one.off > 0.1 and one.off > one.error}
+    assert signs == {True, False}
 
 
-def test_an_interval_over_prompts_holds_what_it_says():
-    """Prompts of their own luck around a right prediction: 95 in 100 intervals hold it."""
-    drawn, prompts, held = np.random.default_rng(1), np.repeat(np.arange(24), 30), 0
+def test_an_interval_by_hand():
+    """Three prompts: 30 of 60, 12 of 30 and 3 of 10 are right where 40% were predicted."""
+    prompts = np.repeat([7, 8, 9], [60, 30, 10])
+    hits = np.repeat([1, 0, 1, 0, 1, 0], [30, 30, 12, 18, 3, 7])
+    # 0.05 off; without one of them -1/40, 5/70, 6/90; Student's t of two degrees of freedom
+    spread = (2 / 3 * ((-1 / 40 - 0.05) ** 2 + (5 / 70 - 0.05) ** 2 + (6 / 90 - 0.05) ** 2)) ** 0.5
+    assert deviation(np.full(100, 0.4), hits, prompts) == pytest.approx(4.302653 * spread, rel=1e-6)
+    assert deviation(np.full(60, 0.4), hits[:60], prompts[:60]) == 1.0  # one prompt alone
+    none = deviation(np.full(120, 0.05), np.zeros(120), np.repeat([1, 2, 3], 40))  # all alike, but not by a law
+    assert none == pytest.approx(4.302653 * (0.05 * 0.95 / 120) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least"), [([30] * 24, 0.92), ([300] + [10] * 9, 0.85), ([150, 60, 30, 15, 9], 0.85)]
+)
+def test_an_interval_over_prompts_holds_what_it_says(sizes, least):
+    """Prompts of their own luck around a right prediction; also where one has most of the candidates."""
+    drawn, prompts, held = np.random.default_rng(1), np.repeat(np.arange(len(sizes)), sizes), 0
     for _ in range(400):
-        hits = drawn.random(720) < np.repeat(drawn.beta(2, 3, 24), 30)  # 0.4 on average
-        held += abs(hits.mean() - 0.4) < deviation(np.full(720, 0.4), hits, prompts)
-    assert 0.92 < held / 400 < 0.98
+        hits = drawn.random(len(prompts)) < np.repeat(drawn.beta(2, 3, len(sizes)), sizes)  # 0.4 on average
+        held += abs(hits.mean() - 0.4) < deviation(np.full(len(prompts), 0.4), hits, prompts)
+    assert least < held / 400 < 0.98
 
 
 def test_what_is_said_counts_bins_that_are_off():
     bins = [Bin(0.0, "draft", 300, 9, 0.30, 0.31, 0.1), Bin(1.0, "copier", 100, 9, 0.5, 0.54, 0.1)]
     bins.append(Bin(1.0, "draft", 100, 9, 0.5, 0.6, 0.05))
-    assert said(bins).startswith(
-        "chances on other prompts are off by 3.40 points on average; 2 of 3 bins of 100 candidates and more by over 3, "
-        "1 of them by more than their 95% interval over prompts; at most by 10.0 (draft, T = 1: predicted 0.50, "
-        "counted 0.60 of 100 candidates)"
+    assert said(bins) == (
+        "chances on other prompts are off by 3.40 points on average; 2 of the 3 bins with 100 candidates and more are "
+        "off by over 3 points, 1 of these by more than their 95% intervals over prompts; the worst by 10.0 (draft, "
+        "T = 1: predicted 0.50, counted 0.60 of 100 candidates of 9 prompts)"
     )
 
 

@@ -81,6 +81,25 @@ def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_targe
     assert replay.counted(method, states, tokens, len(prompt)) == got
 
 
+@pytest.mark.parametrize("tree", [{"depth": 3, "top_k": 3, "nodes": 6}, {"depth": 2, "top_k": 5, "nodes": 4}])
+def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(loaded_target, ends, text, tree, monkeypatch):
+    """Below float32 many candidates score alike, and the last node of a tree is one of several."""
+    method = grown(taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=60), **tree)
+    sharp = method.draft.logits
+    monkeypatch.setattr(method.draft, "logits", lambda hidden: (sharp(hidden) / 4).round())
+    tokens = text[0] + text[1]
+    states = loaded_target.states(tokens[:-1], method.draft.needs.auxiliary)
+    want = replay.decoded(method, states, tokens, len(text[0]))
+    assert replay.counted(method, states, tokens, len(text[0])) == want and want.tau > 1
+
+
+@pytest.mark.parametrize("tree", [{"depth": 2, "top_k": 2, "nodes": 4}, {"paths": "eagle-1"}])
+def test_an_answer_of_one_token_has_no_round(loaded_target, ends, text, tree):
+    method = grown(taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=1), **tree)
+    tokens = text[0] + text[1][:1]
+    assert replay.counted(method, loaded_target.states(tokens), tokens, len(text[0])) == Acceptance()
+
+
 def test_a_walk_by_hand():
     """Ranks of the target's own tokens among the candidates, at five places."""
     ranks = np.array([[0, 3], [5, 5], [1, 2], [0, 0], [9, 9]])
