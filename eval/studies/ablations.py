@@ -90,7 +90,8 @@ def replayed(harness: Harness, answers: list[Answered]) -> dict[tuple[str, float
     for names in groups.values():
         trees = [methods[name].tree for name in names]
         depth, top_k, parallel = (max(getattr(tree, key) for tree in trees) for key in ("depth", "top_k", "parallel"))
-        largest = replay.largest_tree(depth, 2 * top_k, trees[0].candidates, parallel)
+        wide = top_k if len(set(trees)) == 1 else 2 * top_k  # a tree by itself is the one that decoding grows
+        largest = replay.largest_tree(depth, wide, trees[0].candidates, parallel)
         grown.append((methods[names[0]].draft, largest))
     with Progress("replay", len(answers), "answers") as progress:
         for one in answers:
