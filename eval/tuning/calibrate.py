@@ -1,9 +1,9 @@
 """Counts what the scores of sources are worth on the target's own answers, and how far that holds on other prompts.
 
 A candidate counts as right where the target's text goes through it. Candidates of one source, at one depth and
-temperature, are sorted by score into at most `MOST` bins of at least `LEAST` nodes. Their shares of right ones, made
-monotone, are a curve's points. Reliability is counted crosswise: half of the prompts is predicted with curves from the
-other half.
+temperature, are sorted by score into bins of at least `LEAST` nodes, most of which hold as many right ones: so there
+are most points where chances are large. Their shares of right ones, made monotone, are a curve's points. Reliability is
+counted crosswise: half of the prompts is predicted with curves from the other half.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from pipeline.decoding.contract import Pool
 from pipeline.decoding.replay import Together
 from pipeline.decoding.sources import COPIED
 
-LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve, and points of one
+LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; all right ones are so many bins'
 SHOWN = 100  # nodes of a bin that reliability is shown for
 CLOSE = 0.03  # a prediction this near to what was counted is called right
 BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
@@ -82,17 +82,16 @@ def curve(scores: np.ndarray, hits: np.ndarray) -> Curve | None:
     """None for too few candidates."""
     if len(scores) < LEAST:
         return None
-    values, which = np.unique(scores, return_inverse=True)
-    nodes = np.bincount(which)
+    values, which = np.unique(-scores, return_inverse=True)  # best first
+    nodes, right = np.bincount(which), np.bincount(which, hits)
     # Bins of whole scores, each closed as soon as it holds enough; what is left joins the last one.
-    enough = max(LEAST, len(scores) // MOST)
-    filled, place_of, place = 0, np.zeros(len(values), dtype=int), 0
-    for number, many in enumerate(nodes):
+    place_of, place, filled, found, left = np.zeros(len(values), dtype=int), 0, 0, 0.0, len(scores)
+    for number, (many, good) in enumerate(zip(nodes, right, strict=True)):
         place_of[number] = place
-        filled += many
-        if filled >= enough and nodes[number + 1 :].sum() >= enough:
-            place, filled = place + 1, 0
-    bins = place_of[which]
+        filled, found, left = filled + many, found + good, left - many
+        if filled >= LEAST and found >= max(1, right.sum() / MOST) and left >= LEAST:
+            place, filled, found = place + 1, 0, 0.0
+    bins = place - place_of[which]  # by rising score
     weight = np.bincount(bins)
     middle = np.bincount(bins, scores) / weight
     share = (np.bincount(bins, hits) + 0.5) / (weight + 1)

@@ -80,8 +80,18 @@ def test_a_curve_rises_and_is_near_what_was_counted():
 def test_few_candidates_make_no_curve_and_a_bin_is_never_smaller():
     assert curve(np.arange(LEAST - 1.0), np.ones(LEAST - 1, dtype=bool)) is None
     assert len(curve(np.arange(LEAST + 10.0), np.ones(LEAST + 10, dtype=bool)).x) == 1
-    whole = curve(np.repeat([1.0, 2.0, 3.0], [LEAST, 5, LEAST]), np.zeros(2 * LEAST + 5, dtype=bool))
-    assert whole.x[0] == 1.0 and len(whole.x) == 2
+    whole = curve(np.repeat([1.0, 2.0, 3.0], [LEAST, 5, LEAST]), np.arange(2 * LEAST + 5) % 2 > 0)
+    assert whole.x[-1] == 3.0 and len(whole.x) == 2
+    assert len(curve(np.arange(9.0 * LEAST), np.zeros(9 * LEAST, dtype=bool)).x) == 1  # nothing to tell them apart by
+
+
+def test_a_curve_has_its_points_where_chances_are_large():
+    """Among many that are hardly ever right, the few that often are do not drown."""
+    drawn = np.random.default_rng(3)
+    chances = np.concatenate([np.full(20_000, 0.001), np.linspace(0.05, 0.95, 600)])
+    found = curve(chances, drawn.random(len(chances)) < chances)
+    assert found(0.9) == pytest.approx(0.9, abs=0.08) and found(0.5) == pytest.approx(0.5, abs=0.12)
+    assert found(0.001) < 0.01
 
 
 def answers(honest=True):
