@@ -35,6 +35,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
+from pipeline.decoding.generate import repeats_itself
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -98,7 +99,8 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
                     walks[key] = replay.collect(alone, states, tokens, begin, tree)
                 if isinstance(draft, Sources):
                     together = replay.Together(draft, walks[key], tokens, begin)
-                    out[name].answers.append(Answer(together, text.temperature, text.number))
+                    circles = repeats_itself(text.answer)
+                    out[name].answers.append(Answer(together, text.temperature, text.number, circles))
                 else:
                     out[name].counters.append(walks[key].counter())
             progress.advance(1)

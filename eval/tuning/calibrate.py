@@ -7,7 +7,7 @@ counted crosswise: half of the prompts is predicted with curves from the other h
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pipeline.decoding.contract import Pool
 from pipeline.decoding.replay import Together
 from pipeline.decoding.sources import COPIED
 
-LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; all right ones are so many bins'
+LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; bins that all right ones would fill
 SHOWN = 100  # nodes of a bin that reliability is shown for
 CLOSE = 0.03  # a prediction this near to what was counted is called right
 BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
@@ -32,11 +32,14 @@ Counted = dict[Level, tuple[np.ndarray, np.ndarray]]  # scores, and whether each
 
 @dataclass
 class Answer:
-    """One of the target's answers: what the sources propose along it, its temperature, and whose prompt it answers."""
+    """One of the target's answers: what the sources propose along it, its temperature, whose prompt it answers, and
+    whether it runs in circles.
+    """
 
     text: Together
     temperature: float
     prompt: int
+    circles: bool = False
 
 
 def right(pool: Pool, following: list[int]) -> list[bool]:
@@ -47,7 +50,7 @@ def right(pool: Pool, following: list[int]) -> list[bool]:
     return found[1:]
 
 
-def count(texts: Iterable[Together], trees: list[TreeConfig]) -> Counted:
+def count(text: Together, trees: list[TreeConfig]) -> Counted:
     """Every candidate once: of the draft in `trees`, of a level that several of these have in the first one, and of
     those beside it.
     """
@@ -56,15 +59,14 @@ def count(texts: Iterable[Together], trees: list[TreeConfig]) -> Counted:
     for number, tree in enumerate(trees):
         for level in levels(tree):
             named.setdefault(level, number)
-    for text in texts:
-        for number, tree in enumerate(trees):
-            wanted = [level if named[level] == number else None for level in levels(tree)]
-            if any(wanted):
-                for pool, following in zip(text.pools(tree), text.following, strict=True):
-                    _add(found, "draft", pool, following, wanted)
-        for copied, following in zip(text.copied, text.following, strict=True):
-            for name, pool in copied.items():
-                _add(found, name, pool, following, levels(COPIED))
+    for number, tree in enumerate(trees):
+        wanted = [level if named[level] == number else None for level in levels(tree)]
+        if any(wanted):
+            for pool, following in zip(text.pools(tree), text.following, strict=True):
+                _add(found, "draft", pool, following, wanted)
+    for copied, following in zip(text.copied, text.following, strict=True):
+        for name, pool in copied.items():
+            _add(found, name, pool, following, levels(COPIED))
     return {key: (np.array(scores), np.array(hits)) for key, (scores, hits) in found.items()}
 
 
@@ -85,11 +87,12 @@ def curve(scores: np.ndarray, hits: np.ndarray) -> Curve | None:
     values, which = np.unique(-scores, return_inverse=True)  # best first
     nodes, right = np.bincount(which), np.bincount(which, hits)
     # Bins of whole scores, each closed as soon as it holds enough; what is left joins the last one.
+    enough = max(1.0, right.sum() / MOST)
     place_of, place, filled, found, left = np.zeros(len(values), dtype=int), 0, 0, 0.0, len(scores)
     for number, (many, good) in enumerate(zip(nodes, right, strict=True)):
         place_of[number] = place
         filled, found, left = filled + many, found + good, left - many
-        if filled >= LEAST and found >= max(1, right.sum() / MOST) and left >= LEAST:
+        if filled >= LEAST and found >= enough and left >= LEAST:
             place, filled, found = place + 1, 0, 0.0
     bins = place - place_of[which]  # by rising score
     weight = np.bincount(bins)
@@ -100,13 +103,21 @@ def curve(scores: np.ndarray, hits: np.ndarray) -> Curve | None:
     return Curve(x=[x for x, _ in points], y=[y for _, y in points])
 
 
-def fit(answers: list[Answer], trees: list[TreeConfig]) -> Calibration:
+Each = list[tuple[Answer, Counted]]
+
+
+def fit(each: Each) -> Calibration:
+    """The curves of these answers together."""
     curves: dict[float, dict[str, dict[str, Curve]]] = {}
-    for temperature in sorted({answer.temperature for answer in answers}):
-        texts = [answer.text for answer in answers if answer.temperature == temperature]
+    for temperature in sorted({answer.temperature for answer, _ in each}):
+        parts: dict[Level, list] = defaultdict(list)
+        for answer, counted in each:
+            if answer.temperature == temperature:
+                for level, both in counted.items():
+                    parts[level].append(both)
         by_source: dict[str, dict[str, Curve]] = defaultdict(dict)
-        for (source, level), counted in count(texts, trees).items():
-            if found := curve(*counted):
+        for (source, level), pairs in parts.items():
+            if found := curve(*map(np.concatenate, zip(*pairs, strict=True))):
                 by_source[source][level] = found
         curves[temperature] = dict(by_source)
     return Calibration(curves=curves)
@@ -129,18 +140,20 @@ class Bin:
         return abs(self.predicted - self.counted)
 
 
-def said(bins: list[Bin]) -> str:
-    """How good the predictions are, for a user."""
-    far = [one for one in bins if one.off > CLOSE]
-    worst = max(bins, key=lambda one: one.off)
-    mean = np.average([one.off for one in bins], weights=[one.nodes for one in bins])
-    return (
-        f"chances on other prompts are off by {100 * mean:.2f} points on average; {len(far)} of the {len(bins)} bins "
-        f"with {SHOWN} candidates and more are off by over {100 * CLOSE:.0f} points, "
-        f"{sum(one.off > one.error for one in far)} of these by more than their 95% intervals over prompts; the "
-        f"worst by {100 * worst.off:.1f} ({worst.source}, T = {worst.temperature:g}: predicted {worst.predicted:.2f}, "
-        f"counted {worst.counted:.2f} of {worst.nodes} candidates of {worst.prompts} prompts)"
-    )
+def said(bins: list[Bin]) -> list[str]:
+    """How good the predictions are, for a user: a line a source and temperature."""
+    out = []
+    for source, temperature in sorted({(one.source, one.temperature) for one in bins}):
+        mine = [one for one in bins if (one.source, one.temperature) == (source, temperature)]
+        mean = np.average([one.off for one in mine], weights=[one.nodes for one in mine])
+        far, most = [one for one in mine if one.off > CLOSE], max(one.off for one in mine)
+        beyond = sum(one.off > one.error for one in far)
+        out.append(
+            f"{source}, T = {temperature:g}: off by {100 * mean:.2f} points on average, by at most {100 * most:.1f}; "
+            f"{len(far)} of {len(mine)} bins with {SHOWN} candidates and more by over {100 * CLOSE:.0f} points, "
+            f"{beyond} of these by more than their 95% interval over prompts"
+        )
+    return out
 
 
 def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray) -> float:
@@ -159,18 +172,18 @@ def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray) -> f
     return min(1.0, float(students_t.ppf(0.975, groups - 1) * max(variance, independent) ** 0.5))
 
 
-def reliability(answers: list[Answer], trees: list[TreeConfig], chance_of: Callable) -> list[Bin]:
+def reliability(each: Each, chance_of: Callable) -> list[Bin]:
     """Of all candidates, predicted from the other half of the prompts; the halves apart, since what one half has too
     much of, the other has too little of. ``chance_of(source)`` is its default.
     """
-    halves = [[answer for answer in answers if answer.prompt % 2 == half] for half in (0, 1)]
+    halves = [[one for one in each if one[0].prompt % 2 == half] for half in (0, 1)]
     if not all(halves):
         return []  # there are no other prompts
     found: dict[tuple[float, str, int], list[tuple[float, bool, int]]] = defaultdict(list)
     for half, (mine, others) in enumerate((halves, halves[::-1])):
-        fitted = fit(others, trees)
-        for answer in mine:
-            for (source, level), (scores, hits) in count([answer.text], trees).items():
+        fitted = fit(others)
+        for answer, of_levels in mine:
+            for (source, level), (scores, hits) in of_levels.items():
                 own = fitted.curves.get(answer.temperature, {}).get(source, {}).get(level)
                 depth, default = int(level.split("+")[0]), chance_of(source)
                 for score, hit in zip(scores.tolist(), hits.tolist(), strict=True):

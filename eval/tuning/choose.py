@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from eval.measure.harness import PLAIN, Harness, Unit, pooled
 from eval.measure.units import tuned_for, untuned
-from eval.tuning.calibrate import Answer, Bin, fit, reliability, said
+from eval.tuning.calibrate import Answer, Bin, count, fit, reliability, said
 from eval.tuning.costs import Costs
 from eval.tuning.pace import Paced, paced
 from pipeline.artifacts.provenance import provenance
@@ -85,13 +85,19 @@ def calibrate(
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
     trees.sort(key=lambda tree: (tree.parallel, tree.depth))  # a level is counted in the shallowest that has it
-    calibration = fit(found.answers, trees)
+    each = [(answer, count(answer.text, trees)) for answer in found.answers]
+    calibration = fit(each)
     chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
-    bins = reliability(found.answers, trees, chances.__getitem__)
+    bins = reliability(each, chances.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
-    if bins:
-        told(f"{name}: {said(bins)}")
+    by_answers = {"": bins}
+    if circles := sum(answer.circles for answer in found.answers):
+        straight = [one for one in each if not one[0].circles]
+        by_answers[f", without {circles} answers in circles"] = reliability(straight, chances.__getitem__)
+    for which, found_bins in by_answers.items():
+        for line in said(found_bins):
+            told(f"{name}, chances on other prompts{which}: {line}")
     return calibration, bins
 
 

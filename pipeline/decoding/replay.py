@@ -75,6 +75,8 @@ def counter(
     """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
     `states` are the target's of all tokens, `temperature` is that of the text.
     """
+    if begin == len(tokens) - 1:
+        return lambda tree: Acceptance()  # a text of one token has no round
     if isinstance(draft, Sources) and draft.worth is not None:
         return lambda tree: decoded(Method(draft, tree), states, tokens, begin, temperature)
     if isinstance(draft, Sources):
@@ -87,7 +89,7 @@ def counter(
 
 def counted(method: Method, states: States, tokens: list[int], begin: int) -> Acceptance:
     """As `decoded` at temperature 0. A dynamic tree is grown at many places at a time, which is faster."""
-    if method.tree.paths is not None or begin == len(tokens) - 1:
+    if method.tree.paths is not None:
         return decoded(method, states, tokens, begin)
     return counter(method.draft, states, tokens, begin, method.tree)(method.tree)
 

@@ -52,7 +52,7 @@ class Scripted:
 
 
 def test_each_level_is_counted_once():
-    found = count([Scripted(0, 30)], TREES)
+    found = count(Scripted(0, 30), TREES)
     assert {key: len(scores) for key, (scores, _) in found.items()} == {
         ("draft", "1"): 30,
         ("draft", "2"): 30,
@@ -64,7 +64,7 @@ def test_each_level_is_counted_once():
 def test_what_lies_behind_the_texts_end_is_neither_right_nor_wrong():
     text = Scripted(0, 2)
     text.following = [[1], []]
-    assert {key: hits.tolist() for key, (_, hits) in count([text], TREES).items() if key[0] == "draft"} == {
+    assert {key: hits.tolist() for key, (_, hits) in count(text, TREES).items() if key[0] == "draft"} == {
         ("draft", "1"): [True]
     }
 
@@ -94,29 +94,37 @@ def test_a_curve_has_its_points_where_chances_are_large():
     assert found(0.001) < 0.01
 
 
-def answers(honest=True):
-    return [Answer(Scripted(seed, 100, honest), 0.0, seed) for seed in range(60)]
+def each(seeds, places=100, honest=lambda seed: True):
+    """Counted answers, a prompt a seed."""
+    texts = [Scripted(seed, places, honest(seed)) for seed in seeds]
+    return [(Answer(text, 0.0, number), count(text, TREES)) for number, text in enumerate(texts)]
+
+
+def never(source):
+    return lambda depth, score: 0.0
+
+
+def often(source):
+    return lambda depth, score: 0.9
 
 
 def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
-    fitted = reliability(answers(), TREES, lambda source: lambda depth, score: 0.0)
-    assert all(one.nodes >= SHOWN and one.off < 0.03 + 1.5 * one.error for one in fitted)
+    fitted = reliability(each(range(60)), never)
+    assert all(one.nodes >= SHOWN and one.off < 0.03 + one.error for one in fitted)
     assert {one.source for one in fitted} == {"draft", "copier"}
-    known = fit(answers(), TREES).curves[0.0]
+    known = fit(each(range(60))).curves[0.0]
     assert known["draft"]["1"](float(np.log(0.5))) == pytest.approx(0.5, abs=0.12)
-    few = [Answer(Scripted(seed, 15), 0.0, seed) for seed in range(2)]  # too few for a curve: the default predicts
-    assert reliability(few, TREES, lambda source: lambda depth, score: 0.9) == []
-    assert reliability(answers()[:1], TREES, lambda source: lambda depth, score: 0.9) == []  # no other prompts
-    liars = [Answer(Scripted(seed, LEAST - 1, False), 0.0, number) for number, seed in enumerate(range(90, 94))]
-    lied = reliability(liars[:2], TREES, lambda source: lambda depth, score: 0.9)
+    assert reliability(each(range(2), 15), often) == []  # too few for a curve: the default predicts
+    assert reliability(each(range(1)), often) == []  # no other prompts
+    lied = reliability(each([90, 91], LEAST - 1, lambda seed: False), often)
     draft = [one for one in lied if one.source == "draft"]
     assert draft and all(one.predicted == pytest.approx(0.9) and one.counted < 0.7 for one in draft)
 
 
 def test_halves_that_differ_are_seen_to():
     """Where one half's prompts are right more often, each half is predicted wrongly: the two do not cancel out."""
-    found = [Answer(Scripted(seed, 100, honest=seed % 2), 0.0, seed) for seed in range(60)]
-    draft = [one for one in reliability(found, TREES, lambda source: lambda depth, score: 0.0) if one.source == "draft"]
+    found = reliability(each(range(60), honest=lambda seed: seed % 2), never)
+    draft = [one for one in found if one.source == "draft"]
     signs = {one.predicted > one.counted for one in draft if one.off > 0.1 and one.off > one.error}
     assert signs == {True, False}
 
@@ -147,12 +155,13 @@ def test_an_interval_over_prompts_holds_what_it_says(sizes, least):
 
 def test_what_is_said_counts_bins_that_are_off():
     bins = [Bin(0.0, "draft", 300, 9, 0.30, 0.31, 0.1), Bin(1.0, "copier", 100, 9, 0.5, 0.54, 0.1)]
-    bins.append(Bin(1.0, "draft", 100, 9, 0.5, 0.6, 0.05))
-    assert said(bins) == (
-        "chances on other prompts are off by 3.40 points on average; 2 of the 3 bins with 100 candidates and more are "
-        "off by over 3 points, 1 of these by more than their 95% intervals over prompts; the worst by 10.0 (draft, "
-        "T = 1: predicted 0.50, counted 0.60 of 100 candidates of 9 prompts)"
-    )
+    bins.append(Bin(0.0, "draft", 100, 9, 0.5, 0.6, 0.05))
+    assert said(bins) == [
+        "copier, T = 1: off by 4.00 points on average, by at most 4.0; 1 of 1 bins with 100 candidates and more by "
+        "over 3 points, 0 of these by more than their 95% interval over prompts",
+        "draft, T = 0: off by 3.25 points on average, by at most 10.0; 1 of 2 bins with 100 candidates and more by "
+        "over 3 points, 1 of these by more than their 95% interval over prompts",
+    ]
 
 
 def test_the_plot_is_drawn(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import Prompt
-from eval.tuning.calibrate import Answer, fit
+from eval.tuning.calibrate import Answer, count, fit
 from eval.tuning.choose import COMPILED, predict
 from eval.tuning.costs import Costs
 from eval.tuning.pace import _walk, fixed_point, gain, paced, places
@@ -153,7 +153,7 @@ def test_the_rule_is_no_slower_than_any_of_the_trees_that_it_stops_along(loaded_
     """At the same costs and chances that are right: counted ones."""
     sources = Sources(drafts["eagle"], {})
     answers = [answer for answer, _, _ in along(loaded_target, sources)]
-    counted, costs = sources.tuned(fit(answers, [TREE])), costs_of(0.05)
+    counted, costs = sources.tuned(fit([(answer, count(answer.text, [TREE])) for answer in answers])), costs_of(0.05)
     found = paced(answers, counted, [TREE, replace(TREE, top_k=1, nodes=4)], costs)
     assert found.worth.token == pytest.approx(costs.plain / found.speedup, rel=1e-2)
     fixed = predict([one.text.counter(counted, 0.0) for one in answers], costs, sources.config, 3, costs.sizes, "plain")
