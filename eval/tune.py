@@ -72,9 +72,11 @@ class Text:
 def answered(harness: Harness, units: list[Unit]) -> list[Text]:
     """Raises PipelineError when there are none."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(unit.prompt for unit in units))}
-    found = [
-        Text(*pair, unit.temperature, numbers[unit.prompt]) for unit in units for pair in harness.plain_answers(unit)
-    ]
+    found = []
+    with Progress("answers of the target", len(units), "prompts") as progress:
+        for unit in units:
+            found += [Text(*pair, unit.temperature, numbers[unit.prompt]) for pair in harness.plain_answers(unit)]
+            progress.advance(1)
     if not found:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     return found
