@@ -1,6 +1,6 @@
 """Measures the recipe's drafts beside plain decoding, writes the report and the release folder; uploads only on --push.
 
-python eval/main.py RECIPE [--push OWNER/NAME]
+python eval/main.py RECIPE [--tuned] [--push OWNER/NAME]
 """
 
 import argparse
@@ -98,6 +98,7 @@ def measure(job: Job) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
+    parser.add_argument("--tuned", action="store_true", help="leave out the recipe's tree where eval/tune.py chose one")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the release folder to this Hub repository")
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
     arguments = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
     if arguments.push:
         require_repository_name(arguments.push)
     path = recipe.eval_dir / REPORT
-    job = job_of(recipe)
+    job = job_of(recipe, arguments.tuned)
     measured = read_report(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])
     release, notes = build_release(recipe)

@@ -495,6 +495,8 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     sets = [f"output={run}", 'draft.copier={kind="copier"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
+    with pytest.raises(PipelineError, match="nothing is tuned: run"):
+        methods_of(load_recipe(recipe, sets), tuned_alone=True)
     call(tune, str(recipe), *flags, *shape)
     said = capsys.readouterr().out
     assert "both, rounds of the size that pays: predicted" in said
@@ -536,6 +538,9 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
         methods_of(found)
     call(tune, str(recipe), *flags, *shape)  # which the tuner mends
     assert set(methods_of(found)) >= {"both", "both-tuned"}
+    call(evaluate, str(recipe), *flags, "--tuned")
+    table = capsys.readouterr().out
+    assert "| both-tuned |" in table and "| copier |" in table and "| both |" not in table
 
 
 def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):

@@ -72,10 +72,10 @@ def untuned(recipe: Recipe) -> dict[str, Measured]:
     return found
 
 
-def methods_of(recipe: Recipe) -> dict[str, Measured]:
-    """`untuned`, and each with what eval/tune.py chose, if it has.
+def methods_of(recipe: Recipe, tuned_alone: bool = False) -> dict[str, Measured]:
+    """`untuned`, and each with what eval/tune.py chose, if it has: beside it, or in its place if `tuned_alone`.
 
-    Raises PipelineError where that was for other weights or settings.
+    Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
     """
     found = untuned(recipe)
     for name, tuned in read_tuned(recipe).items():
@@ -92,7 +92,11 @@ def methods_of(recipe: Recipe) -> dict[str, Measured]:
                 calibration=None if counted is None else from_json(Calibration, counted),
                 worth=None if rule is None else from_json(Worth, rule),
             )
-    return found
+    if not tuned_alone:
+        return found
+    if not (tuned_ones := {name for name in found if name.endswith("-tuned")}):
+        raise PipelineError(f"{recipe.tuned_file}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
+    return {name: method for name, method in found.items() if f"{name}-tuned" not in tuned_ones}
 
 
 def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
@@ -137,8 +141,8 @@ class Job:
     key: str
 
 
-def job_of(recipe: Recipe) -> Job:
-    methods, units = methods_of(recipe), units_of(recipe)
+def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
+    methods, units = methods_of(recipe, tuned_alone), units_of(recipe)
     found = {
         "recipe": recipe.hash,
         "methods": {name: method_facts(method) for name, method in methods.items()},
