@@ -483,6 +483,12 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     assert (tmp_path / "table/table.png").stat().st_size > 5000
     assert "| 0 | tiny | target0 | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
 
+    call(evaluate, str(recipe), *sets, "--tuned")
+    said = capsys.readouterr().out
+    assert "| jakiro-tuned | 3 |" in said and "| eagle | 3 |" in said and "| jakiro | 3 |" not in said
+    assert json.loads((run / "release/config.json").read_text())["tree"] == figures["tree"]
+    assert eval_state(load_recipe(recipe, [f"output={run}"]))[0]
+
     change_sealed(run / "drafts/jakiro/config.json", lambda raw: raw.update(weights_sha256="0" * 64))
     with pytest.raises(PipelineError, match="jakiro was tuned for other weights or settings"):
         methods_of(load_recipe(recipe, [f"output={run}"]))
@@ -538,9 +544,6 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
         methods_of(found)
     call(tune, str(recipe), *flags, *shape)  # which the tuner mends
     assert set(methods_of(found)) >= {"both", "both-tuned"}
-    call(evaluate, str(recipe), *flags, "--tuned")
-    table = capsys.readouterr().out
-    assert "| both-tuned |" in table and "| copier |" in table and "| both |" not in table
 
 
 def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):

@@ -32,7 +32,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
     saved = checkpoint.read_config(source)
     weights = sha256(source / checkpoint.WEIGHTS)
-    if measured["drafts"].get(name, {}).get("weights_sha256") != weights:
+    if {facts["weights_sha256"] for facts in measured["drafts"].values() if facts["draft"] == name} != {weights}:
         raise PipelineError(
             f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before "
             "releasing"
