@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.stats import t as students_t
 
-from pipeline.decoding.calibration import Calibration, Curve, levels
+from pipeline.decoding.calibration import Calibration, Chance, Curve, levels
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
 from pipeline.decoding.replay import Together
@@ -133,7 +133,7 @@ class Bin:
     prompts: int
     predicted: float
     counted: float
-    error: float  # half-width of the 95% interval of counted - predicted
+    error: float  # half-width of the 95% interval of counted - predicted, over both halves' prompts
 
     @property
     def off(self) -> float:
@@ -156,50 +156,66 @@ def said(bins: list[Bin]) -> list[str]:
     return out
 
 
-def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray) -> float:
+def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray, refitted: np.ndarray) -> float:
     """Half-width of the 95% interval of mean(hits - predicted). Candidates of one prompt share its luck, so prompts are
-    what was drawn: each is left out once (jackknife), and Student's t. At least that of independent candidates; one
-    prompt alone tells nothing: 1. What the predictions themselves were counted from is taken as it is.
+    what was drawn: each is left out once (jackknife), and Student's t. So it is on both sides: `refitted` is
+    mean(predicted) without each of the prompts that the curves were counted from. Counting varies at least as that of
+    independent candidates does; one prompt alone, on either side, tells nothing: 1.
     """
     _, which = np.unique(prompts, return_inverse=True)
     apart, nodes = np.bincount(which, hits - predicted), np.bincount(which)
-    groups = len(nodes)
-    if groups == 1:
+    if (fewest := min(len(nodes), len(refitted))) == 1:
         return 1.0
-    without = (apart.sum() - apart) / (nodes.sum() - nodes)
-    variance = (groups - 1) / groups * ((without - apart.sum() / nodes.sum()) ** 2).sum()
+    of_counting = _jackknife((apart.sum() - apart) / (nodes.sum() - nodes), apart.sum() / nodes.sum())
     independent = (predicted * (1 - predicted)).sum() / len(hits) ** 2
-    return min(1.0, float(students_t.ppf(0.975, groups - 1) * max(variance, independent) ** 0.5))
+    variance = max(of_counting, independent) + _jackknife(refitted, predicted.mean())
+    return min(1.0, float(students_t.ppf(0.975, fewest - 1) * variance**0.5))
 
 
-def reliability(each: Each, chance_of: Callable) -> list[Bin]:
+def _jackknife(without: np.ndarray, whole: float) -> float:
+    """The variance of `whole`, which is `without` if one of what was drawn is left out."""
+    return (len(without) - 1) / len(without) * ((without - whole) ** 2).sum()
+
+
+def reliability(each: Each, chance_of: Callable[[str], Chance]) -> list[Bin]:
     """Of all candidates, predicted from the other half of the prompts; the halves apart, since what one half has too
     much of, the other has too little of. ``chance_of(source)`` is its default.
     """
     halves = [[one for one in each if one[0].prompt % 2 == half] for half in (0, 1)]
     if not all(halves):
         return []  # there are no other prompts
-    found: dict[tuple[float, str, int], list[tuple[float, bool, int]]] = defaultdict(list)
-    for half, (mine, others) in enumerate((halves, halves[::-1])):
-        fitted = fit(others)
-        for answer, of_levels in mine:
-            for (source, level), (scores, hits) in of_levels.items():
-                own = fitted.curves.get(answer.temperature, {}).get(source, {}).get(level)
-                depth, default = int(level.split("+")[0]), chance_of(source)
-                for score, hit in zip(scores.tolist(), hits.tolist(), strict=True):
-                    predicted = own(score) if own else default(depth, score)
-                    found[answer.temperature, source, half].append((predicted, hit, answer.prompt))
     out = []
-    for (temperature, source, _), counted in sorted(found.items()):
-        predicted, hits, prompts = (np.array(column, dtype=float) for column in zip(*counted, strict=True))
-        bins = np.digitize(predicted, BINS)
-        for number in np.unique(bins):
-            mine = bins == number
-            if mine.sum() >= SHOWN:
-                shares = float(predicted[mine].mean()), float(hits[mine].mean())
-                error = deviation(predicted[mine], hits[mine], prompts[mine])
-                out.append(Bin(temperature, source, int(mine.sum()), len(np.unique(prompts[mine])), *shares, error))
-    return out
+    for mine, others in (halves, halves[::-1]):
+        left_out = sorted({answer.prompt for answer, _ in others})
+        fits = [fit(others), *(fit([one for one in others if one[0].prompt != prompt]) for prompt in left_out)]
+        for temperature, source in sorted({(answer.temperature, key[0]) for answer, found in mine for key in found}):
+            parts = []
+            for answer, found in mine:
+                if answer.temperature == temperature:
+                    for (name, level), (scores, hits) in found.items():
+                        if name == source:
+                            predicted = _predicted(fits, temperature, source, level, scores, chance_of(source))
+                            parts.append((predicted, hits, np.full(len(hits), answer.prompt)))
+            predicted, hits, prompts = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
+            bins = np.digitize(predicted[0], BINS)
+            for number in np.unique(bins):
+                here = bins == number
+                if here.sum() >= SHOWN:
+                    means = predicted[:, here].mean(axis=1)
+                    error = deviation(predicted[0, here], hits[here], prompts[here], means[1:])
+                    shown = int(here.sum()), len(np.unique(prompts[here])), float(means[0]), float(hits[here].mean())
+                    out.append(Bin(temperature, source, *shown, error))
+    return sorted(out, key=lambda one: (one.temperature, one.source))  # stable: the first half's bins come first
+
+
+def _predicted(
+    fits: list[Calibration], temperature: float, source: str, level: str, scores: np.ndarray, default: Chance
+) -> np.ndarray:
+    """Chances [a fit, a candidate]."""
+    curves = [one.curves.get(temperature, {}).get(source, {}).get(level) for one in fits]
+    depth = int(level.split("+")[0])
+    uncounted = [default(depth, score) for score in scores.tolist()] if None in curves else []
+    return np.stack([uncounted if one is None else np.interp(scores, one.x, one.y) for one in curves])
 
 
 def draw(bins: list[Bin], path: Path) -> None:
