@@ -23,6 +23,7 @@ from pipeline.decoding.sources import COPIED
 
 LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; bins that all right ones would fill
 SHOWN = 100  # nodes of a bin that reliability is shown for
+GROUPS = 20  # of prompts, at most, that are left out in turn to see how far curves depend on them
 CLOSE = 0.03  # a prediction this near to what was counted is called right
 BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
 
@@ -159,8 +160,8 @@ def said(bins: list[Bin]) -> list[str]:
 def deviation(predicted: np.ndarray, hits: np.ndarray, prompts: np.ndarray, refitted: np.ndarray) -> float:
     """Half-width of the 95% interval of mean(hits - predicted). Candidates of one prompt share its luck, so prompts are
     what was drawn: each is left out once (jackknife), and Student's t. So it is on both sides: `refitted` is
-    mean(predicted) without each of the prompts that the curves were counted from. Counting varies at least as that of
-    independent candidates does; one prompt alone, on either side, tells nothing: 1.
+    mean(predicted) without each group of the prompts that the curves were counted from. Counting varies at least as
+    that of independent candidates does; one prompt or group alone, on either side, tells nothing: 1.
     """
     _, which = np.unique(prompts, return_inverse=True)
     apart, nodes = np.bincount(which, hits - predicted), np.bincount(which)
@@ -186,8 +187,9 @@ def reliability(each: Each, chance_of: Callable[[str], Chance]) -> list[Bin]:
         return []  # there are no other prompts
     out = []
     for mine, others in (halves, halves[::-1]):
-        left_out = sorted({answer.prompt for answer, _ in others})
-        fits = [fit(others), *(fit([one for one in others if one[0].prompt != prompt]) for prompt in left_out)]
+        drawn = sorted({answer.prompt for answer, _ in others})
+        groups = [drawn[number::GROUPS] for number in range(min(GROUPS, len(drawn)))]
+        fits = [fit(others), *(fit([one for one in others if one[0].prompt not in group]) for group in groups)]
         for temperature, source in sorted({(answer.temperature, key[0]) for answer, found in mine for key in found}):
             parts = []
             for answer, found in mine:
