@@ -85,14 +85,15 @@ def calibrate(
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
     trees.sort(key=lambda tree: (tree.parallel, tree.depth))  # a level is counted in the shallowest that has it
-    each = [(answer, count(answer.text, trees)) for answer in found.answers]
+    own = {(one.prompt, place if one.temperature else None): one for place, one in enumerate(found.answers)}
+    each = [(answer, count(answer.text, trees)) for answer in own.values()]  # greedy repeats do not differ
     calibration = fit(each)
     chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
     bins = reliability(each, chances.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
     by_answers = {"": bins}
-    if circles := sum(answer.circles for answer in found.answers):
+    if circles := sum(answer.circles for answer, _ in each):
         straight = [one for one in each if not one[0].circles]
         by_answers[f", without {circles} answers in circles"] = reliability(straight, chances.__getitem__)
     for which, found_bins in by_answers.items():

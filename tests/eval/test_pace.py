@@ -8,7 +8,7 @@ import pytest
 from eval.measure.harness import Harness, Unit
 from eval.measure.prompts import Prompt
 from eval.tuning.calibrate import Answer, count, fit
-from eval.tuning.choose import COMPILED, predict
+from eval.tuning.choose import COMPILED, Replays, calibrate, predict
 from eval.tuning.costs import Costs
 from eval.tuning.pace import _walk, fixed_point, gain, paced, places
 from pipeline.basics.parse import from_json
@@ -159,6 +159,16 @@ def test_the_rule_is_no_slower_than_any_of_the_trees_that_it_stops_along(loaded_
     fixed = predict([one.text.counter(counted, 0.0) for one in answers], costs, sources.config, 3, costs.sizes, "plain")
     along_them = [one.speedup for one in fixed if one.tree.parallel == 1 and one.tree.top_k in (1, 3)]
     assert len(along_them) > 5 and found.speedup > 0.97 * max(along_them) > 1
+
+
+@pytest.mark.parametrize(("temperature", "once"), [(0.0, True), (0.3, False)])
+def test_greedy_repeats_are_counted_once(loaded_target, drafts, temperature, once):
+    sources = Sources(drafts["eagle"], {})
+    answers = [replace(answer, prompt=0) for answer, _, _ in along(loaded_target, sources, temperature)]
+    found = [
+        calibrate("x", sources, Replays([], some), 3, "plain", print)[0] for some in (answers, [*answers, *answers])
+    ]
+    assert (found[0] == found[1]) == once
 
 
 def test_a_compiled_targets_rounds_have_a_few_sizes_each_compiled_before_an_answer(
