@@ -94,9 +94,10 @@ def methods_of(recipe: Recipe, tuned_alone: bool = False) -> dict[str, Measured]
             )
     if not tuned_alone:
         return found
-    if not (tuned_ones := {name for name in found if name.endswith("-tuned")}):
+    alone = {name: method for name, method in found.items() if f"{name}-tuned" not in found}
+    if len(alone) == len(found):
         raise PipelineError(f"{recipe.tuned_file}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
-    return {name: method for name, method in found.items() if f"{name}-tuned" not in tuned_ones}
+    return alone
 
 
 def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
