@@ -9,7 +9,7 @@ Pickled weights are read with `weights_only` in a process of its own.
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,12 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     theirs, ends = their_config(source), load_ends(recipe.target)
     draft = build(recipe.draft[name], _shapes(theirs, recipe))
     draft.name = name
-    for key, (value, ours) in draft.released_facts(theirs).items():
-        if value != ours:
-            raise PipelineError(f"{source} was trained with {key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
     wanted = draft.state_dict()
     path = _weights_file(source)
-    found = mapped(_read(path), draft.released_name, ends.embedding_VD)
+    found = mapped(_read(path), draft.released_names, ends.embedding_VD)
+    for key, (value, ours) in draft.released_facts(theirs, found.weights).items():
+        if value != ours:
+            raise PipelineError(f"{source} was trained with {key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
     if IDS in found.weights and IDS not in wanted:
         size = len(found.weights[IDS])
         raise PipelineError(f"{source} has a draft vocabulary of {size} tokens: set draft.{name}.vocabulary={size}")
@@ -89,12 +89,18 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     return found.said()
 
 
-def mapped(theirs: dict[str, Tensor], renamed: Callable[[str], str], embedding_VD: Tensor) -> Imported:
+def mapped(
+    theirs: dict[str, Tensor], renamed: Callable[[Collection[str]], dict[str, str | None]], embedding_VD: Tensor
+) -> Imported:
     """Their tensors under our names. Raises PipelineError for another embedding than the target's."""
     found, offsets = Imported(), None
+    bare = {name: name.removeprefix("model.") for name in theirs}
+    names = renamed(bare.values())
     for name, tensor in theirs.items():
-        ours = renamed(name.removeprefix("model."))
-        if ours == "d2t":
+        ours = names[bare[name]]
+        if ours is None:
+            found.dropped[name] = "its authors' code never reads it"
+        elif ours == "d2t":
             offsets = tensor.long()
             found.renamed[name] = f"{IDS}: offsets become ids"
         elif ours == "t2d":

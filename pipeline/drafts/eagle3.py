@@ -9,6 +9,8 @@ weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before f
 next feature (`norm_output`). Tensor names are those that engines read.
 """
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -108,11 +110,11 @@ class Eagle3Frame(OneLayer):
         return self.norm(feature) if self.config.norm_output else feature
 
     @classmethod
-    def released_name(cls, name: str) -> str:
-        return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
+        return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
 
-    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        found = super().released_facts(theirs)
+    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        found = super().released_facts(theirs, names)
         flags = ("norm_before_residual", "norm_output")
         found |= {key: (bool(theirs[key]), getattr(self.config, key)) for key in flags if key in theirs}
         if layers := theirs.get("eagle_aux_hidden_state_layer_ids"):

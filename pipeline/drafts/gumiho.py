@@ -11,6 +11,7 @@ tree mask in the second forward; neither is done here.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -75,7 +76,7 @@ class GumihoConfig(EagleFrameConfig):
 
 
 class Parallel(nn.Module):
-    """The MLPs; tensor names are the released checkpoints'."""
+    """The MLPs."""
 
     def __init__(self, config: GumihoConfig, width: int):
         super().__init__()
@@ -152,6 +153,9 @@ class Gumiho(Dense, EagleFrame):
     # -- checkpoints that others released -----------------------------------------------------------------------
 
     @classmethod
-    def released_name(cls, name: str) -> str:
-        """An MLP's first part is ``linear`` there."""
-        return re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", name)
+    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
+        """``mlp.j`` of MLP j, whose first part is ``linear``; its authors' code puts another ``mlp`` before it as it
+        loads.
+        """
+        ours = {name: re.sub(r"^mlp\.(mlp\.)?(?=\d)", "mlp.mlp.", name) for name in names}
+        return {name: re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", mine) for name, mine in ours.items()}

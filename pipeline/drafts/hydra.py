@@ -8,6 +8,7 @@ which the paper's recipe has, is left out: a training here is a function of its 
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -148,15 +149,24 @@ class Hydra(HeadsDraft):
     # -- checkpoints that others released -----------------------------------------------------------------------
 
     @classmethod
-    def released_name(cls, name: str) -> str:
-        """A block follows its dropout there, and an LM head its own."""
-        if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
-            return f"heads.{found[1]}.{int(found[2]) // 2}.{found[3]}"
-        if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.1\.(.+)", name):
-            return f"lm_heads.{found[1]}.{found[2]}"
-        name = name.removeprefix("prefix_embeding_layer.")
-        return re.sub(r"^(layers\.0|norm)\.", lambda at: f"prefix.{at[1].replace('layers.0', 'layer')}.", name)
+    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
+        """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Its prefix is a whole Llama
+        model, whose embedding nobody reads.
+        """
+        every = 1 if any(re.match(r"hydra_mlp\.\d+\.0\.", name) for name in names) else 2
 
-    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        keys = {"hydra_num_heads": "heads", "hydra_num_layers": "blocks"}
-        return {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
+        def ours(name: str) -> str | None:
+            if name == "prefix_embeding_layer.embed_tokens.weight":
+                return None
+            if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
+                return f"heads.{found[1]}.{int(found[2]) // every}.{found[3]}"
+            if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)", name):
+                return f"lm_heads.{found[1]}.{found[2]}"
+            name = re.sub(r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer.", name)
+            return re.sub(r"^prefix_embeding_layer\.norm\.", "prefix.norm.", name)
+
+        return {name: ours(name) for name in names}
+
+    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        found = super().released_facts(theirs, names)
+        return found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}

@@ -7,6 +7,7 @@ from one forward, and all nodes of a level have the same candidates.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -68,13 +69,9 @@ class Medusa(HeadsDraft):
         raise AssertionError("its settings say that there is no second forward")
 
     @classmethod
-    def released_name(cls, name: str) -> str:
+    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
         """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
-        name = name.removeprefix("medusa_head.")
-        if found := re.fullmatch(r"(\d+)\.\d+\.weight", name):
-            return f"lm_heads.{found[1]}.weight"
-        return f"heads.{name}"
-
-    def released_facts(self, theirs: dict) -> dict[str, tuple]:
-        keys = {"medusa_num_heads": "heads", "medusa_num_layers": "blocks"}
-        return {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
+        ours = {name: "heads." + name.removeprefix("medusa_head.") for name in names}
+        return {
+            name: re.sub(r"^heads\.(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", mine) for name, mine in ours.items()
+        }

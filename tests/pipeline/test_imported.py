@@ -46,7 +46,7 @@ LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there
     "jakiro": ({"kind": "jakiro", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
     "gumiho": (
         {"kind": "gumiho", "fc_bias": True},
-        lambda n: re.sub(r"^(mlp\.mlp\.\d\.0)\.0\.", r"\1.linear.", n),
+        lambda n: re.sub(r"^mlp\.mlp\.(\d\.)(0\.0\.)?", lambda at: f"mlp.{at[1]}{'0.linear.' if at[2] else ''}", n),
         {"embed_tokens.weight": (260, 32)},
     ),
     "eagle-3 of its authors": ({"kind": "eagle3", "vocabulary": 64}, lambda n: n, {}),
@@ -123,42 +123,65 @@ def hydras(name):
     return f"prefix_embeding_layer.{where}.{rest}"
 
 
+def plain_hydras(name):
+    """No dropout before a block or an LM head."""
+    kind, rest = name.split(".", 1)
+    return f"{'hydra_lm_head' if kind == 'lm_heads' else 'hydra_mlp'}.{rest}"
+
+
+UNREAD = "prefix_embeding_layer.embed_tokens.weight"  # its authors train on hidden states: it stays as it began
+
+
 @pytest.mark.parametrize(
-    ("settings", "renamed", "config", "file"),
+    ("settings", "renamed", "more", "config", "file"),
     [
         (
             {"kind": "medusa", "heads": 3, "blocks": 2},
             medusas,
-            {"medusa_num_heads": 3, "medusa_num_layers": 2},
+            {},
+            {"medusa_num_heads": 2, "medusa_num_layers": 2},  # the released configs say 2, and the weights have 5
             "medusa_lm_head.pt",
         ),
         (
             {"kind": "hydra", "heads": 3, "blocks": 4, "head_bias": True},
             hydras,
+            {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (4,)},
             {"hydra_num_heads": 3, "hydra_num_layers": 4},
             "hydra_lm_head.pt",
         ),
+        (
+            {"kind": "hydra", "heads": 3, "blocks": 2, "head_bias": True, "prefix": False},
+            plain_hydras,
+            {},
+            {"hydra_num_heads": 3, "hydra_num_layers": 2},
+            "hydra_lm_head.pt",
+        ),
     ],
+    ids=["medusa", "hydra++", "hydra"],
 )
 def test_heads_whose_config_has_no_shapes_take_the_targets(
-    released, loaded_target, ends, settings, renamed, config, file
+    released, loaded_target, ends, settings, renamed, more, config, file
 ):
-    recipe, folder, ours = released(settings, renamed, {"prefix_embeding_layer.embed_tokens.weight": (260, 32)})
-    theirs = load_file(folder / "model.safetensors") | {"prefix_embeding_layer.embed_tokens.weight": ends.embedding_VD}
+    recipe, folder, ours = released(settings, renamed, more)
     (folder / "config.json").write_text(json.dumps(config))
+    true = recipe.draft["theirs"]
+    wrong = {"heads": 4, "blocks": 1, "head_bias": not true.head_bias}
+    if settings["kind"] == "hydra":
+        wrong["prefix"] = not true.prefix
+    for key, value in wrong.items():
+        other = {"draft": {"theirs": settings | {key: value}}, "output": str(folder / key)}
+        with pytest.raises(PipelineError, match=rf"{key}={getattr(true, key)}: set draft.theirs.{key}"):
+            import_draft(folder, Recipe.model_validate(recipe.model_dump(mode="json") | other), "theirs")
+    torch.save(load_file(folder / "model.safetensors"), folder / file)
     (folder / "model.safetensors").unlink()
-    torch.save(theirs if settings["kind"] == "hydra" else {renamed(name): x for name, x in ours.items()}, folder / file)
-    import_draft(folder, recipe, "theirs")
+    said = import_draft(folder, recipe, "theirs")
+    assert (f"dropped {UNREAD}: its authors' code never reads it" in said) == (UNREAD in more)
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
     assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
     draft.bind(ends)
     got = speculative(loaded_target, Method(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
     assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
-    more = {"draft": {"theirs": settings | {"heads": 4}}, "output": str(folder / "other")}
-    other = Recipe.model_validate(recipe.model_dump(mode="json") | more)
-    with pytest.raises(PipelineError, match=r"heads=3: set draft.theirs.heads"):
-        import_draft(folder, other, "theirs")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -200,12 +200,14 @@ class TrainedDraft(ByLevels, nn.Module):
     # -- checkpoints that others released -----------------------------------------------------------------------
 
     @classmethod
-    def released_name(cls, name: str) -> str:
-        """Our name of a released checkpoint's tensor."""
-        return name
+    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
+        """Our name of each of a released checkpoint's tensors; None for one that its authors' code never reads."""
+        return {name: name for name in names}
 
-    def released_facts(self, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What a released config says that no tensor's shape shows: our key -> (its value, ours)."""
+    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        """What a released config, or what tensors there are (by our names), says of the draft's settings: our key ->
+        (its value, ours).
+        """
         return {}
 
     # -- shared -------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Drafts of one head for each token ahead (Medusa, Hydra): their settings, and LM heads of their own."""
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -58,3 +61,14 @@ class HeadsDraft(TrainedDraft):
 
     def terms(self, step: int) -> dict[str, Term]:
         return self.config.terms()
+
+    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        """By what tensors there are: Medusa's released configs say two heads, and its weights have five."""
+        found = [re.match(r"heads\.(\d+)\.(\d+)\.", name) for name in names]
+        heads, blocks = ({int(at[place]) for at in found if at} for place in (1, 2))
+        if not heads:
+            return super().released_facts(theirs, names)
+        own = [name for name in names if name.startswith("lm_heads.")]
+        stated = {"heads": len(heads), "blocks": len(blocks), "own_head": bool(own)}
+        stated["head_bias"] = any(name.endswith(".bias") for name in own)
+        return {key: (value, getattr(self.config, key)) for key, value in stated.items()}
