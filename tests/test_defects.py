@@ -51,6 +51,23 @@ DEFECTS = {
         "out[:exist] = True",
         "tests/pipeline/test_losses_batch.py::test_heads_of_their_own_learn_the_texts_tokens",
     ),
+    "Medusa's and Hydra's typical acceptance takes what is likely enough": (
+        GENERATE,
+        "        return int(sampling.choose(logits_NV[node : node + 1], own, sampler, [places[node]])[0])",
+        "        p_V = logits_NV[node].softmax(-1)\n"
+        "        least = min(0.09, 0.3 * float((p_V * p_V.clamp_min(1e-30).log()).sum().exp()))\n"
+        "        likely = [tree.tokens[child] for child in tree.children()[node] if p_V[tree.tokens[child]] > least]\n"
+        "        drawn = int(sampling.choose(logits_NV[node : node + 1], own, sampler, [places[node]])[0])\n"
+        "        return likely[0] if likely else drawn",
+        "tests/pipeline/test_generate.py"
+        "::test_sampled_answers_of_best_candidates_are_plain_decodings_with_the_same_seed",
+    ),
+    "Gumiho's full tree attention sees nodes of other paths": (
+        "pipeline/decoding/tree.py",
+        "row = rows[parents[node]].copy()",
+        "row = [at < node and depths[at] < depths[node] for at in range(len(tokens))]",
+        "tests/pipeline/test_generate.py::test_greedy_answers_of_every_kind_of_tree_are_plain_decodings",
+    ),
     "the bonus token ignores temperature, top-k and top-p": (
         GENERATE,
         "return accept_best(tree, chosen)",

@@ -56,6 +56,8 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         ("jakiro", {"paths": "eagle-1", "parallel": 2}),
         ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
         ("reduced", {"depth": 2, "top_k": 2, "nodes": 4, "parallel": 2}),
+        ("by-depth", {"depth": 3, "top_k": 3, "nodes": 9}),
+        ("by-domain", {"depth": 3, "top_k": 3, "nodes": 9}),
         ("eagle3, reduced", {"depth": 4, "top_k": 3, "nodes": 9}),
         ("eagle3, 3.1's norms", {"paths": "eagle-1"}),
         ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
