@@ -211,7 +211,8 @@ def test_drafts_on_eagle_3s_frame(name):
 def others_by_hand(target: dict) -> dict[str, int]:
     """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
     Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads. FTP: a router of four
-    numbers at each block between the first and the last.
+    numbers at each block between the first and the last. A Llama of 1024: an embedding of all tokens, four layers, a
+    head of 32,000.
     """
     d, size = target["hidden_size"], target["head_dim"]
     attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
@@ -221,11 +222,18 @@ def others_by_hand(target: dict) -> dict[str, int]:
         "gumiho": 2 * d * d + 2 * layer + d + 5 * (2 * d * d + d + 5 * block),
         "medusa": 4 * block + heads,
         "skipper": (target["target_layers"] - 2) * (4 * 8 + 8 + 8 + 1),
+        "small-llama": 1024 * (target["vocab_size"] + 4 * (4 * 1024 + 3 * 2816 + 2) + 1 + 32_000),
         "hydra": layer + 2 * d + sum(2 * ((k + 1) * d * d + d) + 3 * block for k in (1, 2, 3, 4)) + heads,
     }
 
 
-OTHERS = {"gumiho": 1_057_099_776, "medusa": 2_168_471_552, "hydra": 2_990_632_960, "skipper": 1470}
+OTHERS = {
+    "gumiho": 1_057_099_776,
+    "medusa": 2_168_471_552,
+    "hydra": 2_990_632_960,
+    "skipper": 1470,
+    "small-llama": 215_491_584,
+}
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
@@ -234,7 +242,24 @@ def test_drafts_of_other_papers(name):
     with torch.device("meta"):
         count = parameter_count(build(recipe.draft[name], target))
     assert count == OTHERS[name] == others_by_hand(target)[name]
-    assert recipe.name == f"{name}-llama3-instruct-8b"
+    assert recipe.name == f"{name}-llama3{'.1' if name == 'small-llama' else ''}-instruct-8b"
+
+
+METHODS = {  # docs/comparison.md has them
+    "eagle": 4_203_072,
+    "jakiro": 4_205_376,
+    "eagle3": 9_808_128,
+    "gumiho": 19_372_608,
+    "medusa": 1_329_408,
+    "hydra": 16_823_232,
+    "small-llama": 16_385_280,
+}
+
+
+def test_drafts_side_by_side_for_the_embedded_target():
+    recipe, target = load_recipe(RECIPES / "methods.toml"), shapes(576, 1536, 9, 3, 49152)
+    with torch.device("meta"):
+        assert {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained} == METHODS
 
 
 def test_every_recipe_is_covered_and_loads():
