@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from eval.studies.ablations import overall, result
+from eval.studies.slope import rows, slope, table
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 
 PLACES = [("code", 0.0), ("code", 1.0), ("chat", 0.0)]
@@ -67,3 +69,42 @@ def test_the_interval_is_that_of_a_mean_of_independent_benchmarks():
     half = (found["interval"][1] - found["interval"][0]) / 2
     one = np.sqrt((121**2 - 1) / 12 / 40) / 100  # of one cell's mean
     assert half == pytest.approx(1.96 * one / np.sqrt(3), rel=0.15)
+
+
+# -- two amounts of training ------------------------------------------------------------------------------------------
+
+
+def found_with(differences, taus):
+    """What the ablations write of one pair, whose new method has `taus` and these differences by seed."""
+    cell = {"benchmark": "code", "temperature": 0.0, "against": "old", "seeds": [0, 1, 2], "prompts": 40}
+    by_method = {"old": [1.0, 1.0, 1.0], "new": taus}
+    mean = {"method": "new", "against": "old", "difference": sum(differences) / 3, "interval": [0.0, 0.1]}
+    return {
+        "results": [{**cell, "method": name, "tau_by_seed": by_seed} for name, by_seed in by_method.items()],
+        "means": [mean | {"difference_by_seed": differences, "verdict": "undecided"}],
+    }
+
+
+def test_the_slope_between_two_amounts_by_hand():
+    """The gains of three seeds are 1, 2 and 3 hundredths for each factor e: their mean's deviation is 0.01 / sqrt(3),
+    and Student's t of two degrees of freedom 4.303.
+    """
+    smaller = found_with([0.0, 0.01, -0.01], [1.1, 1.2, 1.3])
+    larger = found_with([0.01, 0.03, 0.02], [1.4, 1.5, 1.6])
+    old, new = rows(smaller, larger, np.e)
+    half = 4.303 * 0.01 / 3**0.5
+    assert new["slope"] == pytest.approx(0.02) and new["interval"] == pytest.approx(
+        [0.02 - half, 0.02 + half], abs=1e-5
+    )
+    assert new["tau"] == [[1.1, 1.2, 1.3], [1.4, 1.5, 1.6]] and old["tau"] == [[1.0] * 3] * 2 and "slope" not in old
+    said = table([old, new])
+    assert "1.400, 1.500, 1.600 | 1.500 | +0.020 [+0.000, +0.100] (+0.010, +0.030, +0.020)" in said
+    assert "+0.020 [-0.005, +0.045]" in said
+    assert slope([0.0], [0.02], np.e) == (pytest.approx(0.02), None)
+
+
+def test_amounts_that_were_measured_otherwise_have_no_slope():
+    smaller, larger = found_with([0.0] * 3, [1.0] * 3), found_with([0.0] * 3, [1.0] * 3)
+    larger["results"][1]["prompts"] = 39
+    with pytest.raises(PipelineError, match="prompts differs"):
+        rows(smaller, larger, 4)
