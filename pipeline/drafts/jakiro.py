@@ -219,6 +219,18 @@ class Experts(OneLayer):
         found, keys = super().released_facts(theirs, names), {"num_experts_per_tok": "experts_per_token"}
         return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 
+    def warning(self, validation: dict[str, float]) -> str | None:
+        """Of a gate more than halfway from all experts alike to always the same ones."""
+        experts, kept = self.config.experts, self.config.experts_per_token
+        penalty = validation.get("balance_penalty", 1.0)
+        if kept == experts or penalty <= (1 + experts / kept) / 2:
+            return None
+        return (
+            f"the gate keeps to few of its {experts} experts (balance_penalty {penalty:.1f}: 1 is all alike, "
+            f"{experts / kept:g} always the same {kept}): raise its balance_loss, which is "
+            f"{self.config.balance_loss:g}"
+        )
+
     def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
         found: dict[str, Prediction] = {}
         if self.config.expert_loss:

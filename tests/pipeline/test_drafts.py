@@ -267,6 +267,24 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
     assert used == set(range(experts))
 
 
+@pytest.mark.parametrize(
+    ("experts", "kept", "penalty", "warned"),
+    [
+        (8, 2, 1.0, False),
+        (8, 2, 2.4, False),
+        (8, 2, 2.6, True),
+        (8, 2, 4.0, True),
+        (3, 2, 1.4, True),
+        (2, 2, 1.0001, False),
+    ],
+)
+def test_a_gate_more_than_halfway_to_the_same_experts_is_a_warning(experts, kept, penalty, warned):
+    config = JakiroConfig(experts=experts, experts_per_token=kept, balance_loss=0.1)
+    draft = build(config, shapes(*TINY))
+    assert bool(draft.warning({"balance_penalty": penalty})) == warned
+    assert draft.warning({}) is None
+
+
 @torch.no_grad()
 def test_router_contrast_is_the_released_reading():
     """v = softmax of the gate's two more rows; the larger is beta and names E_a, whichever expert routing prefers."""

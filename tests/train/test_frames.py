@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.drafts.jakiro import JakiroOnEagle3
 from pipeline.features.schema import FP8
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import load_recipe
@@ -126,3 +127,18 @@ def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbe
     train_here(dumped, tmp_path, draft=draft)
     want, got = (load_file(folder / "drafts" / draft / "model.safetensors") for folder in (undisturbed, tmp_path))
     assert want.keys() == got.keys() and all(torch.equal(x, got[name]) for name, x in want.items())
+
+
+def test_a_gate_that_keeps_to_few_experts_is_told(dumped, tmp_path, monkeypatch, caplog):
+    seen = []
+    told = JakiroOnEagle3.warning
+
+    def of_few(draft, validation):
+        seen.append(validation["balance_penalty"])
+        return told(draft, validation | {"balance_penalty": 3.9})
+
+    monkeypatch.setattr(JakiroOnEagle3, "warning", of_few)
+    train_here(dumped, tmp_path, draft="jakiro")
+    assert "jakiro: the gate keeps to few of its 8 experts (balance_penalty 3.9: 1 is all alike, 4 " in caplog.text
+    assert "raise its balance_loss, which is 0.01" in caplog.text
+    assert seen and all(1 <= penalty <= 4 for penalty in seen)

@@ -170,6 +170,10 @@ class TrainedDraft(ByLevels, nn.Module):
     def predictions(self, batch: "Batch") -> dict[str, Prediction]:
         """One for each term, at every position."""
 
+    def warning(self, validation: dict[str, float]) -> str | None:
+        """What a validation's averages tell that went wrong in training, and what to do."""
+        return None
+
     @abstractmethod
     def open(self) -> Any: ...
 
