@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.units import make_harness, methods_of
+from eval.methods import main as side_by_side
 from eval.release import publish
 from eval.release.folder import files_in
 from eval.release.publish import build_release
@@ -445,6 +446,26 @@ def test_the_bench_splits_a_round(copied):
     assert re.search(
         r"transformers' own, ms a token: generate\(\) \d.*, prompt lookup \d.*, an assistant.* layers \d", done.stdout
     )
+
+
+def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
+    recipe, run = copied
+    call(side_by_side, str(recipe), "--set", f"output={run}")
+    said = capsys.readouterr().out
+    table = (run / "eval/methods.md").read_text()
+    assert said.startswith(table.rstrip()) and (run / "eval/methods.png").stat().st_size > 5000
+    report = json.loads((run / "eval/report.json").read_text())
+    for name, facts in report["drafts"].items():
+        (measured,) = (one for one in report["results"] if one["draft"] == name and one["temperature"] == 0)
+        lines = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
+        assert f"| {measured['tau']:.2f}" in lines[0] and f"| {facts['parameters']:,} |" in lines[-1]
+        read = float(lines[-1].split("|")[8])
+        weights = load_file(run / "drafts" / name / "model.safetensors")
+        matrices = sum(x.numel() for x in weights.values() if x.ndim == 2)
+        assert 0 < read * 1e6 <= 4 * facts["tree"]["depth"] * (matrices + 260 * 32) * 1.1  # a forward a level, float32
+    (run / "eval/report.json").unlink()
+    with pytest.raises(PipelineError, match=r"report.json is missing: run python eval/main.py"):
+        call(side_by_side, str(recipe), "--set", f"output={run}")
 
 
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
