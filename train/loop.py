@@ -142,6 +142,8 @@ class _Run:
         with self._metrics or nullcontext():
             self._steps()
             self.kept_weights = self._weights_to_keep()
+            if self._metrics and (warning := self._draft.warning(self._kept["validation"])):
+                log.warning("%s: %s", self._name, warning)
             if self._config.decode != "never":
                 self._decode(self.kept_weights, self._kept["validation"], quiet=False)
 
@@ -234,8 +236,6 @@ class _Run:
         if self._best is not None and self._best["step"] == self._engine.step:
             self._best["validation"] = self._validation
         self._write("validation", self._validation)
-        if self._metrics and (warning := self._draft.warning(self._validation)):
-            log.warning("%s: %s", self._name, warning)
 
     def _whole(self) -> TrainedDraft:
         """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks

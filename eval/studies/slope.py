@@ -3,8 +3,8 @@
     python -m eval.studies.slope SMALLER/ablations.json LARGER/ablations.json --times 4
 
 tau of a run is the mean over benchmarks and temperatures. The slope is the difference's gain for each factor e of data,
-(D_larger - D_smaller) / log(times), with a 95% interval over the seeds that both have (Student's t). The last line is
-JSON.
+(D_larger - D_smaller) / log(times), by seed, with a 95% interval over seeds (Student's t); prompts are taken as given.
+The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pipeline.running import entry
 
 
 def slope(smaller: list[float], larger: list[float], times: float) -> tuple[float, list[float] | None]:
-    """Of differences by seed; its interval is None for one seed."""
+    """The mean over seeds, and its interval, which one seed does not have."""
     each = (np.array(larger) - np.array(smaller)) / log(times)
     if len(each) < 2:
         return float(each.mean()), None
@@ -39,7 +39,7 @@ def taus(found: dict[str, Any], method: str) -> list[float]:
 
 def rows(smaller: dict[str, Any], larger: dict[str, Any], times: float) -> list[dict[str, Any]]:
     """One for each method of both. Raises PipelineError where they do not have the same cells, seeds and pairs."""
-    for what in ("benchmark", "temperature", "method", "against", "seeds", "prompts"):
+    for what in ("benchmark", "temperature", "method", "against", "nodes", "draft_forwards", "seeds", "prompts"):
         one, other = ([result[what] for result in found["results"]] for found in (smaller, larger))
         if one != other:
             raise PipelineError(f"the two do not fit each other: {what} differs. Measure both with the same settings")

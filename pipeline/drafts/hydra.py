@@ -169,4 +169,4 @@ class Hydra(HeadsDraft):
 
     def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
         found = super().released_facts(theirs, names)
-        return found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}
+        return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}

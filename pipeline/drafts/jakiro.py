@@ -220,7 +220,7 @@ class Experts(OneLayer):
         return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 
     def warning(self, validation: dict[str, float]) -> str | None:
-        """Of a gate more than halfway from all experts alike to always the same ones."""
+        """Where the penalty, which only a draft with `balance_loss` has, is more than halfway to its largest."""
         experts, kept = self.config.experts, self.config.experts_per_token
         penalty = validation.get("balance_penalty", 1.0)
         if kept == experts or penalty <= (1 + experts / kept) / 2:

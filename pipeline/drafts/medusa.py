@@ -73,5 +73,5 @@ class Medusa(HeadsDraft):
         """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
         ours = {name: "heads." + name.removeprefix("medusa_head.") for name in names}
         return {
-            name: re.sub(r"^heads\.(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", mine) for name, mine in ours.items()
+            name: re.sub(r"^heads\.(\d+)\.\d+\.(weight|bias)$", r"lm_heads.\1.\2", mine) for name, mine in ours.items()
         }

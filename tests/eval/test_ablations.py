@@ -77,6 +77,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_benchmarks():
 def found_with(differences, taus):
     """What the ablations write of one pair, whose new method has `taus` and these differences by seed."""
     cell = {"benchmark": "code", "temperature": 0.0, "against": "old", "seeds": [0, 1, 2], "prompts": 40}
+    cell |= {"nodes": 6, "draft_forwards": 3}
     by_method = {"old": [1.0, 1.0, 1.0], "new": taus}
     mean = {"method": "new", "against": "old", "difference": sum(differences) / 3, "interval": [0.0, 0.1]}
     return {

@@ -164,9 +164,9 @@ RELEASED = {  # a draft; the tensors of the authors' checkpoint
         [name for k in range(5) for name in (f"{k}.0.linear.weight", f"{k}.0.linear.bias", f"{k}.1.weight")],
     ),
     "gumiho": (
-        GumihoConfig(),
+        GumihoConfig(fc_bias=True),
         [
-            *("embed_tokens.weight", "fc.weight", "layers.1.input_layernorm.weight"),
+            *("embed_tokens.weight", "fc.weight", "fc.bias", "layers.1.input_layernorm.weight"),
             *(f"layers.{number}.{part}" for number in range(2) for part in LAYER),
             *(f"mlp.{j}.{part}.linear.{x}" for j in range(5) for part in range(6) for x in BOTH),
         ],
@@ -194,7 +194,7 @@ RELEASED = {  # a draft; the tensors of the authors' checkpoint
 
 @pytest.mark.parametrize("layout", RELEASED)
 def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_target, ends, layout):
-    """Names as the authors' code saves them."""
+    """Names as the authors' code loads them."""
     config, names = RELEASED[layout]
     draft = make_draft(loaded_target, ends, config)
     ours = [name for name in draft.released_names(names).values() if name not in (None, "embed_tokens.weight")]
