@@ -459,10 +459,8 @@ def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
         (measured,) = (one for one in report["results"] if one["draft"] == name and one["temperature"] == 0)
         lines = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
         assert f"| {measured['tau']:.2f}" in lines[0] and f"| {facts['parameters']:,} |" in lines[-1]
-        read = float(lines[-1].split("|")[8])
-        weights = load_file(run / "drafts" / name / "model.safetensors")
-        matrices = sum(x.numel() for x in weights.values() if x.ndim == 2)
-        assert 0 < read * 1e6 <= 4 * facts["tree"]["depth"] * (matrices + 260 * 32) * 1.1  # a forward a level, float32
+    matrices = [x.numel() for x in load_file(run / "drafts/eagle/model.safetensors").values() if x.ndim == 2]
+    assert f"| {sum(matrices) + 260 * 32:,} |" in table  # that eagle's chain reads: its own, and the target's head
     (run / "eval/report.json").unlink()
     with pytest.raises(PipelineError, match=r"report.json is missing: run python eval/main.py"):
         call(side_by_side, str(recipe), "--set", f"output={run}")

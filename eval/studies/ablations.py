@@ -193,13 +193,13 @@ def table(results: list[dict], means: list[dict]) -> str:
         else:
             one = of[method]
             by_seed = ", ".join(f"{x:+.3f}" for x in one["difference_by_seed"])
-            row += [f"{one['difference']:+.3f}{_bracketed(one['interval'])} ({by_seed})", one["verdict"]]
-            row += [f"{r['difference']:+.3f}{_bracketed(r['interval'])}" for r in mine]
+            row += [f"{one['difference']:+.3f}{bracketed(one['interval'])} ({by_seed})", one["verdict"]]
+            row += [f"{r['difference']:+.3f}{bracketed(r['interval'])}" for r in mine]
         rows.append(row)
     return markdown.table(head, rows)
 
 
-def _bracketed(interval: list[float] | None) -> str:
+def bracketed(interval: list[float] | None) -> str:
     return "" if interval is None else " [{:+.3f}, {:+.3f}]".format(*interval)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as students_t
 
+from eval.studies.ablations import bracketed
 from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
@@ -38,7 +39,9 @@ def taus(found: dict[str, Any], method: str) -> list[float]:
 
 
 def rows(smaller: dict[str, Any], larger: dict[str, Any], times: float) -> list[dict[str, Any]]:
-    """One for each method of both. Raises PipelineError where they do not have the same cells, seeds and pairs."""
+    """One for each method of both. Raises PipelineError where they do not have the same cells, trees and seeds."""
+    if any("results" not in found or "means" not in found for found in (smaller, larger)):
+        raise PipelineError("expected two ablations.json, as eval.studies.ablations writes them")
     for what in ("benchmark", "temperature", "method", "against", "nodes", "draft_forwards", "seeds", "prompts"):
         one, other = ([result[what] for result in found["results"]] for found in (smaller, larger))
         if one != other:
@@ -61,20 +64,19 @@ def table(found: list[dict[str, Any]]) -> str:
     for row in found:
         for place, amount in enumerate(("smaller", "larger")):
             by_seed = row["tau"][place]
-            line = [row["method"] if not place else "", amount, _three(by_seed, ""), f"{np.mean(by_seed):.3f}"]
+            line = [row["method"] if not place else "", amount, _listed(by_seed, ""), f"{np.mean(by_seed):.3f}"]
             if "means" not in row:
                 lines.append([*line, "", "", ""])
                 continue
             mean = row["means"][place]
-            between = " [{:+.3f}, {:+.3f}]".format(*mean["interval"])
-            line += [f"{mean['difference']:+.3f}{between} ({_three(mean['difference_by_seed'])})", mean["verdict"]]
-            wide = "" if row["interval"] is None else " [{:+.3f}, {:+.3f}]".format(*row["interval"])
-            lines.append([*line, f"{row['slope']:+.3f}{wide}" if place else ""])
+            by_seed = _listed(mean["difference_by_seed"])
+            line += [f"{mean['difference']:+.3f}{bracketed(mean['interval'])} ({by_seed})", mean["verdict"]]
+            lines.append([*line, f"{row['slope']:+.3f}{bracketed(row['interval'])}" if place else ""])
     head = ["method", "amount", "tau by seed", "tau", "difference (by seed)", "verdict", "slope for each factor e"]
     return markdown.table(head, lines)
 
 
-def _three(values: list[float], sign: str = "+") -> str:
+def _listed(values: list[float], sign: str = "+") -> str:
     return ", ".join(f"{value:{sign}.3f}" for value in values)
 
 

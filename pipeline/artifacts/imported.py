@@ -68,9 +68,10 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     wanted = draft.state_dict()
     path = _weights_file(source)
     found = mapped(_read(path), draft.released_names, ends.embedding_VD)
-    for key, (value, ours) in draft.released_facts(theirs, found.weights).items():
-        if value != ours:
-            raise PipelineError(f"{source} was trained with {key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
+    stated = draft.released_facts(theirs, found.weights)
+    odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
+    if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
+        raise PipelineError(f"{source} was trained with {'; '.join(said)}")
     if IDS in found.weights and IDS not in wanted:
         size = len(found.weights[IDS])
         raise PipelineError(f"{source} has a draft vocabulary of {size} tokens: set draft.{name}.vocabulary={size}")

@@ -220,15 +220,16 @@ class Experts(OneLayer):
         return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 
     def warning(self, validation: dict[str, float]) -> str | None:
-        """Where the penalty, which only a draft with `balance_loss` has, is more than halfway to its largest."""
+        """Where the penalty, which only a draft with `balance_loss` has, is more than halfway to its largest. It weighs
+        a dialogue's experts by their probability: a gate that hardly prefers those it keeps goes unseen.
+        """
         experts, kept = self.config.experts, self.config.experts_per_token
         penalty = validation.get("balance_penalty", 1.0)
         if kept == experts or penalty <= (1 + experts / kept) / 2:
             return None
         return (
-            f"the gate keeps to few of its {experts} experts (balance_penalty {penalty:.1f}: 1 is all alike, "
-            f"{experts / kept:g} always the same {kept}): raise its balance_loss, which is "
-            f"{self.config.balance_loss:g}"
+            f"in each dialogue the gate keeps to few of its {experts} experts (balance_penalty {penalty:.1f}: 1 is "
+            f"even, {experts / kept:g} the most): raise its balance_loss, which is {self.config.balance_loss:g}"
         )
 
     def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:

@@ -109,3 +109,8 @@ def test_amounts_that_were_measured_otherwise_have_no_slope():
     larger["results"][1]["prompts"] = 39
     with pytest.raises(PipelineError, match="prompts differs"):
         rows(smaller, larger, 4)
+
+
+def test_another_file_than_the_ablations_is_refused():
+    with pytest.raises(PipelineError, match=r"expected two ablations.json"):
+        rows({"results": []}, found_with([0.0] * 3, [1.0] * 3), 4)

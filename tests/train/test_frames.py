@@ -139,6 +139,6 @@ def test_a_gate_that_keeps_to_few_experts_is_told(dumped, tmp_path, monkeypatch,
 
     monkeypatch.setattr(JakiroOnEagle3, "warning", of_few)
     train_here(dumped, tmp_path, draft="jakiro")
-    assert "jakiro: the gate keeps to few of its 8 experts (balance_penalty 3.9: 1 is all alike, 4 " in caplog.text
-    assert "raise its balance_loss, which is 0.01" in caplog.text
+    assert "jakiro: in each dialogue the gate keeps to few of its 8 experts (balance_penalty 3.9: " in caplog.text
+    assert "1 is even, 4 the most): raise its balance_loss, which is 0.01" in caplog.text
     assert len(seen) == 1 and 0 < seen[0] < 4.01

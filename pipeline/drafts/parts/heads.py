@@ -63,12 +63,14 @@ class HeadsDraft(TrainedDraft):
         return self.config.terms()
 
     def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
-        """By what tensors there are: Medusa's released configs say two heads, and its weights have five."""
-        found = [re.match(r"heads\.(\d+)\.(\d+)\.", name) for name in names]
-        heads, blocks = ({int(at[place]) for at in found if at} for place in (1, 2))
+        """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
+        config, since a file may hold those once that its authors' code repeats.
+        """
+        heads = {at[1] for name in names if (at := re.match(r"heads\.(\d+)\.", name))}
         if not heads:
             return super().released_facts(theirs, names)
         own = [name for name in names if name.startswith("lm_heads.")]
-        stated = {"heads": len(heads), "blocks": len(blocks), "own_head": bool(own)}
-        stated["head_bias"] = any(name.endswith(".bias") for name in own)
+        stated = {"heads": len(heads), "own_head": bool(own), "head_bias": any(name.endswith(".bias") for name in own)}
+        layers = theirs.get("medusa_num_layers", theirs.get("hydra_num_layers"))
+        stated |= {} if layers is None else {"blocks": layers}
         return {key: (value, getattr(self.config, key)) for key, value in stated.items()}
