@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
@@ -114,16 +115,18 @@ def matrices_of(asked: TargetConfig) -> int:
 
 
 def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a table of figures for each temperature, and one of what the methods are."""
+    """Markdown: for each temperature what was measured and what was accepted by depth; then what the methods are."""
     parts, entries, facts = [], report["results"], report["drafts"]
     benchmarks = list(dict.fromkeys(one["benchmark"] for one in entries))
     for temperature in dict.fromkeys(one["temperature"] for one in entries):
-        rows = []
+        measured, by_depth = [], []
         for method in facts:
             mine = [one for one in entries if (one["draft"], one["temperature"]) == (method, temperature)]
             figures = [f"{tau_said(one)}, {speed_said(one)}" for one in mine]
-            rows.append([method, *figures, "; ".join(map(rates_said, mine))])
-        parts += [markdown.table([f"T = {temperature:g}", *benchmarks, "accepted at depth 1, 2, ..."], rows), ""]
+            measured.append([method, *figures, mean_said(mine)])
+            by_depth.append([method, *map(rates_said, mine)])
+        parts += [markdown.table([f"T = {temperature:g}: tau, speed-up", *benchmarks, "mean"], measured), ""]
+        parts += [markdown.table([f"T = {temperature:g}: accepted at depth 1, 2, ...", *benchmarks], by_depth), ""]
     rows = []
     for method, fact in facts.items():
         tree, training, cost = fact["tree"], fact["training"], costs[method]
@@ -135,6 +138,14 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
         cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]
         rows.append([*cells, f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"])
     return "\n".join([*parts, markdown.table(HEADS, rows)])
+
+
+def mean_said(entries: list[dict[str, Any]]) -> str:
+    """Mean tau and the speed-ups' geometric mean, without those that are withheld."""
+    speeds = [one["speedup"] for one in entries if one["speedup"]]
+    speed = f"{geometric_mean(speeds):.2f}x" if speeds else "withheld"
+    some = f" (of {len(speeds)})" if 0 < len(speeds) < len(entries) else ""
+    return f"{fmean(one['tau'] for one in entries):.2f}, {speed}{some}"
 
 
 def main() -> None:

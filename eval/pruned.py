@@ -5,22 +5,22 @@
 After train/main.py. For each skipper, along the held-out dialogues: how many pairs of a token and a block pass by; and
 over the assistant's tokens perplexity, agreement with the whole target's likeliest token, and the mean of
 sum min(p, q), with which a drawn token would be accepted. Beside the trained routers, at the same sparsity: the static
-ones that they began as, and the whole blocks of least influence dropped (ShortGPT, arXiv 2403.03853). Writes pruned.md,
-pruned.json and pruned.png into the run's eval folder.
+ones that they began as, tokens that pass by as chance has it, and the whole blocks of least influence dropped
+(ShortGPT, arXiv 2403.03853). Writes pruned.md, pruned.json and pruned.png into the run's eval folder.
 
-`--search` prints a share for each block, to be the draft's `sparsity` in the recipe: from the draft's own, in each try
-some of one block's share goes to another, and stays there if the static target is closer to the whole one along
-training dialogues (KL divergence).
+`--search` prints a share for each block, to be the draft's `sparsity` in the recipe. It starts from the draft's own or
+from the dropped blocks, whichever static target is closer to the whole one along training dialogues (KL divergence). In
+each try some or all of one block's share goes to another, and stays there if that comes closer.
 """
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eval.measure import plots
 from pipeline.artifacts import checkpoint
@@ -38,8 +38,10 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import Target, fingerprint
 
-WHOLE, TRAINED, STATIC, DROPPED = "whole", "trained routers", "static routers", "blocks dropped"
-STEP, MOST = 0.2, 0.9  # of a try: the largest part of a share that moves; the largest share
+WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "tokens by chance"
+DROPPED = "blocks dropped"
+STEP, MOST = 0.2, 0.98  # of a try: the largest part of a share that moves, unless all does; the largest share, which
+# leaves a router something to decide
 CHUNK = 256  # positions whose logits are formed at once
 HEADS = ["draft", "way", "passed by", "perplexity", "agreement", "acceptance"]
 
@@ -107,6 +109,19 @@ class Whole:
         return sums
 
 
+class ByChance(nn.Module):
+    """In a router's place: lets tokens pass by as chance has it."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Of (..., 4) numbers, the last of which is the share that passes by."""
+        share = numbers[..., -1]
+        return torch.rand(share.shape, generator=self.generator).to(share.device) - share
+
+
 @torch.inference_mode()
 def influences(draft: Skipper, texts: list[list[int]]) -> list[float]:
     """By block, the mean over tokens of 1 - cos(before, after), in the whole target."""
@@ -132,15 +147,26 @@ def ways(whole: Whole, recipe: Recipe, name: str, texts: list[list[int]]) -> Ite
     static = whole.draft(trained.config)
     static.start_from_target(texts)
     yield STATIC, static
+    drawn = whole.draft(trained.config)
+    drawn.routers = nn.ModuleDict({block: ByChance(recipe.seed + int(block)) for block in drawn.routers})
+    yield CHANCE, drawn
     dropped = whole.draft(trained.config)
-    order = sorted(enumerate(influences(dropped, texts)), key=lambda one: one[1])
-    least = {block for block, _ in order[: round(sum(dropped.shares))]}
-    dropped.shares = [float(block in least) for block in range(len(dropped.shares))]
+    shares = to_least(dropped, range(len(dropped.shares)), 1.0, texts)
+    dropped.shares = [float(round(share)) for share in shares]
     yield DROPPED, dropped
 
 
+def to_least(draft: Skipper, blocks: Sequence[int], most: float, texts: list[list[int]]) -> list[float]:
+    """The sum of the draft's shares, given to those of these blocks that have least influence, at most so much each."""
+    found, left, shares = influences(draft, texts), sum(draft.shares), [0.0] * len(draft.shares)
+    for block in sorted(blocks, key=lambda one: found[one]):
+        shares[block] = min(most, left)
+        left -= shares[block]
+    return shares
+
+
 def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: int, seed: int) -> list[float]:
-    """Shares of the same sum. A function of its arguments."""
+    """Shares of the same sum. A function of its arguments. Raises PipelineError where nothing can move."""
     chance, draft = random.Random(seed), whole.draft(config)
     checked = [(torch.tensor([text]), torch.ones(len(text), dtype=torch.bool)) for text in texts]
 
@@ -150,20 +176,22 @@ def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: i
         sums = whole.compare(draft, checked)
         return sums.apart / sums.tokens
 
-    best = draft.shares
-    least = first = distance(best)
-    movable = [block for block, share in enumerate(best) if 0 < share < 1]
+    movable = [block for block, share in enumerate(draft.shares) if 0 < share < 1]
     if len(movable) < 2:
         raise PipelineError("--search moves shares between blocks: it needs two whose share is between 0 and 1")
+    starts = [draft.shares, to_least(draft, movable, MOST, texts)]
+    apart = [distance(shares) for shares in starts]
+    least, best = min(zip(apart, starts, strict=True))
     with Progress("search", tries, "tries") as bar:
         for _ in range(tries):
-            giver, taker = chance.sample(movable, 2)
-            part = min(chance.uniform(0, STEP), best[giver], MOST - best[taker])
+            giver, taker = chance.choice([block for block in movable if best[block] > 0]), chance.choice(movable)
+            wanted = chance.choice((chance.uniform(0, STEP), 1.0))
+            part = min(wanted, best[giver], MOST - best[taker])
             shares = list(best)
             shares[giver], shares[taker] = shares[giver] - part, shares[taker] + part
-            if part > 0 and (found := distance(shares)) < least:
+            if giver != taker and part > 0 and (found := distance(shares)) < least:
                 best, least = shares, found
-            bar.advance(1, KL=f"{first:.3f} -> {least:.3f}")
+            bar.advance(1, KL=f"{apart[0]:.3f} own, {apart[1]:.3f} dropped -> {least:.3f}")
     return [round(share, 3) for share in best]
 
 
@@ -201,7 +229,7 @@ def main() -> None:
     nothing = whole.draft(next(iter(skippers.values())))
     nothing.shares = [0.0] * len(nothing.shares)
     rows = []
-    with Progress("pruned", len(checked) * (1 + 3 * len(skippers)), "dialogues") as bar:
+    with Progress("pruned", len(checked) * (1 + 4 * len(skippers)), "dialogues") as bar:
         rows.append({"draft": "", "way": WHOLE} | whole.compare(nothing, checked, bar).facts())
         for name in skippers:
             for way, draft in ways(whole, recipe, name, texts):

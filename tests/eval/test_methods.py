@@ -57,9 +57,13 @@ def test_the_tables_have_a_line_a_method():
         "training": {"trained_tokens": 99, "seconds": 7.2},
     }
     facts["tree"] = {"nodes": 6, "depth": 2}
-    report = {"results": [row | {"draft": "mine"}], "drafts": {"mine": facts}}
+    rows = [row, row | {"benchmark": "c", "tau": 3.0, "speedup": 6.0}, row | {"benchmark": "d", "speedup": None}]
+    report = {"results": [one | {"draft": "mine"} for one in rows], "drafts": {"mine": facts}}
     said = table(report, {"mine": {"active": 1000, "megabytes": 12.34}}).splitlines()
-    assert said[2] == "| mine | 2.00, 1.50x | 0.50, 0.25 |"
+    assert said[0] == "| T = 0: tau, speed-up | b | c | d | mean |"
+    assert said[2] == "| mine | 2.00, 1.50x | 3.00, 6.00x | 2.00, withheld | 2.33, 3.00x (of 2) |"
+    assert said[4] == "| T = 0: accepted at depth 1, 2, ... | b | c | d |"
+    assert said[6] == "| mine | 0.50, 0.25 | 0.50, 0.25 | 0.50, 0.25 |"
     assert said[-1] == "| mine | eagle + copier | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from eval.pruned import DROPPED, STATIC, TRAINED, WHOLE, Whole, influences, main, search, ways
+from eval.pruned import CHANCE, DROPPED, STATIC, TRAINED, WHOLE, Whole, influences, main, search, to_least, ways
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import call, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
@@ -52,7 +52,7 @@ def test_a_target_that_nothing_passes_by_is_the_whole_one(whole):
 def test_dropped_blocks_are_not_there(whole, run):
     recipe = load_recipe(run[0], [f"output={run[1]}"])
     made = dict(ways(whole, recipe, "some", TEXTS))
-    assert list(made) == [TRAINED, STATIC, DROPPED]
+    assert list(made) == [TRAINED, STATIC, CHANCE, DROPPED]
     shares, least = made[DROPPED].shares, influences(made[DROPPED], TEXTS)
     assert shares == made[DROPPED].shares  # put back
     assert sorted(shares) == [0, 0, 0, 1, 1]
@@ -66,6 +66,18 @@ def test_dropped_blocks_are_not_there(whole, run):
             if not share:
                 x = decoder.layers[block](x, attention_mask=mask, position_embeddings=decoder.rotary_emb(x, at))
         assert torch.allclose(made[DROPPED].through(tokens, None), decoder.norm(x), atol=1e-5)
+
+
+def test_least_influence_gets_the_whole_sum(whole):
+    draft = whole.draft(SkipperConfig(sparsity=0.5))  # of five blocks
+    least = sorted(range(1, 4), key=lambda block: influences(draft, TEXTS)[block])
+    assert [to_least(draft, range(1, 4), 0.9, TEXTS)[block] for block in least] == pytest.approx([0.9, 0.9, 0.7])
+
+
+def test_tokens_pass_by_chance_as_often_as_they_should(whole, run):
+    recipe = load_recipe(run[0], [f"output={run[1]}"])
+    facts = [whole.compare(dict(ways(whole, recipe, "some", TEXTS))[CHANCE], CHECKED).facts() for _ in range(2)]
+    assert facts[0] == facts[1] and facts[0]["passed"] == pytest.approx(0.4 * (1 - 4 / 60), abs=0.06)  # 4 are kept
 
 
 def test_the_search_comes_closer_and_keeps_the_sum(whole):
@@ -82,9 +94,9 @@ def test_the_search_comes_closer_and_keeps_the_sum(whole):
 def test_the_command_writes_table_figures_and_plot(run, capsys):
     call(main, str(run[0]), "--set", f"output={run[1]}")
     rows = json.loads((run[1] / "eval" / "pruned.json").read_text())
-    assert [row["way"] for row in rows] == [WHOLE, TRAINED, STATIC, DROPPED]
+    assert [row["way"] for row in rows] == [WHOLE, TRAINED, STATIC, CHANCE, DROPPED]
     assert rows[0]["agreement"] == 1 and all(0 < row["agreement"] < 1 for row in rows[1:])
-    assert rows[3]["passed"] == 0.4 and rows[2]["passed"] == pytest.approx(0.4, abs=0.1)
+    assert rows[4]["passed"] == 0.4 and rows[2]["passed"] == pytest.approx(0.4, abs=0.1)
     assert (run[1] / "eval" / "pruned.png").stat().st_size > 10_000
     told = capsys.readouterr().out
     assert "| some | blocks dropped | 40.0% |" in told and (run[1] / "eval" / "pruned.md").read_text() in told
