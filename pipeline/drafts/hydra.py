@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
@@ -168,5 +169,11 @@ class Hydra(HeadsDraft):
         return {name: ours(name) for name in names}
 
     def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        """Raises PipelineError for heads that read an earlier layer's states."""
+        if offset := theirs.get("hidden_state_offset", 0):
+            raise PipelineError(
+                f"its heads read the states {offset} layers before the last (hidden_state_offset={offset}). Expected 0: a "
+                "Hydra here reads the last layer's"
+            )
         found = super().released_facts(theirs, names)
         return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}
