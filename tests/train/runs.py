@@ -28,11 +28,12 @@ from tests.warm import run_forked
 from train.main import main
 
 
-def dump_for(target: Path, folder: Path) -> tuple[Path, Path]:
+def dump_for(target: Path, folder: Path, **features: str) -> tuple[Path, Path]:
     """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs."""
     tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
     tree["data"]["max_dialogues"] = 40
     tree["train"]["epochs"] = 4
+    tree["features"] |= features
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)
     assert dump_here(recipe).total("train", "rows") == 40

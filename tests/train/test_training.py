@@ -23,6 +23,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.target.model import fingerprint, load_ends
 from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
 from tests.train.runs import (
+    dump_for,
     largest_difference,
     lines_of,
     losses,
@@ -49,8 +50,9 @@ def finished(done: subprocess.CompletedProcess) -> None:
 # -- the estimate of tau --------------------------------------------------------------------------------------------
 
 
-def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_path):
-    """Under ZeRO-3, where no rank holds whole weights."""
+def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target, tmp_path_factory, tmp_path):
+    """Under ZeRO-3, where no rank holds whole weights. From float32 features, since decoding rounds none."""
+    dumped = dump_for(tiny_target, tmp_path_factory.mktemp("exact"), stored_dtype="float32")
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2"]
     both = ('draft.copier={kind="copier"}', 'eval.methods.both={draft="jakiro", beside=["copier"]}')
     finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
@@ -59,7 +61,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(dumped, tmp_
     print(f"estimated tau {taus}")
     assert len(held) == 10 and max(taus) > 1.02
     assert [line["step"] for line in decoded] == [line["step"] for line in held]
-    assert taus == pytest.approx([line["decoded_tau"] for line in decoded], rel=0.02)
+    assert taus == [line["decoded_tau"] for line in decoded]
     best = taus.index(max(taus))
     facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
     assert facts["steps"] == held[best]["step"] and facts["trained_tokens"] == held[best]["trained_tokens"]
