@@ -129,7 +129,7 @@ def draw_methods(entries: list[dict], path: Path) -> Path:
 
 
 def draw_pruned(rows: list[dict], path: Path) -> Path:
-    """`eval.pruned`'s rows: perplexity and agreement over the share that passes by, a line a way."""
+    """`eval.pruned`'s rows: perplexity and agreement over the share that passes by, a colour a way, a dot a draft."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     whole = [row for row in rows if not row["draft"]]
@@ -137,7 +137,7 @@ def draw_pruned(rows: list[dict], path: Path) -> Path:
         for number, way in enumerate(dict.fromkeys(row["way"] for row in rows if row["draft"])):
             shown = sorted([*whole, *(row for row in rows if row["way"] == way)], key=lambda row: row["passed"])
             shares = [row["passed"] for row in shown]
-            axis.plot(shares, [row[key] for row in shown], "o-", color=COLOURS[number % 6], label=way)
+            axis.plot(shares, [row[key] for row in shown], "o", alpha=0.8, color=COLOURS[number % 6], label=way)
         axis.set(xlabel="share of (token, block) pairs that pass by", ylabel=key)
         axis.grid(alpha=0.3)
     axes[0].set_yscale("log")
