@@ -5,12 +5,12 @@
 After train/main.py. For each skipper, along the held-out dialogues: how many pairs of a token and a block pass by; and
 over the assistant's tokens perplexity, agreement with the whole target's likeliest token, and the mean of
 sum min(p, q), with which a drawn token would be accepted. Beside the trained routers, at the same sparsity: the static
-ones that they began as, tokens that pass by as chance has it, and the whole blocks of least influence dropped
+ones that they began as, random tokens in their place, and the whole blocks of least influence dropped
 (ShortGPT, arXiv 2403.03853). Writes pruned.md, pruned.json and pruned.png into the run's eval folder.
 
 `--search` prints a share for each block, to be the draft's `sparsity` in the recipe. It starts from the draft's own or
 from the dropped blocks, whichever static target is closer to the whole one along training dialogues (KL divergence). In
-each try some or all of one block's share goes to another, and stays there if that comes closer.
+each try up to 0.2 or all of one block's share goes to another, and stays there if that comes closer.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import Target, fingerprint
 
-WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "tokens by chance"
+WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "random tokens"
 DROPPED = "blocks dropped"
 STEP, MOST = 0.2, 0.98  # of a try: the largest part of a share that moves, unless all does; the largest share, which
 # leaves a router something to decide
@@ -110,7 +110,7 @@ class Whole:
 
 
 class ByChance(nn.Module):
-    """In a router's place: lets tokens pass by as chance has it."""
+    """In a router's place: lets random tokens pass by. A text's first ones are kept, so a little fewer than asked."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -151,17 +151,16 @@ def ways(whole: Whole, recipe: Recipe, name: str, texts: list[list[int]]) -> Ite
     drawn.routers = nn.ModuleDict({block: ByChance(recipe.seed + int(block)) for block in drawn.routers})
     yield CHANCE, drawn
     dropped = whole.draft(trained.config)
-    shares = to_least(dropped, range(len(dropped.shares)), 1.0, texts)
-    dropped.shares = [float(round(share)) for share in shares]
+    dropped.shares = to_least(dropped, range(len(dropped.shares)), round(sum(dropped.shares)), 1.0, texts)
     yield DROPPED, dropped
 
 
-def to_least(draft: Skipper, blocks: Sequence[int], most: float, texts: list[list[int]]) -> list[float]:
-    """The sum of the draft's shares, given to those of these blocks that have least influence, at most so much each."""
-    found, left, shares = influences(draft, texts), sum(draft.shares), [0.0] * len(draft.shares)
+def to_least(draft: Skipper, blocks: Sequence[int], total: float, most: float, texts: list[list[int]]) -> list[float]:
+    """The draft's shares, but these blocks have `total` of them: those of least influence, at most so much each."""
+    found, shares = influences(draft, texts), list(draft.shares)
     for block in sorted(blocks, key=lambda one: found[one]):
-        shares[block] = min(most, left)
-        left -= shares[block]
+        shares[block] = min(most, total)
+        total -= shares[block]
     return shares
 
 
@@ -179,12 +178,18 @@ def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: i
     movable = [block for block, share in enumerate(draft.shares) if 0 < share < 1]
     if len(movable) < 2:
         raise PipelineError("--search moves shares between blocks: it needs two whose share is between 0 and 1")
-    starts = [draft.shares, to_least(draft, movable, MOST, texts)]
+    total = sum(draft.shares[block] for block in movable)
+    if total > MOST * len(movable):
+        raise PipelineError(
+            f"--search leaves each block at least {1 - MOST:.2f} of its tokens: these shares are larger"
+        )
+    starts = [draft.shares, to_least(draft, movable, total, MOST, texts)]
     apart = [distance(shares) for shares in starts]
     least, best = min(zip(apart, starts, strict=True))
     with Progress("search", tries, "tries") as bar:
         for _ in range(tries):
-            giver, taker = chance.choice([block for block in movable if best[block] > 0]), chance.choice(movable)
+            giver = chance.choice([block for block in movable if best[block] > 0])
+            taker = chance.choice(movable)
             wanted = chance.choice((chance.uniform(0, STEP), 1.0))
             part = min(wanted, best[giver], MOST - best[taker])
             shares = list(best)

@@ -211,7 +211,7 @@ def test_drafts_on_eagle_3s_frame(name):
 def others_by_hand(target: dict) -> dict[str, int]:
     """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
     Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads; plain: the heads' first
-    blocks alone, with LM heads. EAGLE-1: two halves to one, and a layer. FTP: a router of four
+    blocks alone, with LM heads. EAGLE-1: two halves to one, with a bias, and a layer. FTP: a router of four
     numbers at each block between the first and the last. A Llama of 1024: an embedding of all tokens, four layers, a
     head of 32,000.
     """
@@ -224,14 +224,14 @@ def others_by_hand(target: dict) -> dict[str, int]:
         "medusa": 4 * block + heads,
         "skipper": (target["target_layers"] - 2) * (4 * 8 + 8 + 8 + 1),
         "small-llama": 1024 * (target["vocab_size"] + 4 * (4 * 1024 + 3 * 2816 + 2) + 1 + 32_000),
-        "eagle-1": 2 * d * d + layer,
+        "eagle-1": 2 * d * d + d + layer,
         "hydra-plain": sum(2 * ((k + 1) * d * d + d) for k in (1, 2, 3, 4)) + heads,
         "hydra": layer + 2 * d + sum(2 * ((k + 1) * d * d + d) + 3 * block for k in (1, 2, 3, 4)) + heads,
     }
 
 
 OTHERS = {
-    "eagle-1": 251_662_336,
+    "eagle-1": 251_666_432,
     "hydra-plain": 2_571_141_120,
     "gumiho": 1_057_099_776,
     "medusa": 2_168_471_552,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eval.pruned import CHANCE, DROPPED, STATIC, TRAINED, WHOLE, Whole, influences, main, search, to_least, ways
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import call, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
@@ -14,6 +15,7 @@ from tests.train.runs import train_here
 
 LAYERS = 5
 TEXTS = [prompt_of(seed, 60) for seed in range(3)]
+CHECKED_ALL = [(torch.tensor([text]), torch.ones(60, dtype=torch.bool)) for text in TEXTS]
 CHECKED = [(torch.tensor([text]), torch.arange(60) > 10) for text in TEXTS]
 
 
@@ -69,26 +71,39 @@ def test_dropped_blocks_are_not_there(whole, run):
 
 
 def test_least_influence_gets_the_whole_sum(whole):
-    draft = whole.draft(SkipperConfig(sparsity=0.5))  # of five blocks
+    draft = whole.draft(SkipperConfig(sparsity=[0, 0.5, 0.5, 0.5, 1]))
     least = sorted(range(1, 4), key=lambda block: influences(draft, TEXTS)[block])
-    assert [to_least(draft, range(1, 4), 0.9, TEXTS)[block] for block in least] == pytest.approx([0.9, 0.9, 0.7])
+    shares = to_least(draft, range(1, 4), 1.5, 0.9, TEXTS)
+    assert [shares[block] for block in least] == pytest.approx([0.9, 0.6, 0]) and (shares[0], shares[4]) == (0, 1)
 
 
-def test_tokens_pass_by_chance_as_often_as_they_should(whole, run):
+def test_random_tokens_pass_by_as_often_as_they_should(whole, run):
     recipe = load_recipe(run[0], [f"output={run[1]}"])
     facts = [whole.compare(dict(ways(whole, recipe, "some", TEXTS))[CHANCE], CHECKED).facts() for _ in range(2)]
-    assert facts[0] == facts[1] and facts[0]["passed"] == pytest.approx(0.4 * (1 - 4 / 60), abs=0.06)  # 4 are kept
+    assert facts[0] == facts[1] and facts[0]["passed"] == pytest.approx(0.4 * (1 - 4 / 60), abs=0.02)  # 4 are kept
 
 
-def test_the_search_comes_closer_and_keeps_the_sum(whole):
-    config = SkipperConfig(sparsity=0.4)
-    found = search(whole, config, TEXTS, 12, seed=0)
-    assert sum(found) == pytest.approx(0.4 * LAYERS, abs=0.01) and found != config.shares(LAYERS)
-    assert found == search(whole, config, TEXTS, 12, seed=0)
-    first, then = whole.draft(config), whole.draft(SkipperConfig(sparsity=found))
-    for draft in (first, then):
-        draft.start_from_target(TEXTS)
-    assert whole.compare(then, CHECKED).apart < whole.compare(first, CHECKED).apart
+def apart(whole, shares):
+    draft = whole.draft(SkipperConfig(sparsity=shares))
+    draft.start_from_target(TEXTS)
+    return whole.compare(draft, CHECKED_ALL).apart
+
+
+def test_the_search_starts_from_dropped_blocks_and_keeps_the_sum(whole):
+    for given in ([0, 0.4, 0.4, 0.4, 0], [0, 0.2, 0.7, 0.2, 1.0]):
+        found = search(whole, SkipperConfig(sparsity=given), TEXTS, 12, seed=0)
+        assert sum(found) == pytest.approx(sum(given), abs=0.01) and (found[0], found[4]) == (0, given[4])
+        assert apart(whole, found) < apart(whole, given)
+    with pytest.raises(PipelineError, match="these shares are larger"):
+        search(whole, SkipperConfig(sparsity=[0, 0.99, 0.99, 0, 0]), TEXTS, 1, seed=0)
+
+
+def test_a_move_that_comes_closer_stays(whole, monkeypatch):
+    monkeypatch.setattr("eval.pruned.to_least", lambda draft, *_: list(draft.shares))  # dropped blocks are no start
+    given = [0, 0.4, 0.4, 0.4, 0]
+    none, some, again = (search(whole, SkipperConfig(sparsity=given), TEXTS, tries, seed=0) for tries in (0, 12, 12))
+    assert none == given and some == again and sum(some) == pytest.approx(1.2, abs=0.01)
+    assert apart(whole, some) < 0.8 * apart(whole, given)
 
 
 def test_the_command_writes_table_figures_and_plot(run, capsys):
