@@ -40,8 +40,8 @@ from pipeline.target.model import Target, fingerprint
 
 WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "random tokens"
 DROPPED = "blocks dropped"
-STEP, MOST = 0.2, 0.98  # of a try: the largest part of a share that moves, unless all does; the largest share, which
-# leaves a router something to decide
+STEP = 0.2  # the largest part of a share that moves in a try, unless all of it does
+MOST = 0.98  # the largest share that the search gives a block: it leaves a router something to decide
 CHUNK = 256  # positions whose logits are formed at once
 HEADS = ["draft", "way", "passed by", "perplexity", "agreement", "acceptance"]
 
@@ -165,7 +165,7 @@ def to_least(draft: Skipper, blocks: Sequence[int], total: float, most: float, t
 
 
 def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: int, seed: int) -> list[float]:
-    """Shares of the same sum. A function of its arguments. Raises PipelineError where nothing can move."""
+    """Shares of the same sum. A function of its arguments. Raises PipelineError where they leave no room for moves."""
     chance, draft = random.Random(seed), whole.draft(config)
     checked = [(torch.tensor([text]), torch.ones(len(text), dtype=torch.bool)) for text in texts]
 
@@ -181,7 +181,8 @@ def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: i
     total = sum(draft.shares[block] for block in movable)
     if total > MOST * len(movable):
         raise PipelineError(
-            f"--search leaves each block at least {1 - MOST:.2f} of its tokens: these shares are larger"
+            f"--search lets at most {MOST} of a block's tokens pass by, but the shares that it can move are "
+            f"{total / len(movable):.3f} on average: give the draft a smaller sparsity"
         )
     starts = [draft.shares, to_least(draft, movable, total, MOST, texts)]
     apart = [distance(shares) for shares in starts]

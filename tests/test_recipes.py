@@ -250,6 +250,13 @@ def test_drafts_of_other_papers(name):
     assert recipe.name == f"{name}-llama3{'.1' if name == 'small-llama' else ''}-instruct-8b"
 
 
+def test_plain_hydra_trains_as_medusa_does():
+    hydra, medusa = (load_recipe(RECIPES / "papers" / f"{name}.toml") for name in ("hydra-plain", "medusa"))
+    assert hydra.train == medusa.train
+    one, other = hydra.draft["hydra-plain"], medusa.draft["medusa"]
+    assert (one.objective, one.decay, one.heads) == (other.objective, other.decay, other.heads) == ("hard-ce", 0.8, 4)
+
+
 METHODS = {  # docs/comparison.md has them
     "eagle": 4_203_072,
     "jakiro": 4_205_376,

@@ -135,7 +135,7 @@ def draw_pruned(rows: list[dict], path: Path) -> Path:
     whole = [row for row in rows if not row["draft"]]
     for axis, key in zip(axes, ("perplexity", "agreement"), strict=True):
         for number, way in enumerate(dict.fromkeys(row["way"] for row in rows if row["draft"])):
-            shown = sorted([*whole, *(row for row in rows if row["way"] == way)], key=lambda row: row["passed"])
+            shown = [*whole, *(row for row in rows if row["way"] == way)]
             shares = [row["passed"] for row in shown]
             axis.plot(shares, [row[key] for row in shown], "o", alpha=0.8, color=COLOURS[number % 6], label=way)
         axis.set(xlabel="share of (token, block) pairs that pass by", ylabel=key)

@@ -172,8 +172,8 @@ class Hydra(HeadsDraft):
         """Raises PipelineError for heads that read an earlier layer's states."""
         if offset := theirs.get("hidden_state_offset", 0):
             raise PipelineError(
-                f"its heads read the states of an earlier layer (hidden_state_offset={offset}). Expected 0: "
-                "a Hydra here reads the last layer's"
+                f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), a Hydra "
+                "here those of the last: only checkpoints of offset 0 can be imported"
             )
         found = super().released_facts(theirs, names)
         return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}

@@ -174,7 +174,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
             import_draft(folder, Recipe.model_validate(recipe.model_dump(mode="json") | other), "theirs")
     if settings["kind"] == "hydra":
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 1}))
-        with pytest.raises(PipelineError, match=r"an earlier layer .hidden_state_offset=1.*Expected 0"):
+        with pytest.raises(PipelineError, match=r"an earlier layer .hidden_state_offset=1.*offset 0"):
             import_draft(folder, recipe, "theirs")
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 0}))
     torch.save(load_file(folder / "model.safetensors"), folder / file)

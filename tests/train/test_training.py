@@ -76,6 +76,13 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)
 
 
+def test_from_bfloat16_features_the_estimate_is_within_2_percent_of_decoding(dumped, tmp_path):
+    train_here(dumped, tmp_path, "train.decode=always", "train.learning_rate=0.02", "train.validate_every=2")
+    held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
+    assert len(held) == 10 and max(line["estimated_tau"] for line in held) > 1.02
+    assert [x["estimated_tau"] for x in held] == pytest.approx([x["decoded_tau"] for x in decoded], rel=0.02)
+
+
 def test_training_ends_when_tau_stays_where_it_is(dumped, tmp_path):
     """A learning rate that moves nothing: the first validation stays the best one."""
     train_here(dumped, tmp_path, "train.patience=2", "train.learning_rate=1e-12", "train.validate_every=3")
