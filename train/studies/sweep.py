@@ -79,7 +79,7 @@ def main() -> None:
         run(arguments.recipe, overrides, "train")
         found += results(recipe, rate)
     print(table(found))
-    best = {draft: best_of(found, draft)["rate"] for draft in sorted(source.draft)}
+    best = {draft: best_of(found, draft)["rate"] for draft in sorted(source.to_train)}
     print(json.dumps({"best": best, "results": found}))
 
 
