@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import Chance
 from pipeline.decoding.tree import Tree
 
@@ -68,7 +69,7 @@ def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
         max((vocabulary - 1).bit_length(), 1) // 2
     )  # halvings within blocks of ids, whose masses are summed up first: one pass over all
     blocks_NBI = F.pad(p_NV, (0, -vocabulary % (1 << inner))).unflatten(1, (-1, 1 << inner))
-    u_NH = u_NH.to(p_NV.device, non_blocking=True)
+    u_NH = sent(u_NH, p_NV.device)
     block_N, used = _descend(blocks_NBI.sum(-1, dtype=torch.float64), u_NH)
     block_N = block_N.clamp_max(blocks_NBI.shape[1] - 1)  # a row without any mass leads beyond the last one
     inside_NI = blocks_NBI[torch.arange(len(p_NV), device=p_NV.device), block_N].double()

@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pipeline.basics.accelerator import sent, wait_for
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
 from pipeline.decoding.contract import Answer, Cache, Draft, Draws, Method, States, TargetModel, Verified
@@ -79,14 +80,12 @@ class Sampling:
             return None
         tokens = [*prompt, *answer]
         if tree is None:
-            return torch.tensor([tokens], device=device)
+            return sent([tokens], device)
         paths = [[tree.tokens[n] for n in tree.path_to(node)] for node in range(len(tree.tokens))]
         longest = max(tree.depths)
         rows = [path + [tokens[-1]] * (longest - len(path)) for path in paths]
-        prefix_NP = torch.tensor(tokens, device=device).expand(len(rows), -1)
-        return torch.cat(
-            [prefix_NP, torch.tensor(rows, dtype=torch.long, device=device).view(len(rows), longest)], dim=1
-        )
+        prefix_NP = sent(tokens, device).expand(len(rows), -1)
+        return torch.cat([prefix_NP, sent(rows, device, torch.long).view(len(rows), longest)], dim=1)
 
     def trimmed(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
         """Cuts new tokens behind the first stop id or at the limit; says whether decoding ends."""
@@ -129,14 +128,14 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, exact: bool):
-        self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+        self._device = device
         self._exact = exact or device.type == "cpu"
         self.laps: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self._begin = self.now()
 
     def now(self) -> float:
-        self._wait()
+        wait_for(self._device)
         return time.perf_counter()
 
     def total(self) -> float:
@@ -188,7 +187,7 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
             "shorten the prompt or lower max_new_tokens"
         )
     cache = target.new_cache(len(prompt) + room)
-    states = target.forward(torch.tensor(prompt, device=target.device), cache, layers=layers)
+    states = target.forward(sent(prompt, target.device), cache, layers=layers)
     logits_V = target.head(states.final_ND[-1])
     if not logits_V.isfinite().all():
         raise PipelineError(
@@ -218,7 +217,7 @@ def plain(
         tokens += new
         if done:
             return Generation(tokens, watch.total(), depths=[0] * len(tokens))
-        logits_V = target.head(target.forward(torch.tensor(new, device=target.device), cache).final_ND[0])
+        logits_V = target.head(target.forward(sent(new, target.device), cache).final_ND[0])
 
 
 @torch.inference_mode()
@@ -278,7 +277,7 @@ def _heard(heard: Listener, new: list[int], done: bool) -> tuple[list[int], bool
 def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """``positions_N``, at its depth behind the prefix, and ``seen_NC``: prefix, ancestors and itself."""
     prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=device)
-    return torch.tensor(tree.depths, device=device) + past, torch.cat([prefix, tree.ancestors_NN], dim=1)
+    return tree.depths_N + past, torch.cat([prefix, tree.ancestors_NN], dim=1)
 
 
 def _verify(

@@ -2,18 +2,18 @@
 mixed, and their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
-says why each is lossless. Growing never asks the device for a number (a sparse draft's own forwards do); one copy at
-the end brings the tree to the host.
+says why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, static_paths
 from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Verified, Wanted
@@ -164,7 +164,7 @@ def not_finite(draft: Draft) -> PipelineError:
 def _first(grower: _Grower) -> _Level:
     """The root's children."""
     root = (
-        torch.tensor([-1], device=grower.device),
+        torch.full((1,), -1, device=grower.device),
         torch.zeros(1, device=grower.device),
         torch.zeros(1, dtype=torch.long, device=grower.device),
     )
@@ -293,7 +293,7 @@ def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree
     tokens_of, proposals_of = [], []
     for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
         parents, beyond = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
-        parent_rows = _index([rows[parent] for parent in parents], device)
+        parent_rows = _index(tuple(rows[parent] for parent in parents), device)
         if siblings:
             found, proposals = siblings.of(grower.draft, grower.answer, parent_rows, beyond, layer.siblings)
         else:
@@ -306,13 +306,14 @@ def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree
             proposals_of.append(proposals[source, rank])
         above = [rows[layer.paths[place][:-1]] for place in layer.inner]
         if depth < grower.last:
-            grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(above, device), depth + 1)
+            grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(tuple(above), device), depth + 1)
             above = list(range(len(above)))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
+    proposals = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None  # there after the next line
     *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
     if failed:
         raise not_finite(grower.draft)
-    return _collect(root, paths, numbers, torch.cat(proposals_of) if siblings else None, device)
+    return _collect(root, paths, numbers, proposals, device)
 
 
 def _best(grower: _Grower, beyond: int, count: int) -> Tensor:
@@ -337,9 +338,11 @@ def _collect(
             kept.append(number)
     tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
     if proposals is not None:
-        tree.proposals = [proposals[:0], *proposals.cpu()[kept]]  # the root was not drawn
+        tree.proposals = [proposals[:0], *proposals[kept]]  # the root was not drawn
     return tree
 
 
-def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.long).to(device, non_blocking=True)
+@lru_cache(1024)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A static tree's are the same in every round: they are sent once."""
+    return sent(numbers, device, torch.long)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
+
 
 @dataclass
 class Tree:
@@ -13,6 +15,7 @@ class Tree:
     """
 
     tokens_N: Tensor  # target ids, on the target's device
+    depths_N: Tensor
     tokens: list[int]
     parents: list[int]  # -1 for the root
     depths: list[int]
@@ -48,5 +51,5 @@ def build_tree(root: int, tokens: list[int], parents: list[int], device: torch.d
         row = rows[parents[node]].copy()
         row[node] = True
         rows.append(row)
-    both = torch.tensor([*rows, tokens], dtype=torch.long).to(device, non_blocking=True)  # one copy to the device
-    return Tree(both[-1], tokens, parents, depths, both[:-1].bool())
+    all_of = sent([*rows, depths, tokens], device, torch.long)  # one copy to the device
+    return Tree(all_of[-1], all_of[-2], tokens, parents, depths, all_of[:-2].bool())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
@@ -139,7 +140,7 @@ class Hydra(HeadsDraft):
         positions = torch.arange(past, past + count, device=device)[None]
         summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]
         state.verified = past + count
-        tokens_W = torch.tensor(seen.tokens[-places:], device=device)
+        tokens_W = sent(seen.tokens[-places:], device)
         return self._answer(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
 
     @torch.inference_mode()

@@ -155,7 +155,9 @@ class MixtureOfExperts(nn.Module):
 
     def _chosen(self, n: Tensor, kept: Tensor) -> Tensor:
         """The kept experts' outputs (..., K, D), best first."""
-        if self.kept == self.count:
+        # Decoding on an accelerator: asking it which experts have tokens would take longer than reading them all.
+        waits = n.device.type != "cpu" and torch.is_inference_mode_enabled()
+        if self.kept == self.count or waits:
             outputs = torch.stack([expert(n) for expert in self.experts], dim=-2)  # (..., E, D)
             return outputs.gather(-2, kept[..., None].expand(*kept.shape, n.shape[-1]))
         slots = kept.reshape(-1)  # of all tokens, K each
@@ -170,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         """How many slots each expert has."""
         if detect_fake_mode(slots):  # an estimate of memory: there are no scores to go by
             return [len(slots) * (n + 1) // self.count - len(slots) * n // self.count for n in range(self.count)]
-        return torch.bincount(slots, minlength=self.count).tolist()
+        return (slots[:, None] == torch.arange(self.count, device=slots.device)).sum(0).tolist()
 
     def _contrast(self, scores: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
         best, second = chosen[..., 0, :], chosen[..., 1, :]
@@ -243,6 +245,7 @@ class Experts(OneLayer):
             found["balance"] = Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))
         if self.config.routing == "domain":
             assert heads.routed is not None
+            self._marks[:] = [self._marks[0].to(batch.tokens_BT.device)]  # once
             found["domain"] = Prediction(penalty=surprise(heads.routed[0], self._marks[0], batch))
         return found
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Answer
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
@@ -334,7 +335,7 @@ class Skipper(ReadsText, TrainedDraft):
         hidden_BTD = self.through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
         kept_BTL = torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
         sums_NL, positions_N = batch.sums_by_dialogue(kept_BTL)
-        shares_L = 1 - torch.tensor(self.shares, device=sums_NL.device)
+        shares_L = 1 - sent(self.shares, sums_NL.device)
         apart_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
         penalty = (positions_N * apart_NL.square().sum(-1)).sum()
         return {"next": Prediction([hidden_BTD]), "sparsity": Prediction(penalty=penalty)}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
 from pipeline.features.schema import Row
 
 
@@ -23,7 +24,9 @@ class Batch:
     hidden_BTD: Tensor  # f_i, with noise
     tokens_BT: Tensor  # t_{i+1}
     labels_BTD: Tensor  # f_{i+1}: the label of horizon 1 at i; of horizon h at i + 1 - h
-    trained: dict[int, Tensor]  # horizon -> bool (B, T): input i has a trained label at this horizon
+    # horizon -> bool (B, T): input i has a trained label at this horizon. They stay on the host, wherever the rest goes:
+    # nobody has to ask a device which positions are trained, or how many.
+    trained: dict[int, Tensor]
     totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
     begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
     auxiliary_BTSD: Tensor | None = None  # what the target's auxiliary layers put out at t_i, where a draft wants them
@@ -34,7 +37,7 @@ class Batch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD", "before_BT")
         tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
-        return replace(self, **tensors, trained={h: change(mask) for h, mask in self.trained.items()})
+        return replace(self, **tensors)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         return self._each(lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True))
@@ -52,7 +55,7 @@ class Batch:
         """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below
         B T.
         """
-        trained_BT = self.trained[1]
+        trained_BT = sent(self.trained[1], values_BTE.device)
         rows, inputs = trained_BT.shape
         dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
         dialogues_BT = dialogues_BT + (0 if self.begins_BT is None else self.begins_BT)
@@ -64,8 +67,8 @@ class Batch:
 
     def emptied(self) -> "Batch":
         """The same shape without content: its losses and gradients are 0."""
-        empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() or x.dtype == torch.bool else x)
-        return replace(empty, tokens_BT=self.tokens_BT)
+        empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
+        return replace(empty, trained={h: torch.zeros_like(mask) for h, mask in self.trained.items()})
 
 
 def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:

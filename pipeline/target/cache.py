@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
+from pipeline.basics.accelerator import sent
+
 FIRST_CAPACITY = 256  # tokens, where nobody says how many to expect; a buffer doubles when it is full
 
 
@@ -105,6 +107,6 @@ class TreeCache(Cache):
         for layer in self.layers:
             device = layer.keys.device if layer.is_initialized else None
             if not follow and device not in moved:
-                moved[device] = torch.tensor(list(path), device=device)
+                moved[device] = sent(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

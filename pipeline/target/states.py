@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -31,7 +33,8 @@ class States:
         auxiliary_NSD = self.auxiliary_NSD
         assert auxiliary_NSD is not None
         if needs.auxiliary != self.layers:
-            auxiliary_NSD = auxiliary_NSD[..., [self.layers.index(layer) for layer in needs.auxiliary], :]
+            places = [self.layers.index(layer) for layer in needs.auxiliary]
+            auxiliary_NSD = torch.stack([auxiliary_NSD[..., place, :] for place in places], dim=-2)
         return torch.cat([final_NSD, auxiliary_NSD], dim=-2) if needs.final else auxiliary_NSD
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "States":
@@ -39,5 +42,6 @@ class States:
         return States(self.final_ND.to(device, dtype), auxiliary_NSD, self.layers)
 
     def rows(self, nodes: list[int]) -> "States":
-        auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD[nodes]
-        return States(self.final_ND[nodes], auxiliary_NSD, self.layers)
+        at_P = sent(nodes, self.final_ND.device)
+        auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD[at_P]
+        return States(self.final_ND[at_P], auxiliary_NSD, self.layers)

@@ -248,14 +248,13 @@ def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
 def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypatch):
     """Of Llama-3's 128,256 tokens and two branches: thousands of rows, within 2 GiB for the largest tensor."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr("torch.cuda.mem_get_info", None)  # what is free is not asked for
     rows = losses.chunk_rows(128_256, 2, gpu, 80 * 10**9)
     assert rows == 2092 and rows * 2 * 128_256 * 4 <= 2 << 30
     assert losses.chunk_rows(128_256, 2, gpu, 24 * 10**9) == 730
     assert losses.chunk_rows(128_256, 1, gpu, 1000 * 10**9) == 4185
     assert losses.chunk_rows(10**12, 5, gpu, 24 * 10**9) == 1
-    here = SimpleNamespace(total_memory=24 * 10**9)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: here)
+    of_both = (1, 24 * 10**9)  # free, and all: what is free does not count
+    monkeypatch.setattr("torch.accelerator.get_memory_info", lambda device: of_both)
     assert losses.chunk_rows(128_256, 2, gpu) == 730
     assert losses.chunk_rows(128_256, 2, cpu) == losses.chunk_rows(260, 2, cpu) == 128
     assert losses.chunk_rows(1_000_000, 2, cpu) == 16

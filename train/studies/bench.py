@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
+from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.losses import Prediction
@@ -59,7 +60,7 @@ def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
         horizon = term.horizon
         hidden_BTD = found[name].features[0][:, : inputs + 1 - horizon]
         label_BTD = batch.labels_BTD[:, horizon - 1 :]
-        mask_BT = batch.trained[horizon][:, : inputs + 1 - horizon]
+        mask_BT = sent(batch.trained[horizon][:, : inputs + 1 - horizon], label_BTD.device)
         logits_BTV, teacher_BTV = head(hidden_BTD).float(), head(label_BTD).float()
         cross_BT = -(teacher_BTV.softmax(-1) * logits_BTV.log_softmax(-1)).sum(-1)
         smooth_BT = F.smooth_l1_loss(hidden_BTD.float(), label_BTD.float(), reduction="none").mean(-1)

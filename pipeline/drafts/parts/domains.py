@@ -38,6 +38,6 @@ def domains(marks_VM: Tensor, batch: "Batch") -> Tensor:
 
 def surprise(scores_BTE: Tensor, marks_VM: Tensor, batch: "Batch") -> Tensor:
     """The cross-entropy of a gate's scores by domain, summed over trained positions."""
-    domains_N = domains(marks_VM.to(scores_BTE.device), batch)
+    domains_N = domains(marks_VM, batch)
     sums_NE, _ = batch.sums_by_dialogue(scores_BTE.float().log_softmax(-1))
     return -sums_NE.gather(1, domains_N[:, None]).sum()

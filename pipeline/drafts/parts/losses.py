@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.basics.accelerator import sent
+
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
@@ -38,8 +40,8 @@ def chunk_rows(vocabulary: int, branches: int, device: torch.device, gpu_bytes: 
     where it is not here, never by what is free: the order of sums is the same in every run.
     """
     numbers = CHUNK_LOGITS
-    if device.type == "cuda":
-        whole = gpu_bytes or torch.cuda.get_device_properties(device).total_memory
+    if device.type not in ("cpu", "meta"):
+        whole = gpu_bytes or torch.accelerator.get_memory_info(device)[1]
         numbers = min(CHUNK_BYTES_GPU, whole // CHUNK_SHARE_GPU) // 4
     rows = max(1, numbers // (vocabulary * branches))
     return min(rows, CHUNK_ROWS_CPU) if device.type == "cpu" else rows
@@ -132,18 +134,14 @@ class _Classification(torch.autograd.Function):
         gradients = [torch.empty_like(x) if x.requires_grad else None for x in tensors]
         gradients_of = _grouped(gradients, plan.sizes)
         chunk = _Chunk(plan, weight, any(x.requires_grad for x in tensors))
-        index_of = [rows.nonzero()[:, 0] for rows in plan.rows_of]
-        firsts = torch.arange(0, len(teacher_MD) + plan.chunk, plan.chunk, device=device)
-        # once, not in every chunk
-        ends = torch.stack([torch.searchsorted(index, firsts) for index in index_of]).tolist()
         for number, first in enumerate(range(0, len(teacher_MD), plan.chunk)):
             text_M = plan.text_M[first : first + plan.chunk]
             answer = plan.teacher(teacher_MD[first : first + plan.chunk]) if plan.asks_teacher else None
             places, asked = [], []
             for term, parts in enumerate(terms):
-                begin, end = ends[term][number : number + 2]
+                begin, end = plan.ends_of[term][number : number + 2]
                 places.append(slice(begin, end))
-                rows = index_of[term][begin:end] - first
+                rows = plan.rows_of[term][begin:end] - first
                 mine: Any = answer
                 if plan.objectives[term] == "hard-ce":
                     mine = plan.of_text(text_M[rows])
@@ -184,7 +182,8 @@ class _Plan:
     teacher: Teacher
     head: Callable[[Tensor], Tensor]  # the frozen one
     chunk: int  # rows
-    rows_of: list[Tensor]  # by term, bool [M]: the labels that it answers
+    rows_of: list[Tensor]  # by term: the labels that it answers, ascending
+    ends_of: list[list[int]]  # by term: how many of these lie before each chunk, and before the end
     sizes: list[int]  # by term: so many tensors
     objectives: list[Objective]
     shares: list[float]  # by term: its weight in the loss, but for a factor of all
@@ -332,17 +331,16 @@ def term_sums(
     has no feature of its own: its regression is that of its features' mean.
     """
     said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
-    inputs = batch.labels_BTD.shape[1]
-    labelled = [_labelled(batch, terms[name].horizon) for name in said]  # bool (B, T) over LABELS
-    any_BT = torch.stack(labelled).any(0)
-    rows_of = [mask_BT[any_BT] for mask_BT in labelled]
-    teacher_MD = batch.labels_BTD[any_BT]
-    tensors_of = [_trained_rows(prediction, terms[name].horizon, batch, inputs) for name, prediction in said.items()]
+    rows = _rows(batch, {terms[name].horizon for name in said}, chunk)
+    rows_of = [rows.among[terms[name].horizon] for name in said]
+    teacher_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
+    tensors_of = [_trained_rows(one, rows.inputs[terms[name].horizon]) for name, one in said.items()]
     sizes, objectives = [len(tensors) for tensors in tensors_of], [terms[name].objective for name in said]
     shares = _shares([terms[name] for name in said], batch)
     vocabulary = vocabulary or Vocabulary(0)
-    text_M = vocabulary.numbers(_following(batch)[any_BT])
-    plan = _Plan(teacher_MD, text_M, teacher, head, chunk, rows_of, sizes, objectives, shares, vocabulary.size)
+    text_M = vocabulary.numbers(_following(batch).flatten()[rows.labels])
+    ends_of = [rows.ends[terms[name].horizon] for name in said]
+    plan = _Plan(teacher_MD, text_M, teacher, head, chunk, rows_of, ends_of, sizes, objectives, shares, vocabulary.size)
     features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
     flat: list[Tensor] = []
     for tensors, features in zip(tensors_of, features_of, strict=True):
@@ -361,18 +359,41 @@ def term_sums(
         sums[name] |= {"classification": found[place], "agree": found[len(said) + place]}
         if term.objective == "acceptance":
             sums[name]["accept"] = found[2 * len(said) + place]
-        sums[name]["positions"] = torch.tensor(len(label_MD), device=label_MD.device)
+        sums[name]["positions"] = torch.full((), len(label_MD), device=label_MD.device)
     for name, term in terms.items():
         if (penalty := predictions[name].penalty) is not None:
-            sums[name] = {"penalty": penalty, "positions": batch.trained[term.horizon].sum()}
+            positions = torch.full((), int(batch.trained[term.horizon].sum()), device=penalty.device)
+            sums[name] = {"penalty": penalty, "positions": positions}
     return sums
 
 
-def _labelled(batch: "Batch", horizon: int) -> Tensor:
-    """Which labels (B, T) a term of this horizon answers: that of input i stands at i + h - 1."""
-    mask_BT = torch.zeros_like(batch.trained[horizon])
-    mask_BT[:, horizon - 1 :] = batch.trained[horizon][:, : max(0, mask_BT.shape[1] + 1 - horizon)]
-    return mask_BT
+@dataclass
+class _Rows:
+    """Places in a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
+
+    labels: Tensor  # those that any term answers [M], ascending
+    inputs: dict[int, Tensor]  # by horizon: the inputs that are trained
+    among: dict[int, Tensor]  # by horizon: their labels' numbers among the M
+    ends: dict[int, list[int]]  # by horizon: how many of these lie before each chunk, and before the end
+
+
+def _rows(batch: "Batch", horizons: set[int], chunk: int) -> _Rows:
+    """Worked out on the host, which knows the masks, and sent once: the device is not asked. The label of input i
+    stands at i + h - 1.
+    """
+    inputs = {h: batch.trained[h].flatten().nonzero()[:, 0] for h in sorted(horizons)}
+    labels = torch.cat([at + h - 1 for h, at in inputs.items()]).unique()
+    among = {h: torch.searchsorted(labels, at + h - 1) for h, at in inputs.items()}
+    firsts = torch.arange(0, len(labels) + chunk, chunk)
+    ends = {h: torch.searchsorted(numbers, firsts).tolist() for h, numbers in among.items()}
+    all_of = [labels, *inputs.values(), *among.values()]
+    there, *more = sent(torch.cat(all_of), batch.labels_BTD.device).split([len(part) for part in all_of])
+    return _Rows(
+        there,
+        dict(zip(inputs, more[: len(inputs)], strict=True)),
+        dict(zip(among, more[len(inputs) :], strict=True)),
+        ends,
+    )
 
 
 def _following(batch: "Batch") -> Tensor:
@@ -391,9 +412,7 @@ def _shares(terms: list[Term], batch: "Batch") -> list[float]:
     return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.horizon], 1) for t in terms]
 
 
-def _trained_rows(prediction: Prediction, horizon: int, batch: "Batch", inputs: int) -> list[Tensor]:
+def _trained_rows(prediction: Prediction, inputs_M: Tensor) -> list[Tensor]:
     """The prediction's tensors at its trained positions."""
-    last = max(0, inputs + 1 - horizon)
-    mask_BT = batch.trained[horizon][:, :last]
     whole = prediction.features if prediction.log_weights is None else [prediction.log_weights, *prediction.features]
-    return [tensor[:, :last][mask_BT] for tensor in whole]
+    return [tensor.flatten(0, 1).index_select(0, inputs_M) for tensor in whole]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from pipeline.basics.accelerator import sent
 from pipeline.basics.settings import Settings
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
@@ -237,7 +238,7 @@ class OneLayer(TrainedDraft):
             earlier = behind(past, count, device)
             mask = additive(earlier, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
-        tokens_T = torch.tensor(seen.tokens[-count:], device=device)
+        tokens_T = sent(seen.tokens[-count:], device)
         u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
         return self._answer(u[0, -places:], 0, wanted)

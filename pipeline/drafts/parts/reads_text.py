@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
 from pipeline.target.attention import additive, behind
 from pipeline.target.cache import TreeCache
@@ -43,7 +44,7 @@ class ReadsText:
         mask = None
         if past and len(tokens) > 1:
             mask = behind(past, len(tokens), device)
-        hidden_ND = self._read(torch.tensor(tokens, device=device), state.cache, None, mask)
+        hidden_ND = self._read(sent(tokens, device), state.cache, None, mask)
         state.read = past + len(tokens)
         return self._answer(hidden_ND[-places:])
 

@@ -1,0 +1,30 @@
+"""What every accelerator has in common, asked through torch.accelerator: CUDA's, ROCm's and XPU's take the same branches.
+
+What is one maker's alone (CUDA graphs, the properties of a device) says so where it is used. The tests have an
+accelerator that refuses and counts: tests/strict.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accelerator() -> torch.device | None:
+    """This process's own, with its number; None where torch sees none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found and torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wait_for(device: torch.device) -> None:
+    """Until all is done that was asked of a device; a CPU is never ahead."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def sent(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The host's numbers, a tensor or what makes one, on a device, for which the host does not stand still: they leave
+    from memory that the device reads by itself.
+    """
+    here = torch.as_tensor(numbers, dtype=dtype)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,185 @@
+"""Every draft, tree and kind of attention on a make-believe accelerator (tests/strict.py): the CPU's numbers, no mixing
+of devices, and waits that are counted.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, prefill, speculative
+from pipeline.features.batch import Batch, collate, collate_packed
+from pipeline.features.schema import Row
+from pipeline.target.verifier import Verifier
+from tests.pipeline.taught import KINDS, NEVER, VARIANTS, grown, make_draft, prompt_of
+from tests.strict import DEVICE, Mixed, Strict, rehearsal
+
+FAMILIES = ["llama-3.1", "qwen2, sliding", "gemma-3", "gpt-oss"]  # full, sliding, both, with sinks
+
+
+def total(counts: Counter) -> int:
+    return sum(counts.values())
+
+
+def moved(target: Verifier) -> Verifier:
+    """The same target on the device."""
+    target.unhook()
+    return Verifier(copy.deepcopy(target.model).to(DEVICE), target.config, "there")
+
+
+# -- the device itself --------------------------------------------------------------------------------------------------
+
+
+def test_it_refuses_what_an_accelerator_refuses():
+    assert not torch.accelerator.is_available()
+    with rehearsal():
+        assert torch.accelerator.current_accelerator(check_available=True).type == DEVICE.type
+        x = torch.ones(3).to(DEVICE)
+        for mixing in (
+            lambda: x + torch.ones(3),
+            lambda: torch.ones(3)[x.long()],
+            lambda: torch.cat([x, torch.ones(3)]),
+            lambda: x.numpy(),
+            lambda: torch.rand(3, device=DEVICE, generator=torch.Generator()),
+            lambda: x.pin_memory(),
+            lambda: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 3)] * 2, torch.ones(1, 1, 3)),
+        ):
+            with pytest.raises(Mixed):
+                mixing()
+        assert isinstance(x + torch.tensor(1.0), Strict)  # a number goes along with the kernel
+    assert not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_it_counts_what_an_accelerator_is_waited_for(inference):
+    with rehearsal() as seen, torch.inference_mode(inference):
+        x = torch.arange(3.0).pin_memory().to(DEVICE, non_blocking=True)
+        assert not seen.waits and not seen.copies
+        asks = [
+            x.sum().item,
+            lambda: int(x[0]),
+            x.tolist,
+            x.nonzero,
+            lambda: x[x > 1],
+            lambda: bool((x > 1).all()),
+            x.cpu,
+        ]
+        for number, ask in enumerate([*asks, lambda: torch.bincount(x.long()), torch.accelerator.synchronize], start=1):
+            ask()
+            assert total(seen.waits) == number
+        pageable = [lambda: torch.ones(3).to(DEVICE, non_blocking=True), lambda: torch.tensor([1], device=DEVICE)]
+        for number, copy in enumerate([*pageable, lambda: torch.ones(3).pin_memory().to(DEVICE), lambda: x[[0]]], 1):
+            copy()
+            assert total(seen.copies) == number
+        assert all(place.startswith("tests/pipeline/test_device.py:") for _, place in seen.waits)
+
+
+# -- training -----------------------------------------------------------------------------------------------------------
+
+
+def rows_for(draft) -> list[Row]:
+    generator, rows, layers = torch.Generator().manual_seed(0), [], len(draft.needs.auxiliary)
+    for number, length in enumerate((20, 14, 9, 3)):
+        tokens = torch.randint(0, 256, (length,), generator=generator).int().numpy()
+        mask = ((np.arange(length) >= 3) & (np.arange(length) != 7)).astype(np.uint8)
+        states = torch.randn(length, 1 + layers, 32, generator=generator)
+        rows.append(Row(f"row{number}", tokens, mask, states[:, 0], states[:, 1:]))
+    return rows
+
+
+def batch_for(draft, packed: bool) -> Batch:
+    rows, auxiliary = rows_for(draft), range(len(draft.needs.auxiliary))
+    totals = dict.fromkeys(draft.horizons, 30)
+    if packed:
+        packs = [[rows[0], rows[3]], [rows[1], rows[2]]]
+        return collate_packed(packs, draft.horizons, "predicted", totals, auxiliary=auxiliary)
+    return collate(rows, draft.horizons, "predicted", totals, auxiliary=auxiliary)
+
+
+def stepped(draft, batch: Batch):
+    """Loss, sums and gradients of a micro-batch."""
+    loss, sums = draft.loss(batch)
+    loss.backward()
+    return loss, sums, {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+
+
+def waits_of(name: str) -> int:
+    """Of a micro-batch. Which experts have how many tokens is asked once in each pass, where not all are kept."""
+    config = VARIANTS[name]
+    sparse = getattr(config, "experts", 0) > getattr(config, "experts_per_token", 0) and config.routing != "depth"
+    return config.rollout if sparse else 0
+
+
+@pytest.mark.parametrize(("packed", "chunk"), [(False, 1 << 20), (True, 7)], ids=["plain", "packed, in chunks"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(
+    loaded_target, ends, monkeypatch, name, packed, chunk
+):
+    monkeypatch.setattr("pipeline.drafts.parts.base.chunk_rows", lambda *_: chunk)
+    draft = make_draft(loaded_target, ends, VARIANTS[name]).train().requires_grad_(True)
+    batch = batch_for(draft, packed)
+    want_loss, want_sums, want = stepped(draft, batch)
+    mine = replace(ends, decoder=copy.deepcopy(ends.decoder))  # moving it would move the others'
+    there = make_draft(loaded_target, mine, VARIANTS[name]).train().requires_grad_(True)
+    with rehearsal() as seen:
+        there.to(DEVICE)
+        there.move_ends(DEVICE, torch.float32)
+        stepped(there, batch.pinned().to(DEVICE, torch.float32))  # what is brought there once
+        there.zero_grad()
+        seen.waits.clear()
+        seen.copies.clear()
+        loss, sums, got = stepped(there, batch.pinned().to(DEVICE, torch.float32))
+        assert total(seen.waits) == waits_of(name), seen.waits
+        assert total(seen.copies) == 0, seen.copies
+        assert torch.equal(loss.cpu(), want_loss)
+        assert {n: {p: x.item() for p, x in parts.items()} for n, parts in sums.items()} == {
+            n: {p: x.item() for p, x in parts.items()} for n, parts in want_sums.items()
+        }
+        assert set(got) == set(want)
+        for weight, gradient in got.items():
+            torch.testing.assert_close(gradient.cpu(), want[weight], rtol=0, atol=1e-6)
+
+
+# -- decoding -----------------------------------------------------------------------------------------------------------
+
+
+def rounds_of(target, method: Method, temperature: float):
+    """An answer from a prompt that is in the cache already."""
+    sampling = Sampling(10, NEVER, temperature=temperature, seed=3)
+    ready = prefill(target, prompt_of(3), 10 + method.room(False), method.draft.needs.auxiliary)
+    return lambda: speculative(target, method, prompt_of(3), sampling, prefilled=ready)
+
+
+def decodes_alike(target, ends, config, tree: dict, temperature: float = 0.0) -> None:
+    want = rounds_of(target, grown(make_draft(target, ends, config), **tree), temperature)()
+    method = grown(make_draft(target, ends, config), **tree)
+    with rehearsal() as seen:
+        there, draft = moved(target), method.draft.to(DEVICE)
+        draft.bind(there.ends("there"))
+        draft.prepare()
+        rounds_of(there, method, temperature)()  # what is brought there once
+        decode = rounds_of(there, method, temperature)
+        seen.waits.clear()
+        seen.copies.clear()
+        got = decode()
+    assert got.tokens == want.tokens
+    assert got.acceptance == want.acceptance
+    rounds = got.acceptance.passes
+    if config.kind != "skipper":  # which tokens its blocks compute is asked in every block
+        assert total(seen.waits) == 2 * rounds + 3, seen.waits  # the first token, and the clock's two looks
+    assert total(seen.copies) == 0, seen.copies
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_draft_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, ends, name):
+    decodes_alike(loaded_target, ends, VARIANTS[name], {"depth": 4, "top_k": 4, "nodes": 16})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, ends, kind):
+    name, tree = KINDS[kind]
+    decodes_alike(loaded_target, ends, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)
