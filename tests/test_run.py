@@ -513,11 +513,11 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         methods_of(load_recipe(recipe, [f"output={run}"]))
 
 
-def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
+def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied
-    both = 'eval.methods.both={draft="jakiro", beside=["copier"], sized=true}'
-    sets = [f"output={run}", 'draft.copier={kind="copier"}', both]
+    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"], sized=true}'
+    sets = [f"output={run}", 'draft.prompt-lookup={kind="prompt-lookup"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
     with pytest.raises(PipelineError, match="nothing is tuned: run"):
@@ -542,11 +542,11 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
 
     call(evaluate, str(recipe), *flags)
     table = capsys.readouterr().out
-    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("copier", "both", "both-tuned"))
+    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("prompt-lookup", "both", "both-tuned"))
     found = load_recipe(recipe, sets)
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert "copier beside the draft, chances counted" in (run / "release/README.md").read_text()
+    assert "prompt-lookup beside the draft, chances counted" in (run / "release/README.md").read_text()
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(Ends(target.embedding_VD, target.head, mark))
@@ -570,8 +570,8 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
     corpus = tmp_path / "my folder" / "my notes"
     corpus.parent.mkdir()
     corpus.write_text("one two three " * 20)
-    both = 'eval.methods.both={draft="jakiro", beside=["copier"]}'
-    sets = [f"output={run}", f'draft.copier={{kind="copier", corpus="{corpus}"}}', both]
+    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"]}'
+    sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
     flags = [word for one in sets for word in ("--set", one)]
     call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
     call(evaluate, str(recipe), *flags)
@@ -588,7 +588,7 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
                 assert private not in (folder / name).read_bytes(), name
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert checkpoint.read_config(run / "release").together.beside["copier"].corpus is None
+    assert checkpoint.read_config(run / "release").together.beside["prompt-lookup"].corpus is None
     assert eval_state(found)[0]
     corpus.write_text("another text")
     assert eval_state(found) == (False, "release of another corpus")
@@ -600,9 +600,9 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     """So that what it is trained, saved and shown with is the draft's own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    for settings in ('{beside=["copier"]}', "{sized=true}"):
+    for settings in ('{beside=["prompt-lookup"]}', "{sized=true}"):
         with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
-            load_recipe(recipe, ['draft.copier={kind="copier"}', f"eval.methods.jakiro={settings}"])
+            load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.jakiro={settings}"])
 
 
 def test_costs_that_are_none_are_refused(copied, tmp_path):
@@ -616,17 +616,17 @@ def test_costs_that_are_none_are_refused(copied, tmp_path):
     ("beside", "said"),
     [
         ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that take no forwards"),
-        ('{draft="jakiro", beside=["copier", "copier"]}', "each once"),
-        ('{draft="copier", beside=["copier"]}', "draft='copier' is not trained"),
-        ('{draft="jakiro", beside=["copier"], tree={depth=1, top_k=3, nodes=35}}', "the sources propose at most 34"),
-        ('{draft="jakiro", beside=["copier"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
+        ('{draft="jakiro", beside=["prompt-lookup", "prompt-lookup"]}', "each once"),
+        ('{draft="prompt-lookup", beside=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
+        ('{draft="jakiro", beside=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}', "sources propose at most 34"),
+        ('{draft="jakiro", beside=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
     ],
 )
 def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):
     with pytest.raises(PipelineError, match=said):
         load_recipe(
             write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
-            ['draft.copier={kind="copier"}', f"eval.methods.both={beside}"],
+            ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={beside}"],
         )
 
 
