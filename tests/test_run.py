@@ -27,6 +27,7 @@ from infra.serving import in_transformers, one_line
 from pipeline.__main__ import eval_state, run, stages, status
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.provenance import code_of
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -252,14 +253,15 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
     head, report = yaml.safe_load(head), json.loads((run / "release/report.json").read_text())
     assert {"speculative-decoding", "draft-model", "custom_generate", "jakiro"} == set(head["tags"])
     (entry,) = head["model-index"]
-    stated = {(r["dataset"]["name"], m["type"]): m["value"] for r in entry["results"] for m in r["metrics"]}
+    stated = {(r["dataset"]["name"], m["type"], m["name"]): m["value"] for r in entry["results"] for m in r["metrics"]}
     own = [row for row in report["results"] if row["draft"] == "jakiro"]
     assert stated == {
-        (f"heldout, T = {row['temperature']:g}, 3 prompts", key): row[value]
+        (f"heldout, T = {row['temperature']:g}, 3 prompts", key, f"{key} of jakiro (the draft alone)"): row[value]
         for row in own
         for key, value in (("tau", "tau"), ("speed-up", "speedup"))
     }
-    assert body.index("| heldout | 0 |") < body.index("<details>") < body.index("tau = tokens emitted")
+    assert "The release decodes with `jakiro`, the draft alone." in body
+    assert body.index("| heldout | 0 | jakiro |") < body.index("<details>") < body.index("tau = tokens emitted")
     assert body.index("</details>") < body.index("## Use")
     engines = body.partition("## In engines")[2].partition("## What it is")[0]
     assert re.search(r"^vllm serve TARGET .*exported", engines, re.MULTILINE) and "infra/vllm_jakiro" in engines
@@ -371,6 +373,17 @@ def copied(finished, tmp_path) -> tuple[Path, Path]:
     return recipe, tmp_path / "run"
 
 
+def test_whoever_the_umask_lets_reads_every_artifact(finished):
+    """But for the recipe with this machine's paths. A cluster's users read each other's runs."""
+    run, made = finished[1], finished[1] / "made"
+    made.touch()
+    expected = made.stat().st_mode
+    made.unlink()
+    files = {path.relative_to(run).as_posix(): path.stat().st_mode for path in run.rglob("*") if path.is_file()}
+    assert {"release/model.safetensors", "features/own-recipe.json"} <= set(files)
+    assert [name for name, mode in files.items() if mode != expected] == ["features/own-recipe.json"]
+
+
 def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
     """A figure of the report, a plot, the draft's own words: each is named, and nothing of the release is touched."""
     recipe_file, run = copied
@@ -424,6 +437,23 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
     assert done.returncode == 0, done.stdout + done.stderr
     assert records.read_text().splitlines()[:2] == kept  # timings included: they were not decoded again
     assert answers_of(run) == before
+
+
+def test_mended_code_releases_no_old_figures(copied, monkeypatch):
+    """Neither what decoded nor what formed the figures may be other code, committed or not."""
+    recipe, run = copied
+    sets, records = [f"output={run}"], run / "eval/records.jsonl"
+    before = records.read_text().splitlines()
+    for mended, again in (("eval.main", 0), ("eval.measure.units", len(before))):
+        for where in ("eval.main", "eval.measure.units", "pipeline.__main__"):
+            monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
+        found = load_recipe(recipe, sets)
+        assert eval_state(found) == (False, "release of other code, torch or transformers")
+        if mended == "eval.main":  # what decodes is as it was
+            monkeypatch.setattr("eval.measure.units.code_of", code_of)
+        call(evaluate, str(recipe), "--set", sets[0])
+        assert len(records.read_text().splitlines()) == len(before) + again
+        assert eval_state(found)[0]
 
 
 def test_the_bench_splits_a_round(copied):
@@ -546,7 +576,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     found = load_recipe(recipe, sets)
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert "prompt-lookup beside the draft, chances counted" in (run / "release/README.md").read_text()
+    assert_each_figure_names_its_method(run / "release")
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(Ends(target.embedding_VD, target.head, mark))
@@ -563,6 +593,28 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
         methods_of(found)
     call(tune, str(recipe), *flags, *shape)  # which the tuner mends
     assert set(methods_of(found)) >= {"both", "both-tuned"}
+
+
+def assert_each_figure_names_its_method(release: Path) -> None:
+    """The draft alone stands beside the draft with prompt lookup, which the release decodes with."""
+    _, head, body = (release / "README.md").read_text().split("---\n", 2)
+    assert "prompt-lookup beside the draft, chances counted" in body
+    assert "decodes with `both-tuned`: prompt-lookup beside the draft in one tree. `jakiro` is the draft alone." in body
+    first, page = body.partition("<details>")[0], (release / "report.html").read_text()
+    rows = [line for line in first.splitlines() if line.startswith("| heldout")]
+    assert [row.split(" | ")[1:3] for row in rows] == [[t, m] for t in "01" for m in ("jakiro", "both-tuned")]
+    shown = re.findall(r"<td>heldout</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert shown[:2] == [("0", "jakiro"), ("0", "both-tuned")] and len(shown) == 2 * len({m for _, m in shown})
+    assert "Shaded: both-tuned, how the release decodes; jakiro is the draft alone." in page
+    report = json.loads((release / "report.json").read_text())
+    measured = {(row["temperature"], row["draft"]): row for row in report["results"]}
+    for result in yaml.safe_load(head)["model-index"][0]["results"]:
+        temperature = float(result["dataset"]["config"].removeprefix("T = "))
+        of = {one["name"]: one["value"] for one in result["metrics"] if one["type"] == "tau"}
+        assert of == {
+            "tau of jakiro (the draft alone)": measured[temperature, "jakiro"]["tau"],
+            "tau of both-tuned (as released)": measured[temperature, "both-tuned"]["tau"],
+        }
 
 
 def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):

@@ -136,7 +136,7 @@ def export(source: Path, folder: Path, tree: TreeConfig, together: Together | No
     """Copies a saved draft into `folder`, with the tree that it is to grow by default, how the tree's nodes are chosen,
     and the recipe that it was measured under.
     """
-    shutil.copy(source / WEIGHTS, folder / WEIGHTS)
+    shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
     for file in (source / PROVENANCE, recipe_file):
         write_sealed(
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
