@@ -21,7 +21,7 @@ from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import provenance, write_provenance
+from pipeline.artifacts.provenance import code_of, provenance, write_provenance
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
@@ -35,7 +35,9 @@ from pipeline.target.template import template_settings
 
 
 def measured_already(path: Path, key: str) -> bool:
-    return path.exists() and read_report(path).get("key") == key
+    """By this code, too: what formed the figures as well as what decoded."""
+    found = read_report(path) if path.exists() else {}
+    return (found.get("key"), found.get("code")) == (key, code_of("eval.main"))
 
 
 def facts_of(recipe: Recipe, method: Measured) -> dict:
@@ -75,6 +77,7 @@ def measure(job: Job) -> dict:
     measured = {
         "name": recipe.name,
         "key": job.key,
+        "code": code_of("eval.main"),
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
         "settings": settings_of(recipe),

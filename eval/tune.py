@@ -132,7 +132,7 @@ def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: ar
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    parser.add_argument("--method", help="only this one: a draft of the recipe, or a method with others beside it")
+    parser.add_argument("--method", help="only this one: a draft, or a method with others beside it or sized rounds")
     parser.add_argument("--costs", type=Path, help="predict with these instead (JSON); nothing is measured or written")
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")

@@ -32,7 +32,7 @@ import torch
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.provenance import ROOT
+from pipeline.artifacts.provenance import ROOT, code_of
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
 from pipeline.basics.display import Display, display
@@ -98,8 +98,8 @@ def _resume_step(state: Path) -> int:
 
 
 def eval_state(recipe: Recipe) -> tuple[bool, str]:
-    """Done when the release's report was measured under this recipe on the weights that are in the draft folders
-    now.
+    """Done when the release's report was measured under this recipe, by this code, on the weights that are in the draft
+    folders now.
     """
     path = recipe.release_dir / REPORT
     if not path.exists() or read_release(recipe.release_dir)["pending"]:
@@ -107,6 +107,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     found = read_report(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
+    if found.get("code") != code_of("eval.main"):
+        return False, "release of other code, torch or transformers"
     if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():

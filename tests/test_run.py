@@ -27,6 +27,7 @@ from infra.serving import in_transformers, one_line
 from pipeline.__main__ import eval_state, run, stages, status
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.provenance import code_of
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -252,14 +253,15 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
     head, report = yaml.safe_load(head), json.loads((run / "release/report.json").read_text())
     assert {"speculative-decoding", "draft-model", "custom_generate", "jakiro"} == set(head["tags"])
     (entry,) = head["model-index"]
-    stated = {(r["dataset"]["name"], m["type"]): m["value"] for r in entry["results"] for m in r["metrics"]}
+    stated = {(r["dataset"]["name"], m["type"], m["name"]): m["value"] for r in entry["results"] for m in r["metrics"]}
     own = [row for row in report["results"] if row["draft"] == "jakiro"]
     assert stated == {
-        (f"heldout, T = {row['temperature']:g}, 3 prompts", key): row[value]
+        (f"heldout, T = {row['temperature']:g}, 3 prompts", key, f"{key} of jakiro (the draft alone)"): row[value]
         for row in own
         for key, value in (("tau", "tau"), ("speed-up", "speedup"))
     }
-    assert body.index("| heldout | 0 |") < body.index("<details>") < body.index("tau = tokens emitted")
+    assert "The release decodes with `jakiro`, the draft alone." in body
+    assert body.index("| heldout | 0 | jakiro |") < body.index("<details>") < body.index("tau = tokens emitted")
     assert body.index("</details>") < body.index("## Use")
     engines = body.partition("## In engines")[2].partition("## What it is")[0]
     assert re.search(r"^vllm serve TARGET .*exported", engines, re.MULTILINE) and "infra/vllm_jakiro" in engines
@@ -371,6 +373,17 @@ def copied(finished, tmp_path) -> tuple[Path, Path]:
     return recipe, tmp_path / "run"
 
 
+def test_whoever_the_umask_lets_reads_every_artifact(finished):
+    """But for the recipe with this machine's paths. A cluster's users read each other's runs."""
+    run, made = finished[1], finished[1] / "made"
+    made.touch()
+    expected = made.stat().st_mode
+    made.unlink()
+    files = {path.relative_to(run).as_posix(): path.stat().st_mode for path in run.rglob("*") if path.is_file()}
+    assert {"release/model.safetensors", "features/own-recipe.json"} <= set(files)
+    assert [name for name, mode in files.items() if mode != expected] == ["features/own-recipe.json"]
+
+
 def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
     """A figure of the report, a plot, the draft's own words: each is named, and nothing of the release is touched."""
     recipe_file, run = copied
@@ -424,6 +437,23 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
     assert done.returncode == 0, done.stdout + done.stderr
     assert records.read_text().splitlines()[:2] == kept  # timings included: they were not decoded again
     assert answers_of(run) == before
+
+
+def test_mended_code_releases_no_old_figures(copied, monkeypatch):
+    """Neither what decoded nor what formed the figures may be other code, committed or not."""
+    recipe, run = copied
+    sets, records = [f"output={run}"], run / "eval/records.jsonl"
+    before = records.read_text().splitlines()
+    for mended, again in (("eval.main", 0), ("eval.measure.units", len(before))):
+        for where in ("eval.main", "eval.measure.units", "pipeline.__main__"):
+            monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
+        found = load_recipe(recipe, sets)
+        assert eval_state(found) == (False, "release of other code, torch or transformers")
+        if mended == "eval.main":  # what decodes is as it was
+            monkeypatch.setattr("eval.measure.units.code_of", code_of)
+        call(evaluate, str(recipe), "--set", sets[0])
+        assert len(records.read_text().splitlines()) == len(before) + again
+        assert eval_state(found)[0]
 
 
 def test_the_bench_splits_a_round(copied):
@@ -513,11 +543,11 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         methods_of(load_recipe(recipe, [f"output={run}"]))
 
 
-def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
+def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied
-    both = 'eval.methods.both={draft="jakiro", beside=["copier"], sized=true}'
-    sets = [f"output={run}", 'draft.copier={kind="copier"}', both]
+    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"], sized=true}'
+    sets = [f"output={run}", 'draft.prompt-lookup={kind="prompt-lookup"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
     with pytest.raises(PipelineError, match="nothing is tuned: run"):
@@ -542,11 +572,11 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
 
     call(evaluate, str(recipe), *flags)
     table = capsys.readouterr().out
-    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("copier", "both", "both-tuned"))
+    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("prompt-lookup", "both", "both-tuned"))
     found = load_recipe(recipe, sets)
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert "copier beside the draft, chances counted" in (run / "release/README.md").read_text()
+    assert_each_figure_names_its_method(run / "release")
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(Ends(target.embedding_VD, target.head, mark))
@@ -565,13 +595,35 @@ def test_a_draft_with_the_copier_beside_it_is_tuned_measured_and_released(copied
     assert set(methods_of(found)) >= {"both", "both-tuned"}
 
 
+def assert_each_figure_names_its_method(release: Path) -> None:
+    """The draft alone stands beside the draft with prompt lookup, which the release decodes with."""
+    _, head, body = (release / "README.md").read_text().split("---\n", 2)
+    assert "prompt-lookup beside the draft, chances counted" in body
+    assert "decodes with `both-tuned`: prompt-lookup beside the draft in one tree. `jakiro` is the draft alone." in body
+    first, page = body.partition("<details>")[0], (release / "report.html").read_text()
+    rows = [line for line in first.splitlines() if line.startswith("| heldout")]
+    assert [row.split(" | ")[1:3] for row in rows] == [[t, m] for t in "01" for m in ("jakiro", "both-tuned")]
+    shown = re.findall(r"<td>heldout</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert shown[:2] == [("0", "jakiro"), ("0", "both-tuned")] and len(shown) == 2 * len({m for _, m in shown})
+    assert "Shaded: both-tuned, how the release decodes; jakiro is the draft alone." in page
+    report = json.loads((release / "report.json").read_text())
+    measured = {(row["temperature"], row["draft"]): row for row in report["results"]}
+    for result in yaml.safe_load(head)["model-index"][0]["results"]:
+        temperature = float(result["dataset"]["config"].removeprefix("T = "))
+        of = {one["name"]: one["value"] for one in result["metrics"] if one["type"] == "tau"}
+        assert of == {
+            "tau of jakiro (the draft alone)": measured[temperature, "jakiro"]["tau"],
+            "tau of both-tuned (as released)": measured[temperature, "both-tuned"]["tau"],
+        }
+
+
 def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):
     recipe, run = copied
     corpus = tmp_path / "my folder" / "my notes"
     corpus.parent.mkdir()
     corpus.write_text("one two three " * 20)
-    both = 'eval.methods.both={draft="jakiro", beside=["copier"]}'
-    sets = [f"output={run}", f'draft.copier={{kind="copier", corpus="{corpus}"}}', both]
+    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"]}'
+    sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
     flags = [word for one in sets for word in ("--set", one)]
     call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
     call(evaluate, str(recipe), *flags)
@@ -588,7 +640,7 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
                 assert private not in (folder / name).read_bytes(), name
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert checkpoint.read_config(run / "release").together.beside["copier"].corpus is None
+    assert checkpoint.read_config(run / "release").together.beside["prompt-lookup"].corpus is None
     assert eval_state(found)[0]
     corpus.write_text("another text")
     assert eval_state(found) == (False, "release of another corpus")
@@ -600,9 +652,9 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     """So that what it is trained, saved and shown with is the draft's own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    for settings in ('{beside=["copier"]}', "{sized=true}"):
+    for settings in ('{beside=["prompt-lookup"]}', "{sized=true}"):
         with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
-            load_recipe(recipe, ['draft.copier={kind="copier"}', f"eval.methods.jakiro={settings}"])
+            load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.jakiro={settings}"])
 
 
 def test_costs_that_are_none_are_refused(copied, tmp_path):
@@ -616,17 +668,17 @@ def test_costs_that_are_none_are_refused(copied, tmp_path):
     ("beside", "said"),
     [
         ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that take no forwards"),
-        ('{draft="jakiro", beside=["copier", "copier"]}', "each once"),
-        ('{draft="copier", beside=["copier"]}', "draft='copier' is not trained"),
-        ('{draft="jakiro", beside=["copier"], tree={depth=1, top_k=3, nodes=35}}', "the sources propose at most 34"),
-        ('{draft="jakiro", beside=["copier"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
+        ('{draft="jakiro", beside=["prompt-lookup", "prompt-lookup"]}', "each once"),
+        ('{draft="prompt-lookup", beside=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
+        ('{draft="jakiro", beside=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}', "sources propose at most 34"),
+        ('{draft="jakiro", beside=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
     ],
 )
 def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):
     with pytest.raises(PipelineError, match=said):
         load_recipe(
             write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
-            ['draft.copier={kind="copier"}', f"eval.methods.both={beside}"],
+            ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={beside}"],
         )
 
 

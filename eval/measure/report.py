@@ -8,6 +8,7 @@ failed.
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -225,8 +226,8 @@ def _with_interval(value: float, bounds: list[float] | None) -> str:
 
 
 def table(entries: list[dict]) -> str:
-    """Markdown; one line per benchmark, temperature and draft."""
-    heads = ["benchmark", "T", "draft", "prompts", "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless"]
+    """Markdown; one line per benchmark, temperature and method."""
+    heads = ["benchmark", "T", "method", "prompts", "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless"]
     heads.append("tau, legacy count")
     circles = any(entry.get("answers_in_circles") for entry in entries)
     return markdown.table(
@@ -251,11 +252,20 @@ def _row(entry: dict, circles: bool) -> list[Any]:
     return [*cells, *([_circles_said(entry)] if circles else [])]
 
 
+def together(entries: list[dict], shown: Sequence[str]) -> list[dict]:
+    """The entries with these methods first at each benchmark and temperature, in this order."""
+    places = list(dict.fromkeys((e["benchmark"], e["temperature"]) for e in entries))
+    order = {method: number for number, method in enumerate(shown)}
+    return sorted(
+        entries, key=lambda e: (places.index((e["benchmark"], e["temperature"])), order.get(e["draft"], len(order)))
+    )
+
+
 def headline(entries: list[dict]) -> str:
-    """Markdown: one method's figures, a line per benchmark and temperature."""
-    heads = ["benchmark", "T", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
+    """Markdown: a release's figures, a line per benchmark, temperature and method."""
+    heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
     rows = (
-        [e["benchmark"], f"{e['temperature']:g}", tau_said(e), speed_said(e), rates_said(e), verdict(e)]
+        [e["benchmark"], f"{e['temperature']:g}", e["draft"], tau_said(e), speed_said(e), rates_said(e), verdict(e)]
         for e in entries
     )
     return markdown.table(heads, rows)

@@ -1,8 +1,8 @@
 """Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
 
-Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings and
-weights; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count; what is
-missing is done, or the command ends with an error.
+Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings,
+weights and code; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count;
+what is missing is done, or the command ends with an error.
 """
 
 import logging
@@ -15,7 +15,7 @@ from eval.measure.harness import Harness, Outcome, Unit
 from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import revision
+from pipeline.artifacts.provenance import code_of
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import read_tuned_trees
 from pipeline.basics.errors import PipelineError
@@ -132,8 +132,8 @@ def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
 @dataclass(frozen=True)
 class Job:
     """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome
-    names itself: settings, weights, trees, the prompts' and the template's text, the target, and how many share the
-    machine.
+    names itself: the code, settings, weights, trees, the prompts' and the template's text, the target, and how many
+    share the machine.
     """
 
     recipe: Recipe
@@ -145,6 +145,7 @@ class Job:
 def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
     methods, units = methods_of(recipe, tuned_alone), units_of(recipe)
     found = {
+        "code": code_of("eval.measure.units"),
         "recipe": recipe.hash,
         "methods": {name: method_facts(method) for name, method in methods.items()},
         "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
@@ -239,7 +240,7 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
     """
     with exclusive(job.recipe.eval_dir, "evaluation"):
-        finished = Finished(job.recipe.eval_dir, f"{job.key} {revision()}")
+        finished = Finished(job.recipe.eval_dir, job.key)
         missing = [unit for unit in job.units if unit.name not in finished.outcomes]
         if missing:
             done = (fleet or _here)(job.recipe, job.methods, missing)

@@ -22,10 +22,14 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 Facts = dict[str, Any]  # what a template shows, by name
 
 
-def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: str) -> Facts:
-    """What the head of a card and of a page say. `method`: how the release decodes."""
+def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: str, alone: str) -> Facts:
+    """What the head of a card and of a page say. `method`: how the release decodes; `alone`: how the draft does with
+    nothing beside it, which may be the same.
+    """
     provenance = measured["provenance"]
     return {
+        "method": method,
+        "alone": alone,
         "name": f"{recipe.name}-{recipe.publish.draft}",
         "kind": kind_of(saved.config),
         "target_name": hub_name(recipe.target.model) or public_name(recipe.target.model),
@@ -42,14 +46,15 @@ def card(
     recipe: Recipe,
     saved: checkpoint.Saved,
     measured: Facts,
-    method: str,
+    who: Facts,
     plots: list[Path],
     elsewhere: list[Facts],
     engines: dict[str, list[str]],
 ) -> str:
-    """The file's text. `elsewhere`: what the same weights measured before; `engines`: how to serve them, by engine."""
-    who = identity(recipe, saved, measured, method)
-    facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, method)
+    """The file's text. `who`: its `identity`; `elsewhere`: what the same weights measured before; `engines`: how to
+    serve them, by engine.
+    """
+    facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, who)
     facts |= {
         "plots": plots,
         "engines": engines,
@@ -57,7 +62,7 @@ def card(
     }
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
     body = environment.from_string(TEMPLATE.read_text()).render(facts)
-    return f"---\n{_head(recipe, who, _rows(measured, method)).to_yaml()}\n---\n\n{body}"
+    return f"---\n{_head(recipe, who, _rows(measured, who)).to_yaml()}\n---\n\n{body}"
 
 
 def _head(recipe: Recipe, who: Facts, entries: list[Facts]) -> ModelCardData:
@@ -68,7 +73,7 @@ def _head(recipe: Recipe, who: Facts, entries: list[Facts]) -> ModelCardData:
         base_model=hub_name(recipe.target.model),
         base_model_revision=recipe.target.revision,
         model_name=who["name"],
-        eval_results=[found for entry in entries for found in _index(entry)],
+        eval_results=[found for entry in entries for found in _index(entry, who)],
         tags=["speculative-decoding", "draft-model", "custom_generate", who["kind"]],
     )
 
@@ -107,10 +112,11 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
     }
 
 
-def _of_run(recipe: Recipe, measured: Facts, method: str) -> Facts:
-    config, methods = recipe.eval, measured["drafts"]
+def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
+    config, methods, method = recipe.eval, measured["drafts"], who["method"]
     return {
-        "headline": report.headline(_rows(measured, method)),
+        "headline": report.headline(_rows(measured, who)),
+        "beside": methods[method]["beside"],
         "table": measured["table"],
         "explanation": report.explain(),
         "times": lambda count: "once" if count == 1 else f"{count} times",
@@ -132,8 +138,10 @@ def _of_run(recipe: Recipe, measured: Facts, method: str) -> Facts:
     }
 
 
-def _rows(measured: Facts, method: str) -> list[Facts]:
-    return [entry for entry in measured["results"] if entry["draft"] == method]
+def _rows(measured: Facts, who: Facts) -> list[Facts]:
+    """Of the draft alone and of the method that the release decodes with."""
+    shown = (who["alone"], who["method"])
+    return [entry for entry in report.together(measured["results"], shown) if entry["draft"] in shown]
 
 
 def settings_said(recipe: Recipe) -> str:
@@ -186,10 +194,15 @@ def _shown(row: dict[str, Any]) -> str:
     return f"| {' | '.join([*cells, report.tau_said(row), report.speed_said(row)])} |"
 
 
-def _index(entry: dict[str, Any]) -> list[EvalResult]:
-    """The Hub's model-index of one row: what was measured, and nothing else."""
+def _index(entry: dict[str, Any], who: Facts) -> list[EvalResult]:
+    """The Hub's model-index of one row: what was measured, by which method, and nothing else."""
     benchmark, temperature = entry["benchmark"], entry["temperature"]
     place = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
     place["dataset_name"] = f"{benchmark}, T = {temperature:g}, {entry['prompts']} prompts"
     figures = {"tau": entry["tau"], "speed-up": entry["speedup"]}
-    return [EvalResult(**place, metric_type=key, metric_value=value) for key, value in figures.items() if value]
+    by = f"{entry['draft']} ({'the draft alone' if entry['draft'] == who['alone'] else 'as released'})"
+    return [
+        EvalResult(**place, metric_type=key, metric_name=f"{key} of {by}", metric_value=value)
+        for key, value in figures.items()
+        if value
+    ]

@@ -46,13 +46,14 @@ def _is_public(benchmark: BenchmarkConfig) -> bool:
     return named and benchmark.path is None
 
 
-def page(measured: dict[str, Any], method: str, plots: list[Path], identity: dict[str, Any]) -> str:
-    """HTML. `method`: how the release decodes; `identity`: what the head says."""
+def page(measured: dict[str, Any], identity: dict[str, Any], plots: list[Path]) -> str:
+    """HTML. `identity`: what the head says (card.py)."""
+    method = identity["method"]
+    results = report.together(measured["results"], (identity["alone"], method))
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         **identity,
-        method=method,
-        rows=[{"released": entry["draft"] == method, "cells": _cells(entry)} for entry in measured["results"]],
+        rows=[{"released": entry["draft"] == method, "cells": _cells(entry)} for entry in results],
         plots=[{"alt": plot.stem.replace("_", " "), "data": _encoded(plot)} for plot in plots],
         samples=[sample for sample in measured["samples"] if sample["method"] == method],
         colours=COLOURS,

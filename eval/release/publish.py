@@ -40,7 +40,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     if not report.lossless(measured["results"]):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
     method = released_method(recipe, measured)
-    facts = measured["drafts"][method]
+    facts, who = measured["drafts"][method], identity(recipe, saved, measured, method, alone(recipe, measured))
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     with exclusive(recipe.eval_dir, "evaluation"):
         shutil.rmtree(building, ignore_errors=True)
@@ -48,16 +48,16 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         checkpoint.export(
             source, building, from_json(TreeConfig, facts["tree"]), together_of(recipe, facts), recipe.eval_dir / RECIPE
         )
-        shutil.copy(recipe.eval_dir / REPORT, building / REPORT)
+        shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
         bundle(building)
         if recipe.target.chat_template:
-            shutil.copy(recipe.target.chat_template, building / TEMPLATE_FILE)
+            shutil.copyfile(recipe.target.chat_template, building / TEMPLATE_FILE)
         others, old = earlier([release, source], weights, measured)
         if others:
             write_sealed(building / ELSEWHERE, {"rows": others})
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
-        write_text(building / CARD, card(recipe, saved, measured, method, drawn, others, tried(building)))
-        write_text(building / PAGE, page(measured, method, drawn, identity(recipe, saved, measured, method)))
+        write_text(building / CARD, card(recipe, saved, measured, who, drawn, others, tried(building)))
+        write_text(building / PAGE, page(measured, who, drawn))
         notes = install(building, release)
         shutil.rmtree(building)
     return release, notes + old
@@ -73,7 +73,7 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
                 f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove "
                 f"{source / REPORT} and run python eval/main.py RECIPE again: prompts that are decoded are kept"
             )
-        shutil.copy(source / name, folder / name)
+        shutil.copyfile(source / name, folder / name)
     return [folder / name for name in plots]
 
 
@@ -81,10 +81,19 @@ def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
     """How the released draft decodes by default: of the recipe's tree and the tuned one, alone and with others beside
     it, what was measured to be fastest. What copies from a text that is not released cannot be.
     """
+    return _fastest(recipe, measured, without="corpora")
+
+
+def alone(recipe: Recipe, measured: dict[str, Any]) -> str:
+    """The released draft's fastest method with nothing beside it: what its own figures are."""
+    return _fastest(recipe, measured, without="beside")
+
+
+def _fastest(recipe: Recipe, measured: dict[str, Any], without: str) -> str:
     name = recipe.publish.draft
     own = [method for method in recipe.tunable if recipe.methods[method] == name]
     both = [method for each in own for method in (each, f"{each}-tuned") if method in measured["drafts"]]
-    both = [method for method in both if not measured["drafts"][method]["corpora"]]
+    both = [method for method in both if not measured["drafts"][method][without]]
     speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in both}
     return max(speeds, key=lambda method: sum(speeds[method]))
 

@@ -24,7 +24,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.sources import Agreement, SettledTogether, Sources
 from pipeline.decoding.worth import Worth
-from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of, make
+from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
 from pipeline.recipe.recipe import Recipe
 
 VERSION = 3
@@ -52,7 +52,7 @@ class Together:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Together":
-        beside = {name: from_json(DRAFTS[kind_of(settings)][0], settings) for name, settings in raw["beside"].items()}
+        beside = {name: settings_from(settings) for name, settings in raw["beside"].items()}
         if raw["agreement"] not in get_args(Agreement):
             raise ValueError(f"agreement={raw['agreement']!r} is not one of {get_args(Agreement)}")
         counted, rule = raw["calibration"], raw["worth"]
@@ -136,7 +136,7 @@ def export(source: Path, folder: Path, tree: TreeConfig, together: Together | No
     """Copies a saved draft into `folder`, with the tree that it is to grow by default, how the tree's nodes are chosen,
     and the recipe that it was measured under.
     """
-    shutil.copy(source / WEIGHTS, folder / WEIGHTS)
+    shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
     for file in (source / PROVENANCE, recipe_file):
         write_sealed(
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
@@ -163,7 +163,7 @@ def read_config(folder: Path) -> Saved:
             "project, or of another version of it"
         )
     try:
-        config = from_json(DRAFTS[kind_of(raw["draft"])][0], raw["draft"])
+        config = settings_from(raw["draft"])
         together = Together.from_json(raw["together"]) if raw.get("together") else None
         settled = SettledTogether(config, bool(together.beside)) if together else config
         tree = settled.settle(from_json(TreeConfig, raw["tree"]))

@@ -1,11 +1,14 @@
 """Where an artifact comes from: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
 
+import ast
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,28 @@ def revision() -> str:
     if not commit:
         return "unknown"
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+@cache
+def code_of(module: str) -> str:
+    """Of what a module computes: SHA-256 of its code and of all that it imports of this checkout, committed or not, and
+    of torch's and transformers' versions. A comment or a line broken elsewhere changes nothing.
+    """
+    found: dict[str, str] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        place = ROOT / name.replace(".", "/")
+        path = next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+        if path is None or name in found:
+            continue
+        tree = ast.parse(path.read_bytes())
+        found[name] = ast.dump(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+    versions = [importlib.metadata.version(library) for library in ("torch", "transformers")]
+    return hashlib.sha256(json.dumps([sorted(found.items()), versions]).encode()).hexdigest()
 
 
 def hardware(device: str) -> str:
@@ -83,8 +108,7 @@ def write_own_recipe(folder: Path, recipe: Recipe) -> None:
     if store and scrubbed(store, store) != store:
         (folder / OWN_RECIPE).unlink(missing_ok=True)
         return
-    with atomic_path(folder / OWN_RECIPE) as temporary:
-        temporary.touch(mode=0o600)
+    with atomic_path(folder / OWN_RECIPE, private=True) as temporary:
         own = sealed(_changed(recipe.model_dump(mode="json"), lambda text: scrubbed(text, text)))
         temporary.write_text(json.dumps(own, indent=2) + "\n")
 

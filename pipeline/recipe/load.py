@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import SEAL, checked
 from pipeline.basics.public import scrubbed
 from pipeline.basics.settings import Settings
-from pipeline.drafts import DRAFTS
+from pipeline.drafts import DRAFTS, RENAMED
 from pipeline.recipe.recipe import Recipe
 
 _HANDED_OVER, _VARIABLE = "@environment", "JAKIRO_OVERRIDES"
@@ -122,6 +122,9 @@ def _explain(error: Any) -> str:
     if error["type"].startswith("union_tag"):
         settings = error["input"] if isinstance(error["input"], dict) else {}
         got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
+        now = RENAMED.get(str(settings.get("kind")))
+        if now is not None:
+            return f"{where}: {got}: that kind is called {now!r} now; write kind = {now!r}"
         kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
         return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):

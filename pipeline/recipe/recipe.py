@@ -182,7 +182,7 @@ class Recipe(Section):
             if not known or method.beside.count(other) > 1:
                 raise ValueError(
                     f"eval.methods.{name}.beside={other!r}: expected drafts of the recipe that take no forwards, "
-                    "each once: add a section [draft.copier] with kind = 'copier'"
+                    "each once: add a section [draft.prompt-lookup] with kind = 'prompt-lookup'"
                 )
         if method.together and not self.draft[draft].trained:
             raise ValueError(

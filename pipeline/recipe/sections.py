@@ -159,7 +159,7 @@ class MethodConfig(Section):
     """A draft, what stands beside it, and the tree that they grow."""
 
     draft: str | None = None  # default: the one of the method's name
-    beside: list[str] = []  # drafts that read nothing but the text (kind = "copier"); docs/trees.md
+    beside: list[str] = []  # drafts that read nothing but the text (kind = "prompt-lookup"); docs/trees.md
     sized: bool = False  # eval/tune.py may give each round the nodes and draft forwards that pay, where that is faster
     agreement: Agreement = "either"  # what a node is worth that several propose (pipeline/decoding/sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree

@@ -35,7 +35,7 @@ def test_right_is_what_the_text_goes_through():
 
 
 class Scripted:
-    """Places at which a draft's and a copier's first candidate are right with known chances."""
+    """Places at which a draft's and prompt lookup's first candidate are right with known chances."""
 
     def __init__(self, seed, places, honest=True):
         drawn = np.random.default_rng(seed)
@@ -45,7 +45,7 @@ class Scripted:
             hit, copied = drawn.random() < (chance if honest else 0.2), drawn.random() < length / 10
             self.following.append([1 if hit else 2 if copied else 3, 4])
             self._pools.append(Pool([1, 4], [0, 1], [float(np.log(chance)), float(np.log(chance * 0.9))]))
-            self.copied.append({"copier": Pool([2 if not hit else 3], [0], [float(length)])})
+            self.copied.append({"prompt-lookup": Pool([2 if not hit else 3], [0], [float(length)])})
 
     def pools(self, tree):
         return iter(self._pools)
@@ -57,7 +57,7 @@ def test_each_level_is_counted_once():
         ("draft", "1"): 30,
         ("draft", "2"): 30,
         ("draft", "2+1"): 30,
-        ("copier", "1"): 30,
+        ("prompt-lookup", "1"): 30,
     }
 
 
@@ -111,7 +111,7 @@ def often(source):
 def test_reliable_scores_are_shown_to_be_and_defaults_that_lie_too():
     fitted = reliability(each(range(60)), never)
     assert all(one.nodes >= SHOWN and one.off < 0.03 + 0.5 * one.error for one in fitted)
-    assert {one.source for one in fitted} == {"draft", "copier"}
+    assert {one.source for one in fitted} == {"draft", "prompt-lookup"}
     known = fit(each(range(60))).curves[0.0]
     assert known["draft"]["1"](float(np.log(0.5))) == pytest.approx(0.5, abs=0.12)
     assert reliability(each(range(2), 15), often) == []  # too few for a curve: the default predicts
@@ -178,24 +178,24 @@ def test_a_few_prompts_that_recite_do_not_make_curves_wrong(monkeypatch):
             for prompt in range(40):
                 scores = drawn.integers(1, 9, 40).astype(float)
                 hits = drawn.random(40) < (1 if drawn.random() < 0.15 else scores / 20)
-                found.append((Answer(None, 0.0, prompt), {("copier", "1"): (scores, hits)}))
+                found.append((Answer(None, 0.0, prompt), {("prompt-lookup", "1"): (scores, hits)}))
             bins += reliability(found, never)
         shares[which] = sum(one.off > one.error for one in bins) / len(bins)
     assert shares["both sides"] < 0.08 and shares["one side"] > 0.12
 
 
 def test_what_is_said_counts_bins_that_are_off():
-    bins = [Bin(0.0, "draft", 300, 9, 0.30, 0.31, 0.1), Bin(1.0, "copier", 100, 9, 0.5, 0.54, 0.1)]
+    bins = [Bin(0.0, "draft", 300, 9, 0.30, 0.31, 0.1), Bin(1.0, "prompt-lookup", 100, 9, 0.5, 0.54, 0.1)]
     bins.append(Bin(0.0, "draft", 100, 9, 0.5, 0.6, 0.05))
     assert said(bins) == [
-        "copier, T = 1: off by 4.00 points on average, by at most 4.0; 1 of 1 bins with 100 candidates and more by "
-        "over 3 points, 0 of these by more than their 95% interval over prompts",
         "draft, T = 0: off by 3.25 points on average, by at most 10.0; 1 of 2 bins with 100 candidates and more by "
         "over 3 points, 1 of these by more than their 95% interval over prompts",
+        "prompt-lookup, T = 1: off by 4.00 points on average, by at most 4.0; 1 of 1 bins with 100 candidates and more "
+        "by over 3 points, 0 of these by more than their 95% interval over prompts",
     ]
 
 
 def test_the_plot_is_drawn(tmp_path):
-    bins = [Bin(0.0, "draft", 100, 9, 0.3, 0.35, 0.1), Bin(1.0, "copier", 400, 9, 0.5, 0.5, 0.1)]
+    bins = [Bin(0.0, "draft", 100, 9, 0.3, 0.35, 0.1), Bin(1.0, "prompt-lookup", 400, 9, 0.5, 0.5, 0.1)]
     draw(bins, tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").read_bytes()[:4] == b"\x89PNG"

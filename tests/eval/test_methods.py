@@ -51,7 +51,7 @@ def test_the_tables_have_a_line_a_method():
     row |= {"acceptance_by_depth": [0.5, 0.25], "draft_forwards_per_pass": 2.0}
     facts = {
         "kind": "eagle",
-        "beside": ["copier"],
+        "beside": ["prompt-lookup"],
         "parameters": 1234,
         "worth": None,
         "training": {"trained_tokens": 99, "seconds": 7.2},
@@ -64,7 +64,7 @@ def test_the_tables_have_a_line_a_method():
     assert said[2] == "| mine | 2.00, 1.50x | 3.00, 6.00x | 2.00, withheld | 2.33, 3.00x (of 2) |"
     assert said[4] == "| T = 0: accepted at depth 1, 2, ... | b | c | d |"
     assert said[6] == "| mine | 0.50, 0.25 | 0.50, 0.25 | 0.50, 0.25 |"
-    assert said[-1] == "| mine | eagle + copier | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
+    assert said[-1] == "| mine | eagle + prompt-lookup | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
 
 
 def test_experts_that_no_node_keeps_are_not_read(loaded_target, ends):

@@ -21,7 +21,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
 from pipeline.decoding.worth import Worth
 from pipeline.drafts import make
-from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
@@ -104,7 +104,7 @@ def along(target, sources, temperature=0.0):
 @pytest.mark.parametrize("step", [0.02, 0.2, 3.0])
 def test_what_is_counted_is_what_decoding_does(loaded_target, drafts, name, parallel, beside, temperature, step):
     """Also where a round does without the draft, and its next forward has more states to take in."""
-    others = {"copier": make(CopierConfig(), shapes_of(loaded_target.config))} if beside else {}
+    others = {"prompt-lookup": make(PromptLookupConfig(), shapes_of(loaded_target.config))} if beside else {}
     alone, tree = Sources(drafts[name], others), replace(TREE, parallel=parallel)
     found, costs = along(loaded_target, alone, temperature), costs_of(step)
     known = [places(answer, alone, tree, list(SIZES)) for answer, _, _ in found]
@@ -129,10 +129,10 @@ def test_what_is_counted_is_what_decoding_does(loaded_target, drafts, name, para
 
 
 def test_a_draft_that_was_left_out_takes_in_what_it_missed(loaded_target, drafts):
-    """Where the copier found something the draft is not asked; what it proposes later is what it would have proposed
+    """Where prompt lookup found something the draft is not asked; what it proposes later is what it would have proposed
     had it been asked every time.
     """
-    others = {"copier": make(CopierConfig(shortest=2), shapes_of(loaded_target.config))}
+    others = {"prompt-lookup": make(PromptLookupConfig(shortest=2), shapes_of(loaded_target.config))}
     asks = Line(x=[0.0, 0.01], y=[9.0, -9.0])
     rule = Worth(token=1.0, verify=dict.fromkeys(range(1, 9), 1.0), forwards=[0.1], gains=[asks])
     draft, tree = drafts["eagle"], TreeConfig(depth=1, top_k=3, nodes=4, parallel=1)
@@ -176,7 +176,7 @@ def test_a_compiled_targets_rounds_have_a_few_sizes_each_compiled_before_an_answ
 ):
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
-    others = {"copier": make(CopierConfig(), shapes_of(compiled.config))}
+    others = {"prompt-lookup": make(PromptLookupConfig(), shapes_of(compiled.config))}
     few = Costs(1.0, {size: 1.0 + 0.02 * size for size in (1, 2, 4, 6, 8)}, {}, 0.02, 0.01).only(COMPILED)
     ends = Line(x=[0.0, 0.5], y=[1.0, 0.0])
     rule = Worth(token=1.0, verify=few.verify, forwards=[0.02], gains=[ends])

@@ -78,8 +78,9 @@ def written(job, tmp_path) -> Path:
     figure.savefig(plot)
     plt.close(figure)
     facts = {"name": "tiny-" + "x" * 90, "kind": "jakiro", "target_name": "me/target", "parameters": 12345}
+    facts |= {"method": "jakiro", "alone": "jakiro"}
     facts |= {"tree": "deep", "hardware": "a GPU & more", "dtype": "float32", "recipe_hash": "0", "code_revision": "a"}
-    write_text(tmp_path / "report.html", page(measured, "jakiro", [plot], facts))
+    write_text(tmp_path / "report.html", page(measured, facts, [plot]))
     return tmp_path / "report.html"
 
 

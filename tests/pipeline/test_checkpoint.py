@@ -181,6 +181,7 @@ def test_a_config_without_a_key_is_refused(make, ends, key):
     ("change", "message"),
     [
         (lambda raw: raw["draft"].update(kind="mamba"), "damaged.*mamba"),
+        (lambda raw: raw["draft"].update(kind="copier"), "kind='copier' is called 'prompt-lookup' now: release again"),
         (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
         (lambda raw: raw["draft"].update(surprise=1), "damaged.*surprise"),
         (lambda raw: raw["draft"].update(experts=3), "does not fit its config.json"),

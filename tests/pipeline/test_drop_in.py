@@ -16,7 +16,7 @@ from pipeline.decoding.calibration import Calibration, Curve, Line
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.worth import Worth
-from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle
 from tests.kit import command_environment
@@ -31,6 +31,7 @@ RULE = Worth(
 )
 COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 0.9])}}})
 TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
+BESIDE = {"prompt-lookup": PromptLookupConfig()}
 WAYS = {  # draft, how its nodes are chosen
     "eagle": ("eagle", None),
     "jakiro": ("jakiro", None),
@@ -40,8 +41,8 @@ WAYS = {  # draft, how its nodes are chosen
     "medusa": ("medusa", None),
     "hydra++": ("hydra++", None),
     "small-llama": ("small-llama", None),
-    "with the copier": ("eagle", checkpoint.Together({"copier": CopierConfig()}, "either", COUNTED, None)),
-    "rounds that pay": ("jakiro", checkpoint.Together({"copier": CopierConfig()}, "max", None, RULE)),
+    "with prompt lookup": ("eagle", checkpoint.Together(BESIDE, "either", COUNTED, None)),
+    "rounds that pay": ("jakiro", checkpoint.Together(BESIDE, "max", None, RULE)),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.

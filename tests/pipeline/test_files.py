@@ -6,6 +6,8 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import (
@@ -31,6 +33,18 @@ def test_a_file_appears_whole_and_alone_in_a_new_folder(tmp_path):
         temporary.write_text("whole")
     assert path.read_text() == "whole"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o007, 0o660)])
+def test_a_files_mode_is_the_umasks_whoever_writes_it(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        for name, private in (("open", False), ("private", True)):
+            with atomic_path(tmp_path / name, private) as temporary:
+                save_file({"one": torch.ones(1)}, temporary)
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("open", "private")] == [mode, 0o600]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])

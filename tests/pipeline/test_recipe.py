@@ -200,7 +200,11 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
         (
             ["draft.main.kind=mamba"],
-            "draft.main: kind='mamba': expected 'copier', 'eagle', 'eagle3', 'gumiho', 'hydra'",
+            "draft.main: kind='mamba': expected 'eagle', 'eagle3', 'gumiho', 'hydra'",
+        ),
+        (
+            ["draft.copier={kind='copier'}"],
+            "draft.copier: kind='copier': that kind is called 'prompt-lookup' now; write kind = 'prompt-lookup'",
         ),
         (
             ["train.learning_rates.mian=1e-3"],
@@ -242,7 +246,7 @@ def test_a_draft_without_a_kind_is_refused(recipe_file):
     recipe_file.write_text(MINIMAL.replace('kind = "eagle"', ""))
     message = refusal(recipe_file)
     assert "draft.other" in message
-    assert "no key kind: expected 'copier', 'eagle'" in message
+    assert "no key kind: expected 'eagle', 'eagle3'" in message
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pipeline.decoding.contract import Method, Pool, Verified
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
-from pipeline.drafts.lookup.copier import CopierConfig
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
@@ -89,8 +89,9 @@ def drafts(loaded_target, ends):
     return {name: taught(loaded_target, ends, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
 
 
-def with_copier(target, draft, calibration=None, agreement="either"):
-    return Sources(draft, {"copier": make(CopierConfig(), shapes_of(target.config))}, calibration, agreement)
+def with_lookup(target, draft, calibration=None, agreement="either"):
+    lookup = make(PromptLookupConfig(), shapes_of(target.config))
+    return Sources(draft, {"prompt-lookup": lookup}, calibration, agreement)
 
 
 TREES = [
@@ -103,7 +104,7 @@ TREES = [
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
 @pytest.mark.parametrize("tree", TREES[:2])
 def test_answers_are_plain_decodings(loaded_target, drafts, tree, settings):
-    method = Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(**tree))
+    method = Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(**tree))
     for seed in range(4):
         prompt, sampling = prompt_of(seed, 20) * 2, Sampling(30, NEVER, **settings, seed=seed)
         got = speculative(loaded_target, method, prompt, sampling)
@@ -116,7 +117,7 @@ def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
     draft, text = drafts["eagle"], [*range(40, 60), *range(40, 50)]
     states = loaded_target.states(text[:-1]).of(draft.needs)
     trees = []
-    for source, nodes in ((draft, 13), (with_copier(loaded_target, draft), 18)):
+    for source, nodes in ((draft, 13), (with_lookup(loaded_target, draft), 18)):
         method = Method(source, TreeConfig(depth=2, top_k=3, nodes=nodes))
         trees.append(paths_of(source.propose(source.open(), Verified(text, states), method.tree, None)))
     alone, both = trees
@@ -129,7 +130,7 @@ CALIBRATION = Calibration(
     curves={
         0.0: {
             "draft": {"1": Curve(x=[-3.0, 0.0], y=[0.0, 0.5]), "2": Curve(x=[-4.0], y=[0.1])},
-            "copier": {"1": Curve(x=[1.0, 8.0], y=[0.3, 0.9])},
+            "prompt-lookup": {"1": Curve(x=[1.0, 8.0], y=[0.3, 0.9])},
         }
     }
 )
@@ -140,7 +141,7 @@ CALIBRATION = Calibration(
 def test_the_replay_counts_what_decoding_does(loaded_target, drafts, calibration, agreement):
     prompt = prompt_of(3, 20) * 2
     tokens = prompt + greedy(loaded_target, prompt, 40)
-    both = with_copier(loaded_target, drafts["jakiro"], calibration, agreement)
+    both = with_lookup(loaded_target, drafts["jakiro"], calibration, agreement)
     counted = replay.counter(
         both, loaded_target.states(tokens), tokens, len(prompt), replay.largest_tree(3, 4, "plain", 2)
     )
@@ -153,12 +154,12 @@ def test_the_replay_counts_what_decoding_does(loaded_target, drafts, calibration
 
 def test_a_static_tree_is_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="have no ranks for a static tree"):
-        Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(paths="eagle-1"))
+        Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(paths="eagle-1"))
 
 
 def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="the sources propose at most 34"):
-        Method(with_copier(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
+        Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
 
 
 # -- calibration -----------------------------------------------------------------------------------------------------

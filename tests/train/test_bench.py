@@ -83,7 +83,7 @@ def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path):
     (tmp_path / "features").symlink_to(features)
     tree = json.loads(recipe.read_text())
     del tree["draft"]["jakiro"]
-    tree["draft"]["copier"] = {"kind": "copier"}  # nothing of it is trained
+    tree["draft"]["prompt-lookup"] = {"kind": "prompt-lookup"}  # nothing of it is trained
     tree["publish"]["draft"] = "eagle"
     recipe = write_recipe(tree, tmp_path / "recipe")
     sets = override_arguments([f"output={tmp_path}", "train.epochs=1", "train.warmup_steps=0"])

@@ -54,7 +54,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     """Under ZeRO-3, where no rank holds whole weights. From float32 features, since decoding rounds none."""
     dumped = dump_for(tiny_target, tmp_path_factory.mktemp("exact"), stored_dtype="float32")
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2"]
-    both = ('draft.copier={kind="copier"}', 'eval.methods.both={draft="jakiro", beside=["copier"]}')
+    both = ('draft.lookup={kind="prompt-lookup"}', 'eval.methods.both={draft="jakiro", beside=["lookup"]}')
     finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
     held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
     taus = [line["estimated_tau"] for line in held]

@@ -25,12 +25,12 @@ LONGEST = 32  # tokens of a suffix that may be compared: each length takes memor
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopierConfig(DraftConfig):
+class PromptLookupConfig(DraftConfig):
     description: ClassVar = "Prompt lookup: it copies from the text so far,"
     trained: ClassVar = False
     stands_beside: ClassVar = True
 
-    kind: Literal["copier"] = "copier"
+    kind: Literal["prompt-lookup"] = "prompt-lookup"
     longest: int = 8  # tokens of a suffix that are compared
     shortest: int = 1
     corpus: str | None = None  # a text file that is copied from, too (corpus.py); a release does not hold it
@@ -44,7 +44,7 @@ class CopierConfig(DraftConfig):
         if self.corpus is not None:
             self._set("corpus", str(Path(self.corpus).expanduser().absolute()))  # whoever reads it, wherever
 
-    def public(self) -> "CopierConfig":
+    def public(self) -> "PromptLookupConfig":
         return replace(self, corpus=None)
 
     def needs(self, target_layers: int) -> Needs:
@@ -52,7 +52,7 @@ class CopierConfig(DraftConfig):
 
     def settle(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
-            raise ValueError("tree.paths: a copier has no ranks for a static tree: give depth, top_k and nodes")
+            raise ValueError("tree.paths: prompt lookup has no ranks for a static tree: give depth, top_k and nodes")
         return super().settle(tree)
 
 
@@ -63,13 +63,13 @@ FURTHER = 0.85
 OTHER = 0.05  # of a continuation that is not the first choice
 
 
-class Copier:
+class PromptLookup:
     """Its trees take at most `top_k` children a node and `nodes` in all, the likelier ones first."""
 
     stepwise = False
     token_ids_U: Tensor | None = None
 
-    def __init__(self, config: CopierConfig, shapes: dict[str, Any]):
+    def __init__(self, config: PromptLookupConfig, shapes: dict[str, Any]):
         self.config, self.name = config, config.kind
         self.needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
@@ -133,6 +133,6 @@ class Copier:
         return first * FURTHER ** (depth - 1)
 
     def start(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a copier answers no level by itself: ask it to propose")
+        raise AssertionError("prompt lookup answers no level by itself: ask it to propose")
 
     step = start

@@ -1,4 +1,4 @@
-"""The copier: what followed the text's end before, and nothing else; lossless as every draft."""
+"""Prompt lookup: what followed the text's end before, and nothing else; lossless as every draft."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method, Verified
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import make, make_untrained
-from pipeline.drafts.lookup.copier import CopierConfig
 from pipeline.drafts.lookup.corpus import Corpus
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
@@ -24,9 +24,9 @@ SHAPES = {"vocab_size": 260, "target_layers": 2}
 
 def proposed(text, state=None, **settings):
     tree = {key: settings.pop(key) for key in ("depth", "top_k", "nodes") if key in settings}
-    copier = make(CopierConfig(**settings), SHAPES)
-    spec = copier.config.settle(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
-    return copier.propose(state or copier.open(), Verified(list(text), torch.zeros(0, 0, 1)), spec, None)
+    lookup = make(PromptLookupConfig(**settings), SHAPES)
+    spec = lookup.config.settle(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
+    return lookup.propose(state or lookup.open(), Verified(list(text), torch.zeros(0, 0, 1)), spec, None)
 
 
 def test_what_followed_the_longest_suffix_comes_first():
@@ -68,10 +68,10 @@ def test_trees_keep_their_bounds_and_copy_what_stands_in_the_text(text, depth, t
 
 @given(st.lists(st.integers(0, 2), min_size=4, max_size=40), st.integers(1, 3))
 def test_reading_on_is_reading_all(text, pieces):
-    copier = make(CopierConfig(), SHAPES)
-    state, spec = copier.open(), copier.config.settle(TreeConfig(depth=3, top_k=2, nodes=7))
+    lookup = make(PromptLookupConfig(), SHAPES)
+    state, spec = lookup.open(), lookup.config.settle(TreeConfig(depth=3, top_k=2, nodes=7))
     for end in range(pieces, len(text) + 1, pieces):
-        found = copier.propose(state, Verified(text[:end], torch.zeros(0, 0, 1)), spec, None)
+        found = lookup.propose(state, Verified(text[:end], torch.zeros(0, 0, 1)), spec, None)
         assert (found.tokens, found.parents) == (
             (fresh := proposed(text[:end])).tokens,
             fresh.parents,
@@ -81,7 +81,7 @@ def test_reading_on_is_reading_all(text, pieces):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
 @pytest.mark.parametrize("tree", [{"depth": 5, "top_k": 3, "nodes": 12}, {"depth": 4, "top_k": 1, "nodes": 5}])
 def test_its_answers_are_plain_decodings(loaded_target, tree, settings):
-    method = Method(make(CopierConfig(), shapes_of(loaded_target.config)), TreeConfig(**tree))
+    method = Method(make(PromptLookupConfig(), shapes_of(loaded_target.config)), TreeConfig(**tree))
     accepted = 0
     for seed in range(5):
         prompt, sampling = prompt_of(seed, 20) * 3, Sampling(30, NEVER, **settings, seed=seed)
@@ -93,13 +93,13 @@ def test_its_answers_are_plain_decodings(loaded_target, tree, settings):
 
 
 def test_the_replay_counts_what_decoding_does(loaded_target):
-    copier, prompt = make(CopierConfig(), shapes_of(loaded_target.config)), prompt_of(3, 20) * 2
+    lookup, prompt = make(PromptLookupConfig(), shapes_of(loaded_target.config)), prompt_of(3, 20) * 2
     tokens = prompt + greedy(loaded_target, prompt, 40)
     largest = TreeConfig(depth=5, top_k=10, nodes=6, parallel=1)
-    counted = replay.counter(copier, loaded_target.states(tokens), tokens, len(prompt), largest)
+    counted = replay.counter(lookup, loaded_target.states(tokens), tokens, len(prompt), largest)
     for depth, top_k, nodes in ((5, 1, 6), (3, 2, 7), (1, 3, 3)):
         tree = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=1)
-        assert counted(tree) == speculative(loaded_target, Method(copier, tree), prompt, Sampling(40, NEVER)).acceptance
+        assert counted(tree) == speculative(loaded_target, Method(lookup, tree), prompt, Sampling(40, NEVER)).acceptance
 
 
 # -- a corpus --------------------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def test_of_too_many_places_of_a_corpus_some_are_looked_at():
 
 def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
     (tmp_path / "text").write_text("xab1 yab2 zcab3 ", encoding="utf-8")
-    copier = make_untrained(CopierConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
-    spec = copier.config.settle(TreeConfig(depth=1, top_k=6, nodes=7))
+    lookup = make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
+    spec = lookup.config.settle(TreeConfig(depth=1, top_k=6, nodes=7))
 
     def firsts(text):
         seen = Verified(list(text), torch.zeros(0, 0, 1))
-        return "".join(map(chr, copier.propose(copier.open(), seen, spec, None).tokens[1:]))
+        return "".join(map(chr, lookup.propose(lookup.open(), seen, spec, None).tokens[1:]))
 
     assert (found := firsts(b"qab4 ab"))[0] == "4" and sorted(found) == list("1234")  # two tokens agree everywhere
     assert (found := firsts(b"qab4 cab"))[:2] == "34" and sorted(found) == list("1234")  # three do in the corpus
@@ -161,8 +161,8 @@ def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
     (tmp_path / "text").write_text("any")
     said = greedy(loaded_target, prompt, 40)
     for corpus in (None, str(tmp_path / "text")):
-        copier = make_untrained(CopierConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": said})
-        method = Method(copier, TreeConfig(depth=5, top_k=1, nodes=6))
+        lookup = make_untrained(PromptLookupConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": said})
+        method = Method(lookup, TreeConfig(depth=5, top_k=1, nodes=6))
         got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
         assert got.tokens == said
         taus[corpus is None] = got.acceptance.tau
@@ -177,20 +177,20 @@ def test_a_corpus_that_is_no_text_is_refused(tmp_path, content, said):
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     with pytest.raises(PipelineError, match=said) as refused:
-        make_untrained(CopierConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
+        make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
     assert str(tmp_path) not in str(refused.value)  # nor what folder it is in
 
 
 def test_a_corpus_stays_on_this_machine():
-    config = CopierConfig(corpus="notes.txt")
+    config = PromptLookupConfig(corpus="notes.txt")
     assert config.corpus == str(Path.cwd() / "notes.txt")
-    assert config.public() == CopierConfig() and "notes" not in str(config.public().to_json())
+    assert config.public() == PromptLookupConfig() and "notes" not in str(config.public().to_json())
 
 
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="shortest=3 is more than longest=2"):
-        CopierConfig(longest=2, shortest=3)
+        PromptLookupConfig(longest=2, shortest=3)
     with pytest.raises(ValueError, match="no ranks for a static tree"):
-        CopierConfig().settle(TreeConfig(paths="eagle-1"))
+        PromptLookupConfig().settle(TreeConfig(paths="eagle-1"))
     with pytest.raises(ValueError, match="needs several experts"):
-        CopierConfig().settle(TreeConfig(candidates="mixture"))
+        PromptLookupConfig().settle(TreeConfig(candidates="mixture"))

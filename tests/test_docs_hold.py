@@ -1,0 +1,247 @@
+"""What the pages, the README and each command's own help say is what the code does: commands parse, keys, kinds,
+engines, tests and files are there, and a default that is quoted is the code's.
+"""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import DEFAULTS
+from pipeline.drafts import DRAFTS
+from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.features.schema import VERSION
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import MethodConfig, TrainConfig
+from pipeline.serving.export import LAUNCH
+from pipeline.target.config import TargetConfig
+from tests.kit import ROOT
+from tests.pipeline.families import FAMILIES
+from tests.test_docs import PAGES
+
+DEMO = ROOT / "infra/recipes/demo.toml"
+ROOMS = ("pipeline", "preprocess", "train", "eval", "infra")
+SHOWN = re.compile(rf"(?:\bpython3? (?:-m )?|\bdeepspeed (?:--\w+ \S+ )*)((?:{'|'.join(ROOMS)})\b[\w./]*)(.*)")
+STANDS_FOR = {"R": "1", "N": "1", "ENGINE": "vllm", "PART": "costs", "...": "1"}
+
+
+def shown(text: str) -> tuple[list[str], list[str]]:
+    """Lines of code blocks, and pieces of code within sentences."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    rest = re.sub(r"```\w*\n.*?```", "", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()] + re.findall(r"^    \S.*", rest, re.MULTILINE)
+    return lines, [" ".join(piece.split()) for piece in re.findall(r"`([^`]+)`", rest)]
+
+
+class Parsed(Exception):
+    """What the command would do comes after this."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Gives a command its arguments as its own parser takes them. Raises ValueError for those that it refuses."""
+
+    def parse_args(parser, args=None, namespace=None):
+        raise Parsed(parser.parse_known_args(args))
+
+    def refuse(parser, message):
+        raise ValueError(message)
+
+    def parse(module: str, words: list[str]) -> argparse.Namespace:
+        monkeypatch.setattr("sys.argv", [module, *words])
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
+        found = importlib.import_module("pipeline.__main__" if module == "pipeline" else module)
+        try:
+            if hasattr(found, "main"):
+                found.main()
+            add_recipe_arguments(parser := argparse.ArgumentParser())  # `entry.run_job`
+            parser.parse_args()
+        except Parsed as parsed:
+            arguments, unknown = parsed.args[0]
+            if unknown:
+                raise ValueError(f"unknown: {unknown}") from None
+            return arguments
+        raise AssertionError(f"{module} parses nothing")
+
+    return parse
+
+
+def command(line: str) -> tuple[str, list[str]] | None:
+    """(module, words) of a command of this project that a line shows."""
+    found = SHOWN.search(line)
+    if not found:
+        return None
+    words = [STANDS_FOR.get(word, word) for word in shlex.split(found[2], comments=True) if not word.startswith("$")]
+    return found[1].removesuffix(".py").strip("./").replace("/", "."), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_are_taken_with_their_flags_and_overrides(page, parse):
+    lines, pieces = shown(page.read_text())
+    for line, whole in [*((line, True) for line in lines), *((piece, False) for piece in pieces)]:
+        if not (asked := command(line)):
+            continue
+        try:
+            arguments = parse(*asked)
+        except ValueError as error:
+            assert not whole and "required" in str(error), f"{line}: {error}"
+            continue
+        recipe = Path(getattr(arguments, "recipe", None) or "RECIPE")
+        sets = [one.replace("NAME", "jakiro") for one in getattr(arguments, "overrides", []) if "$" not in one]
+        try:
+            load_recipe(ROOT / recipe if (ROOT / recipe).is_file() else DEMO, sets)
+        except PipelineError as error:
+            raise AssertionError(f"{line}: {error}") from None
+
+
+def test_commands_help_shows_commands_that_are_taken(parse):
+    """A module's own text is what its --help begins with."""
+    seen = 0
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for line in re.findall(r"^\s*((?:python|deepspeed|ray|DS_).*)", text, re.MULTILINE):
+            if asked := command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
+                parse(asked[0], [word.split("|")[0] for word in asked[1]])
+                seen += 1
+    assert seen > 30
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def fields(section: Any) -> dict[str, Any]:
+    found = section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
+    return {name: field.annotation for name, field in found.items()} or dict(getattr(section, "__annotations__", {}))
+
+
+def is_key(name: str) -> bool:
+    """Whether a recipe can have it, as far as sections of names leave that open."""
+    section: Any = Recipe
+    for part in name.split("."):
+        if part not in fields(section):
+            return False
+        section = fields(section)[part]
+        if get_origin(section) is dict or not fields(section):  # a name of the user's comes next, or a value
+            return True
+        section = next((one for one in get_args(section) if fields(one)), section)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_that_a_page_names_are_a_recipes(page):
+    for piece in shown(page.read_text())[1]:
+        for name in re.findall(rf"^((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]+)(?<!\.py)(?= ?=|$)", piece):
+            module = ROOT / name.replace(".", "/")
+            if not (module.with_suffix(".py").exists() or module.parent.with_suffix(".py").exists() or module.exists()):
+                assert is_key(name), f"{page.name}: {piece}"
+
+
+def merged(tree: dict, more: dict) -> dict:
+    both = {k: merged(tree[k], more[k]) for k in tree.keys() & more.keys() if isinstance(tree[k], dict)}
+    return tree | more | both
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_toml_that_a_page_shows_is_a_recipes(page):
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        ways = re.findall(r"^tree = .*", block, re.MULTILINE) if block.startswith("tree = ") else []
+        for text in [f"eval.methods.jakiro.{way}" for way in ways] or [block]:
+            more = tomllib.loads(text.replace("40 hex digits", "0" * 40))
+            demo = tomllib.loads(DEMO.read_text())
+            tree = {key: demo[key] for key in ("name", "output", "target", "publish")}
+            tree["data"] = {"source": demo["data"]["source"]}
+            tree["draft"] = {name: draft for name, draft in demo["draft"].items() if name not in more.get("draft", {})}
+            tree["eval"] = {"benchmarks": demo["eval"]["benchmarks"]}
+            Recipe.model_validate(merged(tree, more))
+
+
+def test_the_kinds_and_engines_that_are_named_are_those_that_there_are():
+    table = (ROOT / "docs/training.md").read_text().partition("| `kind` |")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| `([\w-]+)`(?: with `frame = \"([\w-]+)\"`)? \|", table, re.MULTILINE)
+    assert {f"{kind} on {frame}" if frame else kind for kind, frame in named} == set(DRAFTS)
+    serving, commands = ((ROOT / f"docs/{name}.md").read_text() for name in ("serving", "commands"))
+    head = serving.partition("## In engines")[2].partition("| `eagle` |")[0].lower()
+    assert all(engine in head for engine in LAUNCH)
+    [line] = re.findall(r"^python -m pipeline export .*", commands, re.MULTILINE)
+    assert all(engine in line for engine in LAUNCH)
+    for page in PAGES:
+        for said in re.findall(r"--to (\w+)", page.read_text()):
+            assert said in LAUNCH, f"{page.name}: --to {said}"
+        assert "no export to" not in page.read_text(), page.name
+
+
+def test_each_folder_of_the_code_is_listed():
+    listed = (ROOT / "docs/commands.md").read_text().partition("## What is where")[2]
+    for folder in {path.parent for room in ROOMS[:4] for path in (ROOT / room).glob("*/*.py")}:
+        assert folder.name == "studies" or f"`{folder.relative_to(ROOT)}/`" in listed, folder
+
+
+# -- figures and names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "said", "value"),
+    [
+        ("README.md", r"has to divide global_batch, which is (\d+)", TrainConfig().global_batch),
+        ("README.md", r"\[(\d+) families\]", len(FAMILIES)),
+        ("docs/data.md", r"`target.template_date`\s\((\S+) unless you set it\)", TargetConfig(model="x").template_date),
+        (
+            "docs/trees.md",
+            r"tree = \{ (depth = .*?) \} +# dynamic",
+            ", ".join(f"{k} = {v}" for k, v in DEFAULTS.items()),
+        ),
+        ("docs/trees.md", r"\(`agreement = \"(\w+)\"`, the default\)", MethodConfig().agreement),
+        ("docs/trees.md", r"The longest run of at most (\d+) tokens", PromptLookupConfig().longest),
+        ("docs/training.md", r"rollout = (\d+)", Eagle3Config().rollout),
+        ("docs/training.md", r"decay = ([\d.]+)", Eagle3Config().decay),
+        ("docs/training.md", r"global_batch = (\d+)", TrainConfig().global_batch),
+        ("docs/training.md", r"micro_batch = (\d+)", TrainConfig().micro_batch),
+        ("docs/feature-shards.md", r"Feature shards, version (\d+)", VERSION),
+        ("docs/training-notes.md", r"The default stays the papers' ([\d.]+)\.", TrainConfig().noise),
+    ],
+)
+def test_a_default_that_a_page_quotes_is_the_codes(page, said, value):
+    found = re.search(said, (ROOT / page).read_text())
+    assert found and found[1] == str(value), f"{page}: {said}"
+
+
+def test_the_tuners_default_that_a_page_quotes_is_its_own(parse):
+    found = re.search(r"`eval/tune.py --prompts` [^.]*default is (\d+)", (ROOT / "docs/sources.md").read_text())
+    assert found and int(found[1]) == parse("eval.tune", ["RECIPE"]).prompts
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_targets_of_make_and_headings_that_a_page_names_are_there(page):
+    text = page.read_text()
+    names = re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M)
+    for name, cut in re.findall(r"\b(test_\w+)\b(?!\.py)(\.\.\.)?", text):
+        assert name in names or (cut and any(one.startswith(name) for one in names)), f"{page.name}: {name}"
+    for target in re.findall(r"(?:^|`|\n)make ([\w-]+)", text):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{page.name}: make {target}"
+    for link, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", text):
+        heads = re.findall(r"^#+ (.*)", (page.parent / link if link else page).read_text(), re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, (
+            f"{page.name}: {anchor}"
+        )
+
+
+@pytest.mark.parametrize("page", ["README", "docs/README", "docs/experts", "docs/ablations", "docs/demo"])
+def test_whether_experts_pay_is_said_with_the_scale_it_was_measured_at(page):
+    sentences = re.split(r"(?<=[.?;])\s|\n\n|\n(?=[-#|])", (ROOT / f"{page}.md").read_text())
+    answer = r"(mixture of experts|experts pay|form of experts|number of experts)(?! *\W* if)"
+    said = [one for one in sentences if re.search(answer, one, re.I) and re.search(r"\b(no|not|level|pay)\b", one)]
+    assert said
+    for one in said:
+        assert re.search(r"trained\s+tokens", one) and "135M" in one, one
