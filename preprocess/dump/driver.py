@@ -140,12 +140,15 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
-    done = sum(shard.tokens for shard in manifest.shards)
+    most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-    with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress, ledger:
+    with Progress("dump", most, "tokens", start=manifest.total("train", "tokens")) as progress, ledger:
         for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
             ledger.add(record)
-            progress.advance(record.tokens, shards=len(manifest.shards))
+            if 0 < most < plan.train_tokens:
+                progress.expect(plan.train_tokens)
+            progress.advance(record.tokens if record.split == "train" else 0, shards=len(manifest.shards))
+        progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
