@@ -1,8 +1,8 @@
 """The features where this node's ranks read them: brought there once, checked once.
 
 Guarantees: a shard arrives whole or not at all; before a run each host knows the checksum of everything that its ranks
-may read, whatever other hosts have (it reads what changed since it was found whole: `pipeline/features/checked.py`); one
-that is damaged anywhere ends all ranks by name, before the first step.
+may read, whatever other hosts have (it reads what changed since it was found whole, `pipeline/features/checked.py`);
+one that is damaged anywhere ends all ranks by name, before the first step.
 """
 
 import shutil
