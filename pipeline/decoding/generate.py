@@ -123,21 +123,27 @@ def repeats_itself(ids: list[int]) -> bool:
     return False
 
 
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was asked for: what begins or ends here is timed alone."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
 class Stopwatch:
     """Wall-clock time by name. Waits for the accelerator around every lap if asked to (`exact`), else only at the
     ends.
     """
 
     def __init__(self, device: torch.device, exact: bool):
-        self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+        self._device = device
         self._exact = exact or device.type == "cpu"
         self.laps: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self._begin = self.now()
 
     def now(self) -> float:
-        self._wait()
-        return time.perf_counter()
+        return now(self._device)
 
     def total(self) -> float:
         return self.now() - self._begin
