@@ -10,12 +10,12 @@ memory    the target's weights, a cache of one answer, the drafts
 
 import argparse
 import json
-import time
 
 import torch
 
 from eval.measure.packed import pack
 from eval.measure.prompts import HELDOUT, load_prompts
+from pipeline.basics.accelerator import now
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -36,10 +36,10 @@ def measured_token(recipe: Recipe, tokens: int = 48) -> float:
     begin = 0.0
     for step in range(tokens + 4):
         if step == 4:
-            begin = time.perf_counter()
+            begin = now(target.device)
         hidden_ND = target.forward(torch.ones(1, dtype=torch.long, device=target.device), cache).final_ND
         int(target.head(hidden_ND[-1]).argmax())  # waits
-    return (time.perf_counter() - begin) / tokens
+    return (now(target.device) - begin) / tokens
 
 
 def turns(recipe: Recipe, name: str) -> int:

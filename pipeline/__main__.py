@@ -44,6 +44,7 @@ from pipeline.recipe.load import add_override_argument, add_recipe_arguments, ha
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry, expect
 from pipeline.running.cores import require_few
+from pipeline.running.gpus import launch_command, require_gpus
 from pipeline.serving.chat import chat
 from pipeline.serving.export import LAUNCH, export
 from pipeline.serving.load import load
@@ -131,11 +132,11 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
     deepspeed = (
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )
-    ranks = ["--num_accelerators", str(recipe.train.ranks)] if recipe.train.ranks else []
-    ranks += ["--master_port", str(_free_port())]  # two runs on one machine do not meet
+    launcher = [deepspeed, "--master_port", str(_free_port())]  # two runs on one machine do not meet
+    train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train.ranks, recipe.target.device)
     commands = {
         "preprocess": ([sys.executable, str(ROOT / "preprocess/dump_features.py")], features_state),
-        "train": ([deepspeed, *ranks, str(ROOT / "train/main.py")], train_state),
+        "train": (train, train_state),
         "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
     }
     return [Stage(name, [*command, *arguments], environment, state) for name, (command, state) in commands.items()]
@@ -151,7 +152,8 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     """All stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides)
     if until != "preprocess" and recipe.target.device != "cpu":
-        recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))  # before hours of dumping
+        require_gpus(recipe.train.ranks or 1)  # before hours of dumping
+        recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))
     require_few("train.ranks", recipe.train.ranks or 1)
     recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"

@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
+from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
@@ -66,8 +65,7 @@ class Methods:
         for task in self._tasks:
             for batch in length_sorted_batches(task.documents, self._batch_tokens):
                 self._ours._target.capture(padded(batch))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        now(self._device)  # waits
 
     def dump(self) -> None:
         for task in self._tasks:

@@ -2,16 +2,18 @@
 
     python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
 
-Checks every shard against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest
-does not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside
-the shards on its own machine, unless another is given (one whose addresses hold credentials has to be, and any where
-the shards were fetched from a store). Shards that are in a store are fetched into DIR first. --repair dumps again what
-is damaged; nothing else is touched.
+Reads every shard in full (a dump that goes on and a training read what changed since it was last found whole), checks
+it against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does not know,
+and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the shards on
+its own machine, unless another is given (one whose addresses hold credentials has to be, and any where the shards were
+fetched from a store). Shards that are in a store are fetched into DIR first. --repair dumps again what is damaged;
+nothing else is touched.
 """
 
 import argparse
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from pipeline.artifacts.features import fetch, store_of
 from pipeline.artifacts.provenance import OWN_RECIPE, RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
+from pipeline.features.checked import THREADS, forget
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
@@ -45,12 +48,17 @@ ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> what is wrong, over all shards of the manifest, all shards of the folder and the held-out prompts."""
     found = {}
-    with Progress("verify", len(manifest.shards), "shards") as progress:
-        for record in manifest.shards:
-            reason = damage(folder, record) or _inconsistency(folder, record, manifest.spec)
+
+    def reason_of(record: ShardRecord) -> str | None:
+        return damage(folder, record) or _inconsistency(folder, record, manifest.spec)
+
+    with Progress("verify", len(manifest.shards), "shards") as progress, ThreadPoolExecutor(THREADS) as threads:
+        for record, reason in zip(manifest.shards, threads.map(reason_of, manifest.shards), strict=True):
             if reason:
                 found[record.name] = reason
             progress.advance(1)
+    if found:  # a disk may lose bits without telling: what was found whole before may be the same file
+        forget(folder)
     known = {record.name for record in manifest.shards}
     for path in sorted(folder.glob("features-*.arrow")):
         if path.name not in known:

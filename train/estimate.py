@@ -28,6 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeline.basics.accelerator import now
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
@@ -181,8 +182,7 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     tokens, begin = 0, 0.0
     for step in count():
         if step == 2:  # warm
-            wait_for(device)
-            tokens, begin = 0, time.perf_counter()
+            tokens, begin = 0, now(device)
         loss, _ = draft(batch)
         loss.backward()
         optimizer.step()
@@ -190,13 +190,7 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
         tokens += length * config.micro_batch
         if step >= 4 and time.perf_counter() - begin > seconds:
             break
-    wait_for(device)
-    return tokens / (time.perf_counter() - begin)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return tokens / (now(device) - begin)
 
 
 def ranks_of(config: TrainConfig) -> int:

@@ -3,11 +3,11 @@ share them.
 """
 
 import statistics
-import time
 from collections import deque
 
 import torch
 
+from pipeline.basics.accelerator import now
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.features.batch import Batch
 
@@ -74,9 +74,9 @@ def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:
     try:
         matrix, best = torch.ones(size, size, device=device, dtype=dtype), 0.0
         for _ in range(5):
-            begin = time.perf_counter()
+            begin = now(device)
             (matrix @ matrix)[0, 0].item()  # waits for it
-            best = max(best, 2 * size**3 / (time.perf_counter() - begin))
+            best = max(best, 2 * size**3 / (now(device) - begin))
         return best
     finally:
         torch.set_num_threads(threads)

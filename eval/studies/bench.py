@@ -15,7 +15,6 @@ The last line is JSON.
 
 import argparse
 import json
-import time
 from itertools import product, zip_longest
 
 import torch
@@ -23,6 +22,7 @@ import torch
 from eval.measure import report
 from eval.measure.harness import Harness, Unit, pooled
 from eval.measure.units import make_harness, methods_of, units_of
+from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -71,10 +71,10 @@ def generate_times(
         mask = torch.ones_like(given)
         times, lengths = [], []
         for limit in (1, sampling.max_new_tokens):
-            begin = time.perf_counter()
+            begin = now(target.device)
             out = target.model.generate(given, attention_mask=mask, max_new_tokens=limit, **options, **more)
             lengths.append(len(out[0].tolist()))  # waits
-            times.append(time.perf_counter() - begin)
+            times.append(now(target.device) - begin)
         if repeat:  # the first one warms up
             seconds[name] += times[1] - times[0]
             tokens[name] += lengths[1] - lengths[0]

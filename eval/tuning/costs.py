@@ -3,7 +3,6 @@
 import copy
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Self
 import torch
 from pydantic import TypeAdapter
 
+from pipeline.basics.accelerator import now
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Answer, Frontier, Method, Settled, Verified, Wanted
 from pipeline.decoding.generate import Sampling, speculative
@@ -189,9 +189,9 @@ def measure_costs(
     for _ in range(REPEATS + 1):
         for key, task in tasks.items():
             states = [parts.before(key[1], key[2])] if key[0] in ("start", "step") else []
-            begin = time.perf_counter()
+            begin = now(target.device)  # the copies are made
             task(*states)
-            times[key].append(time.perf_counter() - begin)
+            times[key].append(now(target.device) - begin)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
     found = {}
     for name, method in methods.items():

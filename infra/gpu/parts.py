@@ -30,6 +30,7 @@ from infra.gpu.shapes import GIB, SHAPES, Given, dump_tasks, new_methods, suppor
 from pipeline.artifacts.provenance import LIBRARIES, ROOT, hardware, revision
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics import embedded
+from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.decoding.contract import Method
@@ -41,7 +42,7 @@ from pipeline.running import children, entry
 from pipeline.target.model import DTYPES, Target, load_config
 from preprocess.bench import Methods
 from train.engine.engine import start_distributed
-from train.estimate import step_bytes, wait_for
+from train.estimate import step_bytes
 from train.studies.bench import Way
 
 TURNS = 3  # of each way, at least
@@ -137,12 +138,10 @@ def speeds(given: Given) -> dict[str, float]:
 
     def seconds(work: Callable[[], Any]) -> float:
         work()
-        wait_for(given.torch_device)
-        begin = time.perf_counter()
+        begin = now(given.torch_device)
         for _ in range(10):
             work()
-        wait_for(given.torch_device)
-        return (time.perf_counter() - begin) / 10
+        return (now(given.torch_device) - begin) / 10
 
     size = one.nbytes
     figures = {

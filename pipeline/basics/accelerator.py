@@ -1,9 +1,10 @@
-"""What every accelerator has in common, asked through torch.accelerator: CUDA's, ROCm's and XPU's take the same branches.
+"""What all accelerators have in common, asked through torch.accelerator: CUDA, ROCm and XPU take the same branches.
 
 What is one maker's alone (CUDA graphs, the properties of a device) says so where it is used. The tests have an
 accelerator that refuses and counts: tests/strict.py.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ def accelerator() -> torch.device | None:
     return found and torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def wait_for(device: torch.device) -> None:
-    """Until all is done that was asked of a device; a CPU is never ahead."""
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was asked for: what begins or ends here is timed alone."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def sent(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -127,7 +127,9 @@ class Bars:
             if what not in self._bars:
                 self._bars[what] = self._progress.add_task(f"{self._stage}: {what}", total=total or None, state="")
             shown = ", ".join(f"{key} {value}" for key, value in report["shown"].items())
-            self._progress.update(self._bars[what], completed=done, state=f"{done:,}/{total:,} {shown}")
+            self._progress.update(
+                self._bars[what], total=total or None, completed=done, state=f"{done:,}/{total:,} {shown}"
+            )
 
     def end(self) -> None:
         for bar in self._bars.values():

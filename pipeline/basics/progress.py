@@ -33,6 +33,16 @@ class Progress:
         elif time.monotonic() - self._last > 0.5 or self._done >= self._total:
             self._send(shown)
 
+    def expect(self, total: int) -> None:
+        """The total turns out to be another."""
+        if total == self._total:
+            return
+        self._total = total
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.refresh()
+        self._send({})
+
     def __enter__(self) -> "Progress":
         return self
 

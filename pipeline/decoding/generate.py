@@ -2,7 +2,6 @@
 same clock.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipeline.basics.accelerator import sent, wait_for
+from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
 from pipeline.decoding.contract import Answer, Cache, Draft, Draws, Method, States, TargetModel, Verified
@@ -135,8 +134,7 @@ class Stopwatch:
         self._begin = self.now()
 
     def now(self) -> float:
-        wait_for(self._device)
-        return time.perf_counter()
+        return now(self._device)
 
     def total(self) -> float:
         return self.now() - self._begin

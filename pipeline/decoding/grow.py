@@ -309,11 +309,11 @@ def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree
             grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(tuple(above), device), depth + 1)
             above = list(range(len(above)))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
-    proposals = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None  # there after the next line
+    drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None  # there after the next line
     *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
     if failed:
         raise not_finite(grower.draft)
-    return _collect(root, paths, numbers, proposals, device)
+    return _collect(root, paths, numbers, drawn_from, device)
 
 
 def _best(grower: _Grower, beyond: int, count: int) -> Tensor:

@@ -24,7 +24,7 @@ class Batch:
     hidden_BTD: Tensor  # f_i, with noise
     tokens_BT: Tensor  # t_{i+1}
     labels_BTD: Tensor  # f_{i+1}: the label of horizon 1 at i; of horizon h at i + 1 - h
-    # horizon -> bool (B, T): input i has a trained label at this horizon. They stay on the host, wherever the rest goes:
+    # horizon -> bool (B, T): input i has a trained label at this horizon. These stay on the host, wherever the rest is:
     # nobody has to ask a device which positions are trained, or how many.
     trained: dict[int, Tensor]
     totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch

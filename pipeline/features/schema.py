@@ -76,6 +76,16 @@ class Row:
     auxiliary_TKD: torch.Tensor | None = None  # the same, of the auxiliary layers
 
 
+@dataclass(frozen=True)
+class StoredRow:
+    """A row as a shard holds it: `columns`, as `stored_columns` has them, on the host."""
+
+    doc_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    columns: list[torch.Tensor]
+
+
 def row_dtype(stored_dtype: str) -> torch.dtype:
     """The dtype of a `Row`'s hidden states, written and read."""
     return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
@@ -153,17 +163,21 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
             )
 
 
-def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
-    torch_dtype, word, _ = _WORDS[spec.stored_dtype]
-    length = len(row.hidden_TD)
-    states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
-    shapes = [(length, spec.hidden_size)] + ([(length, spec.auxiliary, spec.hidden_size)] if spec.auxiliary else [])
-    if (
-        [tuple(state.shape) for state in states] != shapes
-        or any(state.dtype != row_dtype(spec.stored_dtype) for state in states)
-        or not (len(row.input_ids) == len(row.loss_mask) == length)
-    ):
-        raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
+def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.Tensor]:
+    """What a shard stores of a `Row`'s states, in the order of its columns, on their device: the words of each, [T, D]
+    or [T, K D], and of float8 a scale for each vector behind them.
+    """
+    columns = []
+    for state in states:
+        stored, scale = quantised(state) if stored_dtype == FP8 else (state, None)
+        columns.append(stored.contiguous().view(_TORCH_WORD[stored.dtype.itemsize]).flatten(1))
+        if scale is not None:
+            columns.append(scale.flatten())
+    return columns
+
+
+def to_batch(row: Row | StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
+    word = _WORDS[spec.stored_dtype][1]
 
     def one(values: pa.Array) -> pa.Array:
         return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
@@ -173,14 +187,26 @@ def to_batch(row: Row, spec: FeatureSpec) -> pa.RecordBatch:
         one(pa.array(row.input_ids.astype(np.int32, copy=False))),
         one(pa.array(row.loss_mask.astype(np.uint8, copy=False))),
     ]
-    for state in states:
-        stored, scale = quantised(state) if spec.stored_dtype == FP8 else (state, None)
-        words = stored.contiguous().view(_TORCH_WORD[torch_dtype.itemsize]).numpy().view(word)
-        width = words.size // length
-        columns.append(one(pa.FixedSizeListArray.from_arrays(pa.array(words.reshape(-1)), width)))
-        if scale is not None:
-            columns.append(one(pa.array(scale.numpy().reshape(-1))))
+    for column in row.columns if isinstance(row, StoredRow) else _columns(row, spec):
+        if column.dim() == 1:
+            columns.append(one(pa.array(column.numpy())))
+        else:
+            words = pa.array(column.numpy().view(word).reshape(-1))
+            columns.append(one(pa.FixedSizeListArray.from_arrays(words, column.shape[1])))
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
+
+
+def _columns(row: Row, spec: FeatureSpec) -> list[torch.Tensor]:
+    length = len(row.hidden_TD)
+    states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
+    shapes = [(length, spec.hidden_size)] + ([(length, spec.auxiliary, spec.hidden_size)] if spec.auxiliary else [])
+    if (
+        [tuple(state.shape) for state in states] != shapes
+        or any(state.dtype != row_dtype(spec.stored_dtype) for state in states)
+        or not (len(row.input_ids) == len(row.loss_mask) == length)
+    ):
+        raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
+    return stored_columns(states, spec.stored_dtype)
 
 
 def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:

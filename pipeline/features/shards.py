@@ -18,7 +18,16 @@ import pyarrow as pa
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
-from pipeline.features.schema import FeatureSpec, Row, arrow_schema, from_batch, require_same, spec_of, to_batch
+from pipeline.features.schema import (
+    FeatureSpec,
+    Row,
+    StoredRow,
+    arrow_schema,
+    from_batch,
+    require_same,
+    spec_of,
+    to_batch,
+)
 
 SOME_TOKENS = 1024  # of `some_texts`
 MANIFEST = "manifest.json"
@@ -125,7 +134,7 @@ def _is_named_rightly(record: ShardRecord) -> bool:
 
 
 def write_shard(
-    folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[Row], rejected: dict[str, str]
+    folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[Row | StoredRow], rejected: dict[str, str]
 ) -> ShardRecord:
     """Writes one shard atomically and returns its manifest record. Raises PipelineError when the disk is full.
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
@@ -106,7 +105,7 @@ class TreeCache(Cache):
         moved: dict[Any, Tensor] = {}  # one copy to each device, however many layers it has
         for layer in self.layers:
             device = layer.keys.device if layer.is_initialized else None
-            if not follow and device not in moved:
+            if device and not follow and device not in moved:
                 moved[device] = sent(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

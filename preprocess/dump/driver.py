@@ -1,7 +1,8 @@
 """The dump job: has the planned shards written and keeps the manifest, the only truth about what is finished.
 
-A shard of the manifest that is whole on disk is not written again. Where the recipe names a store, "on disk" means
-there, and whole means its size: reading it all back is `verify`'s business.
+A shard of the manifest that is whole on disk is not written again; it is read back to see that, once as long as it does
+not change. Where the recipe names a store, "on disk" means there, and whole means its size: reading it all back is
+`verify`'s business.
 """
 
 import json
@@ -16,6 +17,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
+from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import (
     ANSWERS,
@@ -72,10 +74,14 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
     whole = []
-    with Progress("verify shards", len(manifest.shards), "shards", quiet=not manifest.shards) as progress:
-        for shard in manifest.shards:
-            stale = shard.split == ANSWERS and manifest.answers != answers
-            if not stale and _is_whole(folder, shard, store, sizes):
+    wanted = [shard for shard in manifest.shards if shard.split != ANSWERS or manifest.answers == answers]
+    with Progress("verify shards", len(wanted), "shards", quiet=not wanted) as progress:
+        if store is None:
+            found = ((shard, reason is None) for shard, reason in checked(folder, wanted))
+        else:
+            found = ((shard, _is_stored(folder, shard, store, sizes)) for shard in wanted)
+        for shard, is_whole in found:
+            if is_whole:
                 whole.append(shard)
             progress.advance(1)
     published = store is None or MANIFEST in sizes
@@ -86,10 +92,8 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     return manifest
 
 
-def _is_whole(folder: Path, shard: ShardRecord, store: Store | None, sizes: dict[str, int]) -> bool:
+def _is_stored(folder: Path, shard: ShardRecord, store: Store, sizes: dict[str, int]) -> bool:
     """Of a dump that is to go to a store, what lies whole on disk from before is sent off."""
-    if store is None:
-        return damage(folder, shard) is None
     if sizes.get(shard.name) == shard.bytes:
         return True
     if damage(folder, shard) is not None:
@@ -140,12 +144,15 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
-    done = sum(shard.tokens for shard in manifest.shards)
+    most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-    with Progress("dump", recipe.data.max_tokens or 0, "tokens", start=done) as progress, ledger:
+    with Progress("dump", most, "tokens", start=manifest.total("train", "tokens")) as progress, ledger:
         for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
             ledger.add(record)
-            progress.advance(record.tokens, shards=len(manifest.shards))
+            if 0 < most < plan.train_tokens:
+                progress.expect(plan.train_tokens)
+            progress.advance(record.tokens if record.split == "train" else 0, shards=len(manifest.shards))
+        progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(

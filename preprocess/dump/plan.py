@@ -97,6 +97,11 @@ class Plan:
         return self._intake.records
 
     @property
+    def train_tokens(self) -> int:
+        """So far; the last dialogue may go beyond ``data.max_tokens``."""
+        return self._train_tokens
+
+    @property
     def rejected(self) -> list[tuple[str, str]]:
         """(document id, reason), before anything was dumped: by the intake, then for what their encoding is."""
         return [*self._intake.rejected, *self._unusable]

@@ -15,7 +15,7 @@ import torch
 from pipeline.artifacts.features import store_of
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.schema import FeatureSpec, Row, row_dtype
+from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
@@ -71,6 +71,28 @@ def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: 
         yield item, future.result()
 
 
+def to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event | None]:
+    """The tensors, of one device, on the host once the event has happened (None: they are there)."""
+    device = tensors[0].device
+    if device.type == "cpu":
+        return tensors, None
+    # Into pinned memory, which torch keeps for the batches to come.
+    sent = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    event = torch.Event(device, blocking=True)  # whoever waits sleeps
+    event.record(torch.accelerator.current_stream(device))
+    return sent, event
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A batch in the form in which its shard stores it."""
+
+    doc_ids: tuple[str, ...]
+    columns: list[list[torch.Tensor]]  # of each dialogue
+    finite_B: torch.Tensor
+    event: torch.Event | None  # of `to_host`
+
+
 def take_threads(most: int) -> None:
     """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that
     is fewer.
@@ -103,7 +125,7 @@ class FeatureWorker:
         """Writes the task's shard: the same bytes whoever writes it, and however often."""
         for document in task.documents:
             if document.doc_id in task.suspects:
-                self._compute([document])
+                self._arrived(self._compute([document]))
         rejected = dict(task.set_aside)
         if task.split == ANSWERS:
             task, fingerprint = self._answered(task, rejected), task.fingerprint
@@ -141,26 +163,51 @@ class FeatureWorker:
         """``states_BTSD`` of a batch (`Target.capture_all`), in the target's dtype, on its device."""
         return self._target.capture_all(padded(batch), self._spec.auxiliary_numbers)
 
-    def _compute(self, batch: list[Document]) -> torch.Tensor:
-        """``states_BTSD`` in the stored dtype, on the CPU. Says first what this worker is busy with."""
+    def _compute(self, batch: list[Document]) -> _Stored:
+        """The batch's states as its shard stores them; of an accelerator they are still on their way when it returns,
+        so that the next batch's forward follows at once. Says first what this worker is busy with.
+        """
         doc_ids = tuple(document.doc_id for document in batch)
         with self._busy_lock:
             self._busy.append(doc_ids)
             self._tell(tuple(doc_id for busy in self._busy for doc_id in busy))
-        states_BTSD = self._forward(batch).to(row_dtype(self._spec.stored_dtype)).cpu()
+        states_BTSD = self._forward(batch)
+        found = [self._stored(states_BTSD[b, : len(document.input_ids)]) for b, document in enumerate(batch)]
+        finite_B = torch.stack([finite for _, finite in found])
+        sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
+        rest = iter(sent[1:])
+        stored = _Stored(doc_ids, [[next(rest) for _ in columns] for columns, _ in found], sent[0], event)
+        if event is None:
+            self._free(doc_ids)
+        return stored
+
+    def _free(self, doc_ids: tuple[str, ...]) -> None:
         with self._busy_lock:
             self._busy.remove(doc_ids)
-        return states_BTSD
 
-    def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[Row]:
+    def _arrived(self, stored: _Stored) -> _Stored:
+        """What went wrong on an accelerator is raised here."""
+        if stored.event is not None:
+            stored.event.synchronize()
+            self._free(stored.doc_ids)
+        return stored
+
+    def _stored(self, states_TSD: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """``(columns of the shard, whether all is finite)`` of a dialogue, on its device: dialogue by dialogue, so that
+        what float8 is made of takes little of its memory.
+        """
+        states_TSD = states_TSD.to(row_dtype(self._spec.stored_dtype))
+        parts = [states_TSD[:, 0]] + ([states_TSD[:, 1:]] if self._spec.auxiliary else [])
+        return stored_columns(parts, self._spec.stored_dtype), states_TSD.isfinite().all()
+
+    def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[StoredRow]:
         """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
         documents = [document for document in task.documents if document.doc_id not in task.set_aside]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
-        for batch, states_BTSD in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
-            for b, document in enumerate(batch):
-                states_TSD = states_BTSD[b, : len(document.input_ids)]
-                if not states_TSD.isfinite().all():
+        for batch, stored in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
+            finite_B = self._arrived(stored).finite_B.tolist()
+            for document, columns, finite in zip(batch, stored.columns, finite_B, strict=True):
+                if finite:
+                    yield StoredRow(document.doc_id, document.input_ids, document.loss_mask, columns)
+                else:
                     rejected[document.doc_id] = "features_not_finite"
-                    continue
-                auxiliary_TKD = states_TSD[:, 1:] if self._spec.auxiliary else None
-                yield Row(document.doc_id, document.input_ids, document.loss_mask, states_TSD[:, 0], auxiliary_TKD)

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from eval.tuning import costs
 from eval.tuning.choose import predict
 from eval.tuning.costs import Costs
+from pipeline.basics import accelerator
+from pipeline.decoding import generate
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.replay import ABSENT, walk
@@ -49,3 +52,38 @@ def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
     table = Costs(1.0, {6: 2.0}, [{10: 0.25}], 0.125, 0.5, 0.01)
     tree = TreeConfig(depth=3, top_k=10, nodes=6, parallel=1)
     assert table.round(tree) == pytest.approx(2.0 + 6 * 0.01 + 0.125 + 2 * 0.25 + 0.5)
+
+
+def test_a_task_is_timed_when_the_copies_made_for_it_have_ended(monkeypatch):
+    """They go to the device without waiting: the clock (`now`) waits before it is read, at both ends."""
+    order: list[str] = []
+
+    class Parts:
+        def __init__(self, *_):
+            pass
+
+        def before(self, name, number):
+            order.append("copies")
+
+        def tasks(self, sizes):
+            return {key: lambda *_: order.append("task") for key in [("plain",), ("start", "eagle", 0, 1)]}
+
+    def now(device: torch.device) -> float:
+        order.append(f"{device} has ended")
+        return float(len(order))
+
+    monkeypatch.setattr(costs, "_Parts", Parts)
+    monkeypatch.setattr(costs, "now", now)
+    assert costs.measure_costs(SimpleNamespace(device=torch.device("cuda")), {}, 8, 8, [], []) == {}
+    timed = ["cuda has ended", "task", "cuda has ended"]
+    assert order == [*timed, "copies", *timed] * (costs.REPEATS + 1)
+
+
+def test_the_clock_waits_for_an_accelerator(monkeypatch):
+    order: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", order.append)
+    monkeypatch.setattr(accelerator, "time", SimpleNamespace(perf_counter=lambda: order.append("read") or 1.0))
+    accelerator.now(torch.device("cpu"))
+    watch = generate.Stopwatch(torch.device("xpu:1"), exact=False)
+    watch.total()
+    assert order == ["read", *[torch.device("xpu:1"), "read"] * 2]

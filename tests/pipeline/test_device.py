@@ -31,7 +31,7 @@ def moved(target: Verifier) -> Verifier:
     return Verifier(copy.deepcopy(target.model).to(DEVICE), target.config, "there")
 
 
-# -- the device itself --------------------------------------------------------------------------------------------------
+# -- the device itself ------------------------------------------------------------------------------------------------
 
 
 def test_it_refuses_what_an_accelerator_refuses():
@@ -78,7 +78,7 @@ def test_it_counts_what_an_accelerator_is_waited_for(inference):
         assert all(place.startswith("tests/pipeline/test_device.py:") for _, place in seen.waits)
 
 
-# -- training -----------------------------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def rows_for(draft) -> list[Row]:
@@ -144,7 +144,7 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(
             torch.testing.assert_close(gradient.cpu(), want[weight], rtol=0, atol=1e-6)
 
 
-# -- decoding -----------------------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def rounds_of(target, method: Method, temperature: float):

@@ -2,16 +2,21 @@
 
 import logging
 import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from eval.measure import fleet
+from pipeline.__main__ import run, stages
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.gpus import gpus_each, hide_gpus
+from pipeline.running.gpus import CHOICES, gpus_each, hide_gpus, launch_command
 from preprocess.dump import pool
 from preprocess.estimate import workers_worth
+from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 
 @pytest.mark.parametrize(
@@ -43,8 +48,62 @@ def test_a_worker_without_a_gpu_sees_none(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     hide_gpus(0.5)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")  # of ROCm: goes before the other
     hide_gpus(0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == ""
+
+
+RANK = r"""
+import os, sys
+told = [os.environ[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")]
+os.write(1, ("rank " + " ".join([*told, *sys.argv[1:]]) + "\n").encode())
+"""
+
+
+def test_the_ranks_get_the_gpus_that_the_user_chose(tmp_path, tiny_recipe, monkeypatch):
+    """Through DeepSpeed's own launcher, as `pipeline run` starts it."""
+    choice = {"CUDA_VISIBLE_DEVICES": "3,GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "ZE_AFFINITY_MASK": "1.0"}
+    for name, value in choice.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    found = stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
+    command = next(stage.command for stage in found if stage.name == "train")
+    command = [str(script) if word == str(ROOT / "train/main.py") else word for word in command]
+    done = subprocess.run(command, env=command_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert told == [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
+
+
+def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
+    """Shown GPU 3, it looks for the third CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert launch_command(["deepspeed"], "main.py", 2, "cpu") == [
+        *("env", "--unset=CUDA_VISIBLE_DEVICES", "deepspeed", "--num_accelerators", "2", "main.py")
+    ]
+
+
+def test_what_the_launcher_would_overwrite_is_known():
+    assert set(get_accelerator().visible_devices_envs()) <= set(CHOICES)
+
+
+def test_without_a_number_of_ranks_each_visible_gpu_is_one(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    words = launch_command(["deepspeed"], "main.py", None, "auto")
+    assert words[words.index("--num_accelerators") + 1] == "2" and "CUDA_VISIBLE_DEVICES=6,7" in words
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert launch_command(["deepspeed"], "main.py", None, "auto") == ["deepspeed", "main.py"]
+
+
+def test_more_ranks_than_gpus_are_refused_before_hours_of_dumping(tiny_target, tmp_path, monkeypatch):
+    recipe = write_recipe(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run"), tmp_path / "recipe")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    message = r"train\.ranks=4, but the accelerators that are visible \(CUDA_VISIBLE_DEVICES=6,7\) are 2"
+    with pytest.raises(PipelineError, match=message):
+        run(str(recipe), ["target.device=auto", "train.ranks=4", "train.micro_batch=1"])
 
 
 def with_settings(recipe: Recipe, section: str, device: str, **settings) -> Recipe:

@@ -1,7 +1,6 @@
 """The shift by one, the masks and the losses, against slow implementations that cannot share their mistakes."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

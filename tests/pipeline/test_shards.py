@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256
-from pipeline.features import schema
+from pipeline.basics.files import sha256, write_sealed
+from pipeline.features import checked, schema, shards
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import (
     MANIFEST,
@@ -25,7 +26,7 @@ from pipeline.features.shards import (
     shard_name,
     write_shard,
 )
-from tests.kit import ROOT, change_sealed, replace_once
+from tests.kit import ROOT, change_sealed, flip, replace_once
 
 D = 6
 SPEC = FeatureSpec(D, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
@@ -303,6 +304,66 @@ def test_a_flipped_byte_is_found_by_the_checksum(folder):
     assert "its SHA-256 is not the manifest's" in damage(folder, record)
     with pytest.raises(PipelineError, match="It can be dumped again"):
         require_whole(folder, record)
+
+
+# -- what was found whole is not read again while it is the same file --------------------------------------------------
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The shards that were hashed since it was last cleared; a file is remembered however young it is."""
+    names = list[str]()
+    monkeypatch.setattr(shards, "sha256", lambda path: names.append(path.name) or sha256(path))
+    monkeypatch.setattr(checked, "SETTLED", 0)
+    return names
+
+
+def reasons(folder: Path) -> list[str | None]:
+    return [reason for _, reason in checked.checked(folder, Manifest.load(folder).shards)]
+
+
+def test_a_shard_that_does_not_change_is_read_once(folder, read):
+    names = [record.name for record in Manifest.load(folder).shards]
+    assert reasons(folder) == [None, None, None] and sorted(read) == names
+    read.clear()
+    assert reasons(folder) == [None, None, None] and not read
+    (folder / names[1]).touch()
+    assert reasons(folder) == [None, None, None] and read == [names[1]]
+
+
+@pytest.mark.parametrize("way", ["in place", "in place, its time restored", "another file of the same time", "copied"])
+def test_a_shard_that_changes_is_read_again(folder, tmp_path_factory, read, way):
+    assert reasons(folder) == [None, None, None]
+    path = folder / Manifest.load(folder).shards[1].name
+    stamp = path.stat()
+    if way == "another file of the same time":
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    flip(path)
+    if way != "in place":
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    if way == "copied":  # with all that is beside it, and all times
+        folder = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "features")
+    assert "its SHA-256 is not the manifest's" in reasons(folder)[1]
+    assert "its SHA-256 is not the manifest's" in reasons(folder)[1]  # what is damaged is not remembered
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"shards": {}}', '{"shards": [1], "seal": ""}'])
+def test_what_is_remembered_is_lost_or_damaged_without_harm(folder, read, text):
+    assert reasons(folder) == [None, None, None]
+    (folder / checked.CHECKED).write_text(text)
+    flip(folder / Manifest.load(folder).shards[1].name)
+    assert [reason is None for reason in reasons(folder)] == [True, False, True]
+    for shards_of_it in ([1], {Manifest.load(folder).shards[1].name: "whole"}):
+        write_sealed(folder / checked.CHECKED, {"shards": shards_of_it})
+        assert [reason is None for reason in reasons(folder)] == [True, False, True]
+
+
+def test_a_file_that_is_younger_than_its_clock_is_coarse_is_not_remembered(folder, read, monkeypatch):
+    """A change in the same tick would not show in its time."""
+    monkeypatch.setattr(checked, "SETTLED", 2.0)
+    assert reasons(folder) == [None, None, None] and not (folder / checked.CHECKED).exists()
 
 
 def test_a_missing_shard_is_refused(folder):

@@ -15,6 +15,7 @@ from filelock import FileLock
 from pipeline.__main__ import features_state
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
+from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
 from pipeline.recipe.load import load_recipe, override_arguments
 from preprocess.dump.driver import dump
@@ -62,6 +63,20 @@ def test_a_second_run_finds_everything_done(job):
     assert report[0].startswith("60 records = ")
     assert {path: path.stat().st_mtime_ns for path in features.glob("*.arrow")} == stamps
     assert checksums(features) == before
+
+
+@pytest.mark.parametrize("most", [2000, 1_000_000])
+def test_its_progress_ends_at_its_total(tiny_recipe, tmp_path, monkeypatch, most):
+    """Of training tokens, which `data.max_tokens` is of: the last dialogue may go beyond, the source may hold fewer."""
+    channel = tmp_path / "progress"
+    monkeypatch.setenv(CHANNEL, str(channel))
+    data = tiny_recipe.data.model_copy(update={"max_tokens": most})
+    dump_here(tiny_recipe.model_copy(update={"data": data}))
+    reports = [json.loads(line) for line in channel.read_text().splitlines()]
+    told = [(report["done"], report["total"]) for report in reports if report["what"] == "dump"]
+    train = Manifest.load(tiny_recipe.features_dir).total("train", "tokens")
+    assert told[0] == (0, most) and told[-1] == (train, train)
+    assert all(done <= total for done, total in told)
 
 
 def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path):

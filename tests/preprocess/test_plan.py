@@ -1,12 +1,16 @@
 """Planning and dumping without Ray: every record accounted for, and features that are the target's own."""
 
+import hashlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +22,7 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.chat import encode
+from preprocess.dump import worker as dump_worker
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
@@ -467,6 +472,88 @@ def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_ta
     assert three.work(task).name == name
     assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     assert max(map(len, told)) == 3 and {doc_id for ids in told for doc_id in ids} == {d.doc_id for d in task.documents}
+
+
+# Of the columns of such a shard, as they were written by one thread from rows on the host.
+GOLDEN = {
+    "bfloat16": "3cec73f0353cd320",
+    "float16": "f2e0de852544dcd3",
+    "float32": "cbd1310f22ce7db7",
+    "float8_e4m3fn": "fd229d52d6177470",
+}
+
+
+def drawn(batch: list[Document], seed: int = 0) -> torch.Tensor:
+    """States of a batch: exact numbers, a token of zeros, layers that differ in size."""
+    generator = torch.Generator().manual_seed(seed + len(batch[0].input_ids))
+    shape = len(batch), len(batch[0].input_ids), 3, 32
+    states_BTSD = torch.randint(-9999, 9999, shape, generator=generator) / 1024
+    states_BTSD[:, 1] = 0
+    return states_BTSD * torch.tensor([1.0, 30.0, 3000.0])[:, None]
+
+
+def late(happen: Callable[[], None] = lambda: None) -> Callable:
+    """`to_host` as an accelerator has it: the content is there once somebody has waited for it."""
+
+    def to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], SimpleNamespace]:
+        sent = [torch.full_like(tensor, 1) for tensor in tensors]
+
+        def synchronize() -> None:
+            happen()
+            for here, there in zip(sent, tensors, strict=True):
+                here.copy_(there)
+
+        return sent, SimpleNamespace(synchronize=synchronize)
+
+    return to_host
+
+
+@pytest.mark.parametrize("stored_dtype", GOLDEN)
+def test_every_stored_dtype_has_the_same_bytes_wherever_it_is_made(
+    tmp_path, source, tiny_target, monkeypatch, stored_dtype
+):
+    recipe = float_recipe(tiny_target, source, stored_dtype=stored_dtype, auxiliary_layers=[1, 2], batch_tokens=128)
+    task, spec = (
+        ShardTask("train", 0, [document(f"d{number}", 9 + number) for number in range(9)]),
+        feature_spec(recipe),
+    )
+    written = []
+    for name in ("host", "accelerator"):
+        worker = FeatureWorker(recipe, tmp_path / name, spec)
+        worker._forward = drawn
+        record = worker.work(task)
+        written.append((tmp_path / name / record.name).read_bytes())
+        assert record.rows == len(task.documents) and not worker._busy
+        monkeypatch.setattr(dump_worker, "to_host", late())
+    assert written[0] == written[1]
+    state, reader = hashlib.sha256(), pa.ipc.open_file(pa.BufferReader(written[0]))
+    for number in range(reader.num_record_batches):
+        for column in reader.get_batch(number).columns[1:]:
+            values = column.flatten()
+            values = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+            state.update(values.to_numpy().tobytes())
+    assert state.hexdigest()[:16] == GOLDEN[stored_dtype]
+
+
+@pytest.mark.parametrize("where", ["in a forward", "on the way to the host"])
+def test_what_fails_ahead_of_the_writing_fails_the_shard(tmp_path, source, tiny_target, monkeypatch, where):
+    """And leaves nothing half-written; until it has arrived, a batch counts as what the worker is busy with."""
+    recipe = float_recipe(tiny_target, source, auxiliary_layers=[1, 2], batch_tokens=1)
+    task, calls = first_task(recipe), []
+
+    def third() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+
+    worker = FeatureWorker(recipe, tmp_path / "features", feature_spec(recipe))
+    worker._forward = lambda batch: (where == "in a forward" and third()) or drawn(batch)
+    monkeypatch.setattr(dump_worker, "to_host", late(third if where != "in a forward" else lambda: None))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        worker.work(task)
+    assert list((tmp_path / "features").iterdir()) == []
+    ordered = [batch[0].doc_id for batch in length_sorted_batches(task.documents, 1)]
+    assert (ordered[2],) in worker._busy and (ordered[1],) not in worker._busy
 
 
 def test_auxiliary_layers_are_the_models_own(tmp_path, source, tiny_target, loaded_target):

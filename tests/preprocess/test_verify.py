@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256
+from pipeline.basics.files import sha256, write_sealed
+from pipeline.features import checked
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import load_recipe
 from preprocess.verify import main
@@ -73,6 +74,20 @@ def test_a_run_whose_name_is_a_number_is_found_from_inside(dumped, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     call(main, "2024/features", "--recipe", str(dumped[0]), "--rows", "1")
     assert "complete: True" in capsys.readouterr().out
+
+
+def test_what_a_disk_lost_without_telling_is_found_and_repaired(dumped, monkeypatch, capsys):
+    """Its size and times as they were when it was found whole: a dump and a training take it for whole."""
+    _, features = dumped
+    record = Manifest.load(features).shards[0]
+    flip(features / record.name)
+    lost = {record.name: [*checked._stamp(features / record.name), record.sha256]}
+    write_sealed(features / checked.CHECKED, {"shards": lost})
+    assert list(checked.checked(features, [record])) == [(record, None)]
+    with without_ray():
+        call(main, *arguments(dumped, "--repair", "--rows", "0"))
+    assert f"{record.name}: its SHA-256 is not the manifest's" in capsys.readouterr().out
+    assert sha256(features / record.name) == record.sha256
 
 
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):

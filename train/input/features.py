@@ -1,7 +1,8 @@
-"""The features where this node's ranks read them: brought there once, checked once a run.
+"""The features where this node's ranks read them: brought there once, checked once.
 
-Guarantees: a shard arrives whole or not at all; each host checks the checksum of everything that its ranks may read,
-whatever other hosts have; one that is damaged anywhere ends all ranks by name, before the first step.
+Guarantees: a shard arrives whole or not at all; before a run each host knows the checksum of everything that its ranks
+may read, whatever other hosts have (it reads what changed since it was found whole, `pipeline/features/checked.py`);
+one that is damaged anywhere ends all ranks by name, before the first step.
 """
 
 import shutil
@@ -15,6 +16,7 @@ from pipeline.artifacts.features import fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256
 from pipeline.basics.progress import Progress
+from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, ShardRecord, damage
 from pipeline.features.store import lacking
@@ -86,8 +88,8 @@ def _require_whole(recipe: Recipe) -> None:
     """The ranks of a host share its shards among them."""
     number, count = place_on_host()
     folder, brought = recipe.shards_dir, recipe.features.store or recipe.train.shards
-    for record in Manifest.load(folder).shards[number::count]:
-        if reason := damage(folder, record):
+    for record, reason in checked(folder, Manifest.load(folder).shards[number::count]):
+        if reason:
             again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
                 f"feature shard {folder / record.name} on {socket.gethostname()}: {reason}. "

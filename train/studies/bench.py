@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT, hardware
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.losses import Prediction
@@ -43,7 +43,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.target.model import load_ends
 from train.engine.engine import Engine, start_distributed
-from train.estimate import ranks_of, step_bytes, wait_for
+from train.estimate import ranks_of, step_bytes
 from train.input.data import Batches
 from train.input.features import bring
 from train.loop import new_draft
@@ -114,16 +114,14 @@ class Way:
             ready = iter([next(ready) for _ in range(steps + 1)])
         for number in range(steps + 1):
             if number == 1:
-                wait_for(self._engine.device)
-                self.tokens, self.waited, begin = 0, 0.0, time.perf_counter()
+                self.tokens, self.waited, begin = 0, 0.0, now(self._engine.device)
             asked = time.perf_counter()
             _, batches = next(ready)
             if number:
                 self.waited += time.perf_counter() - asked
             self._forward_backward(batches) if self._way == "bare" else self._engine.advance(batches)
             self.tokens += sum(batch.tokens_BT.numel() for batch in batches)
-        wait_for(self._engine.device)
-        return time.perf_counter() - begin
+        return now(self._engine.device) - begin
 
     def _forward_backward(self, batches: list[Batch]) -> None:
         for batch in batches:
