@@ -84,6 +84,65 @@ def test_what_computes_the_same_is_read(released, config):
     assert found.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in found.items())
 
 
+SHAPES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
+LLAMA = {
+    **SHAPES,
+    **{"hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 2048, "num_hidden_layers": 1},
+    **{"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 260},
+    **{"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16", "transformers_version": "4.53.1"},
+}
+FORMS = {  # config.json as its writers save it, in small; the draft's settings
+    "EAGLE's authors": ({**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": False, "pad_token_id": 0}, EAGLE),
+    "SpecForge": (
+        {
+            **LLAMA,
+            **{"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 260, "rope_theta": 5e5},
+            "eagle_config": {AUXILIARY: [0, 1], "use_aux_hidden_state": True},
+        },
+        EAGLE_3,
+    ),
+    "ModelOpt": (
+        {
+            **LLAMA,
+            **{"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "mlp_bias": False},
+            "eagle_config": {
+                **{AUXILIARY: [], "next_layer_regular": True, "parallel_draft_heads_num_layers": 1},
+                **{"parallel_draft_step": 1, "use_aux_hidden_state": True, "use_last_layernorm": True},
+                **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "norm_before_fc": True},
+            },
+        },
+        EAGLE_3 | {"norm_before_fc": True},
+    ),
+    "speculators": (
+        {
+            **{"architectures": ["Eagle3Speculator"], "auto_map": {}, "draft_vocab_size": 260, "fc_norm": False},
+            **{"embed_requires_grad": False, "has_no_defaults_at_init": False, "norm_before_fc": True},
+            **{"norm_before_residual": True, "norm_output": True, AUXILIARY: [1, 2], "target_hidden_size": None},
+            **{"speculators_model_type": "eagle3", "speculators_version": "0.9.0", "speculators_config": {"a": 1}},
+            "transformer_layer_config": {
+                **LLAMA,
+                **{"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 16},
+                **{"use_sliding_window": True, "max_window_layers": 28},
+                "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
+            },
+        },
+        EAGLE_3
+        | {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "qk_norm": True}
+        | {"sliding_window": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_config_as_its_writers_save_it_is_known(released, form):
+    config, settings = FORMS[form]
+    recipe, folder, _ = released(settings)
+    (folder / "config.json").write_text(json.dumps(config))
+    import_draft(folder, recipe, "theirs")
+    saved = checkpoint.read_config(recipe.draft_dir("theirs"))
+    assert saved.shapes["rms_norm_eps"] == 1e-5 and saved.config.to_json().items() >= settings.items()
+
+
 @pytest.mark.parametrize(
     ("mine", "config", "theirs"),
     [
