@@ -3,36 +3,25 @@ EAGLE-3 as its authors, SpecForge or speculators write it.
 
 Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
 draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.
-Pickled weights are read with `weights_only` in a process of its own.
+What its config says of the computation is what the draft computes, or an error that names the key.
 """
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import ROOT
+from pipeline.artifacts.foreign import read_weights, require_known, their_config, their_shapes, weights_files
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, read_json, sha256
+from pipeline.basics.files import exclusive, sha256
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import load_config, load_ends
 
-WEIGHTS = (
-    *("model.safetensors", "pytorch_model.bin", "model.ckpt"),
-    *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
-)
 IDS = "draft_token_ids"
 
 
@@ -43,11 +32,13 @@ class Imported:
     kept: int = 0
     renamed: dict[str, str] = field(default_factory=dict)  # their name -> ours
     dropped: dict[str, str] = field(default_factory=dict)  # their name -> why
+    made: dict[str, str] = field(default_factory=dict)  # our name -> of what
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def said(self) -> list[str]:
         lines = [f"kept {self.kept} tensors by their names"]
         lines += [f"renamed {theirs} -> {ours}" for theirs, ours in self.renamed.items()]
+        lines += [f"made {name}: {what}" for name, what in self.made.items()]
         return lines + [f"dropped {name}: {why}" for name, why in self.dropped.items()]
 
 
@@ -62,12 +53,14 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     folder = recipe.draft_dir(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
-    theirs, ends = their_config(source), load_ends(recipe.target)
-    draft = build(recipe.draft[name], _shapes(theirs, recipe))
+    target, ends = load_config(recipe.target), load_ends(recipe.target)
+    theirs, files = their_config(source, target), weights_files(source)
+    draft = build(recipe.draft[name], their_shapes(source, theirs, target, recipe.target.model))
     draft.name = name
+    require_known(source, theirs, draft.released_keys)
     wanted = draft.state_dict()
-    path = _weights_file(source)
-    found = mapped(_read(path), draft.released_names, ends.embedding_VD)
+    found = mapped(read_weights(files), draft.released_names, ends.embedding_VD)
+    _complete(found, wanted)
     stated = draft.released_facts(theirs, found.weights)
     odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
     if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
@@ -81,7 +74,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
     draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
     draft.bind(ends)
-    imported = _facts(path, found)
+    imported = _facts(source, files, found)
     facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
     if published is not None:
         facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
@@ -94,17 +87,26 @@ def mapped(
     theirs: dict[str, Tensor], renamed: Callable[[Collection[str]], dict[str, str | None]], embedding_VD: Tensor
 ) -> Imported:
     """Their tensors under our names. Raises PipelineError for another embedding than the target's."""
-    found, offsets = Imported(), None
+    found, ids, marked, vocabulary = Imported(), None, None, len(embedding_VD)
+    sources: dict[str, str] = {}  # our name -> theirs
     bare = {name: name.removeprefix("model.") for name in theirs}
     names = renamed(bare.values())
     for name, tensor in theirs.items():
         ours = names[bare[name]]
-        if ours is None:
+        if ours is not None and (other := sources.setdefault(ours, name)) != name:
+            if theirs[other].dtype != tensor.dtype or not torch.equal(theirs[other], tensor):
+                raise PipelineError(f"{other} and {name} are both {ours}, and differ: which one is meant is not known")
+            found.dropped[name] = f"the same as {other}"
+        elif ours is None:
             found.dropped[name] = "its authors' code never reads it"
         elif ours == "d2t":
-            offsets = tensor.long()
-            found.renamed[name] = f"{IDS}: offsets become ids"
+            ids = _ids(tensor.long(), vocabulary)
+            if torch.equal(ids, torch.arange(vocabulary)):
+                found.dropped[name] = "every token of the target is one of the draft's"
+            else:
+                found.renamed[name], found.weights[IDS] = f"{IDS}: offsets become ids", ids
         elif ours == "t2d":
+            marked = tensor.bool().nonzero()[:, 0]
             found.dropped[name] = "follows from d2t"
         elif ours == "embed_tokens.weight":
             _require_embedding(name, tensor, embedding_VD)
@@ -117,12 +119,31 @@ def mapped(
                 found.kept += 1
             else:
                 found.renamed[name] = ours
-    if offsets is not None:
-        ids = torch.arange(len(offsets)) + offsets
-        if len(odd := ids[(ids < 0) | (ids >= len(embedding_VD))]):
-            raise PipelineError(f"d2t leads to token {int(odd[0])}, but the target has {len(embedding_VD)}")
-        found.weights[IDS] = ids
+    if marked is not None:
+        own = torch.arange(vocabulary) if ids is None else ids.sort().values
+        if not torch.equal(marked, own):
+            other = f"d2t {len(own)} others" if ids is not None else "there is no d2t"
+            raise PipelineError(f"t2d names {len(marked)} tokens, but {other}: which tokens the draft has is not known")
     return found
+
+
+def _ids(offsets_U: Tensor, vocabulary: int) -> Tensor:
+    """Raises PipelineError for ids that the target has not, and for two draft tokens of one id."""
+    ids = torch.arange(len(offsets_U)) + offsets_U
+    if len(odd := ids[(ids < 0) | (ids >= vocabulary)]):
+        raise PipelineError(f"d2t leads to token {int(odd[0])}, but the target has {vocabulary}")
+    several, counts = ids.unique(return_counts=True)
+    if len(twice := several[counts > 1]):
+        raise PipelineError(f"d2t leads to token {int(twice[0])} more than once")
+    return ids
+
+
+def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
+    """A layer's biases are of q, k, v and o: where others have those of three, the fourth adds nothing."""
+    for name in set(wanted) - set(found.weights):
+        if name.endswith("o_proj.bias") and (other := name.replace("o_proj", "q_proj")) in found.weights:
+            found.weights[name] = torch.zeros_like(wanted[name], dtype=found.weights[other].dtype)
+            found.made[name] = "zeros, as the file has none"
 
 
 def _require_embedding(name: str, tensor: Tensor, embedding_VD: Tensor) -> None:
@@ -142,74 +163,11 @@ def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[s
     if said:
         raise PipelineError(
             f"{source} does not fit draft.{name}: {'; '.join(said)}. Set the draft's keys as it was trained (fc_bias, "
-            "vocabulary, mlp_width, expert_width, experts, contrast, frame, fc_norm); biases of q, k, v and experts "
-            "that are no SwiGLU have no place in any"
+            "vocabulary, mlp_width, expert_width, experts, contrast, frame); biases of q, k, v on EAGLE's frame and "
+            "experts that are no SwiGLU have no place in any"
         )
 
 
-def their_config(source: Path) -> dict[str, Any]:
-    """Without the nesting that some have. Raises PipelineError where there is none."""
-    path = source / "config.json"
-    if not path.is_file():
-        raise PipelineError(
-            f"{source} holds no config.json: expected a folder with config.json and {' or '.join(WEIGHTS)}"
-        )
-    raw = read_json(path)
-    inner = {**raw, **raw.get("eagle_config", {}), **raw.get("transformer_layer_config", {})}
-    return {key: value for key, value in inner.items() if key not in ("eagle_config", "transformer_layer_config")}
-
-
-def _shapes(theirs: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target. All are the
-    target's where the config has none of them, as Medusa's and Hydra's.
-    """
-    target = load_config(recipe.target)
-    if "hidden_size" not in theirs:
-        return shapes_of(target)
-    known = {
-        k: v for k, v in theirs.items() if k not in ("architectures", "auto_map", "model_type", "torch_dtype", "dtype")
-    }
-    config = LlamaConfig(**known)
-    shapes = shapes_of(config) | {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
-    if theirs.get("target_hidden_size", shapes["hidden_size"]) == target.hidden_size != shapes["hidden_size"]:
-        raise PipelineError(
-            f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
-            "is narrower than its target has no place here"
-        )
-    if shapes["hidden_size"] != target.hidden_size:
-        raise PipelineError(
-            f"the checkpoint's hidden_size is {shapes['hidden_size']}, that of target {recipe.target.model!r} "
-            f"{target.hidden_size}: it was trained for another target"
-        )
-    return shapes
-
-
-def _weights_file(source: Path) -> Path:
-    found = [source / name for name in WEIGHTS if (source / name).is_file()]
-    if not found:
-        raise PipelineError(
-            f"{source} holds none of {', '.join(WEIGHTS)}: sharded weights are joined with save_pretrained"
-        )
-    return found[0]
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Raises PipelineError where the weights cannot be read."""
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with tempfile.TemporaryDirectory() as folder:
-            converted = Path(folder) / "model.safetensors"
-            command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise PipelineError(f"{path} cannot be read as weights alone: {reason}")
-            return load_file(converted)
-    except SafetensorError as error:
-        raise PipelineError(f"{path} cannot be read: {error}") from None
-
-
-def _facts(path: Path, found: Imported) -> dict[str, Any]:
-    """For the card: where from, and the weights' own SHA-256."""
-    return {"from": path.parent.name, "sha256": sha256(path), "dropped": sorted(found.dropped)}
+def _facts(source: Path, files: list[Path], found: Imported) -> dict[str, Any]:
+    """For the card: where from, and the weights' own SHA-256, of each file."""
+    return {"from": source.name, "sha256": ", ".join(map(sha256, files)), "dropped": sorted(found.dropped)}

@@ -12,7 +12,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.imported import WEIGHTS, import_draft, their_config
+from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
+from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive
@@ -43,7 +44,7 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
 
 def is_ours(folder: Path) -> bool:
     """Whether a checkpoint has this project's own form."""
-    return "format_version" in their_config(folder)
+    return "format_version" in raw_config(folder)
 
 
 def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> None:
@@ -72,12 +73,18 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
 
 def _download(repository: str, revision: str) -> Path:
     """A folder of the cache. Raises PipelineError where the Hub does not give it."""
+    found = _fetched(repository, revision, ["*.json", *WEIGHTS])
+    if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):
+        return found
+    return _fetched(repository, revision, names)
+
+
+def _fetched(repository: str, revision: str, names: list[str]) -> Path:
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=["*.json", *WEIGHTS])
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=names))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = scrubbed(" ".join(str(error).split()))[:300]
         raise PipelineError(
             f"{repository}, revision {revision}, cannot be fetched: {reason}. Is it public, or are you logged in "
             "(hf auth login)?"
         ) from None
-    return Path(found)

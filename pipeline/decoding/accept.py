@@ -189,10 +189,10 @@ def legacy_tau(prompts: Iterable[Sequence[tuple[int, int]]]) -> float:
 
     Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens hold the prompt's own first token,
     lack the last pass's last one and keep what is behind the stop id: as many as the passes emitted, uncut. A prompt
-    whose turns take one pass each has no ratio; NaN where no prompt has one.
+    whose turns take one pass each counts as 0, as there; NaN without prompts.
     """
     ratios = []
     for turns in prompts:
         tokens, fewer = sum(new for new, _ in turns), sum(max(passes - 1, 0) for _, passes in turns)
-        ratios += [tokens / fewer] if fewer else []
+        ratios.append(tokens / fewer if fewer else 0.0)
     return sum(ratios) / len(ratios) if ratios else float("nan")

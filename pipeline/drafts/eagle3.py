@@ -6,7 +6,8 @@ With g_i = fc([a_i; b_i; c_i]) of the outputs of three decoder layers, and e the
 
 The next forward's feature is f. It is trained in up to 7 passes over its own features (the training-time test), pass s
 weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before fc (`fc_norm`), and the normed f as the
-next feature (`norm_output`). Tensor names are those that engines read.
+next feature (`norm_output`). What others publish beside: one norm for the three outputs together (`norm_before_fc`),
+biases of the attention, norms of its queries and keys, a sliding window. Tensor names are those that engines read.
 """
 
 import re
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Teacher
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
 from pipeline.target.ends import Ends
 from pipeline.target.states import Needs
+
+AUXILIARY = "eagle_aux_hidden_state_layer_ids"
+LATER = ("norm_before_fc", "attention_bias", "qk_norm", "sliding_window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,11 @@ class Eagle3FrameConfig(OneLayerConfig):
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
+    norm_before_fc: bool = False  # one norm over all outputs together, speculators' default
     norm_before_residual: bool = False  # add norm(g) to the attention's output, not g
+    attention_bias: bool = False  # of q, k, v and o
+    qk_norm: bool = False  # of each head's queries and keys, before RoPE, as Qwen3's
+    sliding_window: int | None = None  # how many inputs of its path an input sees, itself included; default: all
     # The target's distribution over a reduced vocabulary. masked: renormalised, and positions whose likeliest token is
     # not in it have no loss (the reference's); renormalised: every position; whole: with its own, lesser, mass.
     teacher: Literal["masked", "renormalised", "whole"] = "masked"
@@ -45,8 +54,21 @@ class Eagle3FrameConfig(OneLayerConfig):
         layers = self.auxiliary_layers
         if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
             raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+        self.at_least(self.rollout, "sliding_window")  # own features are in it
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
         if told := [name for name, term in self.terms().items() if term.weights.get("regression")]:
             raise ValueError(f"regression of {told[0]!r}: a fused feature has no label, set it to 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """Without later options where they are off, so that a draft from before them keeps its hash."""
+        found = super().to_json()
+        return {key: value for key, value in found.items() if value or key not in LATER}
+
+    def settle(self, tree: TreeConfig) -> TreeConfig:
+        if self.sliding_window and tree.depth > self.sliding_window:
+            raise ValueError(f"tree.depth={tree.depth} is more than this draft's sliding_window={self.sliding_window}")
+        return super().settle(tree)
 
     def needs(self, target_layers: int) -> Needs:
         layers = self.auxiliary_layers or default_layers(target_layers)
@@ -81,12 +103,16 @@ class Eagle3Frame(OneLayer):
 
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__(config, shapes)
+        self.llama.attention_bias = config.attention_bias
         width, sources = self.llama.hidden_size, len(self.needs.auxiliary)
+        if config.norm_before_fc:
+            self.input_norm = norm(self.llama, sources * width)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.llama) for _ in range(sources))
         self.fc = nn.Linear(sources * width, width, bias=False)
         norms = {"input_layernorm": norm(self.llama), "hidden_norm": norm(self.llama)}
-        self.midlayer = AttentionBlock(self.llama, self.follow(self.llama) | norms, inputs=2 * width)
+        parts = self.follow(self.llama) | norms
+        self.midlayer = AttentionBlock(self.llama, parts, inputs=2 * width, qk_norm=config.qk_norm)
         self.norm = norm(self.llama)
         self.lm_head = OwnHead(width, self.vocabulary_size)
 
@@ -94,11 +120,16 @@ class Eagle3Frame(OneLayer):
     def block(self) -> AttentionBlock:
         return self.midlayer
 
+    @property
+    def window(self) -> int | None:
+        return self.config.sliding_window
+
     def features(self, states_TSD: Tensor) -> Tensor:
         if self.config.fc_norm:
             normed = [own(states_TSD[..., place, :]) for place, own in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
-        return self.fc(states_TSD.flatten(-2))
+        together = states_TSD.flatten(-2)
+        return self.fc(self.input_norm(together) if self.config.norm_before_fc else together)
 
     def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         block: Any = self.midlayer
@@ -109,20 +140,47 @@ class Eagle3Frame(OneLayer):
     def carried(self, feature: Tensor) -> Tensor:
         return self.norm(feature) if self.config.norm_output else feature
 
+    # -- checkpoints that others released -----------------------------------------------------------------------
+
+    released_keys: ClassVar = {
+        "norm_before_residual": (),
+        "norm_output": (),
+        "norm_before_fc": (),
+        "fc_norm": (),
+        "attention_bias": (),
+        "qkv_bias": (),
+        "sliding_window": (),
+        AUXILIARY: (),
+        "use_aux_hidden_state": (True,),
+        "use_input_layernorm_in_first_layer": (True,),
+        "use_last_layernorm": (True,),
+        "next_layer_regular": (True,),
+    }
+
     @classmethod
     def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
         return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
 
     def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
-        found = super().released_facts(theirs, names)
-        flags = ("norm_before_residual", "norm_output")
-        found |= {key: (bool(theirs[key]), getattr(self.config, key)) for key in flags if key in theirs}
-        if layers := theirs.get("eagle_aux_hidden_state_layer_ids"):
-            mine = list(self.needs.auxiliary)
-            stated = list(layers)[: len(mine)]  # some list the last layer, too
-            if stated != [layer - 1 for layer in mine]:  # as SGLang and SpecForge count
-                found["auxiliary_layers"] = (stated, mine)
-        return found
+        """A flag that is not given is false, but `norm_before_residual` in speculators' form, which vLLM takes for true
+        there; what has tensors is also told by them. Layers that are not given are the reference's.
+        """
+        last, own = self.shapes["target_layers"], list(self.needs.auxiliary)
+        layers = theirs.get(AUXILIARY) or default_layers(last)
+        if layers == [*own, last]:  # some list the last one, too, which only training reads
+            layers = own
+        biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
+        stated = {
+            "norm_before_residual": theirs.get("norm_before_residual", "speculators_model_type" in theirs),
+            "norm_output": theirs.get("norm_output", False),
+            "norm_before_fc": theirs.get("norm_before_fc", "input_norm.weight" in names),
+            "fc_norm": theirs.get("fc_norm", "fc_norm.0.weight" in names),
+            "attention_bias": biased,
+            "qk_norm": "midlayer.self_attn.q_norm.weight" in names,
+        }
+        found = super().released_facts(theirs, names) | {"auxiliary_layers": (layers, own)}
+        found["sliding_window"] = theirs.get("sliding_window"), self.config.sliding_window
+        return found | {key: (bool(value), getattr(self.config, key)) for key, value in stated.items()}
 
     @property
     def own_heads(self) -> list[OwnHead]:

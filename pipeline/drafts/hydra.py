@@ -152,14 +152,16 @@ class Hydra(HeadsDraft):
 
     @classmethod
     def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
-        """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Its prefix is a whole Llama
-        model, whose embedding nobody reads.
+        """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Both hold the target's
+        embedding, and Hydra++'s prefix is a whole Llama model, whose own embedding nobody reads.
         """
         every = 1 if any(re.match(r"hydra_mlp\.\d+\.0\.", name) for name in names) else 2
 
         def ours(name: str) -> str | None:
             if name == "prefix_embeding_layer.embed_tokens.weight":
                 return None
+            if name == "input_embed_fn.weight":
+                return "embed_tokens.weight"
             if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
                 return f"heads.{found[1]}.{int(found[2]) // every}.{found[3]}"
             if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)", name):

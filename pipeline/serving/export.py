@@ -26,12 +26,14 @@ from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
 from pipeline.serving.gguf import convert
 from pipeline.serving.load import target_of
+from pipeline.target.attention import SLIDING
 from pipeline.target.model import source
 
 PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434"}  # by `make serve-test`
 FUSED = 3  # layers whose outputs engines fuse
+LAYER_OPTIONS = ("attention_bias", "qk_norm", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -200,19 +202,24 @@ def _eagle3(
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
         "fc_norm": config.fc_norm,
-        "norm_before_fc": False,
+        "norm_before_fc": config.norm_before_fc,
         "draft_vocab_size": vocabulary if ids is None else len(ids),
         "target_hidden_size": saved.shapes["hidden_size"],
     }
-    layer = _layer(saved, config, weights)
+    layer = _layer(saved, config, weights) | {"attention_bias": config.attention_bias}
+    if config.qk_norm:
+        layer["model_type"] = "qwen3"
+    if window := config.sliding_window:
+        layer |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
     if engine != "speculators":
         # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads.
         counted = [number - 1 for number in layers] if engine == "sglang" else layers
         own = {"num_aux_hidden_states": len(layers), "eagle_aux_hidden_state_layer_ids": counted}
         inner = {"eagle_config": {"use_aux_hidden_state": True, **own}}
         outer = {} if engine == "sglang" else own
-        name = "Llama" if isinstance(config, Eagle3Config) else "Jakiro"
-        return Written({"architectures": [f"{name}ForCausalLMEagle3"]} | layer | flags | outer | inner, weights)
+        name = "LlamaForCausalLMEagle3" if isinstance(config, Eagle3Config) else "JakiroForCausalLMEagle3"
+        name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else name
+        return Written({"architectures": [name]} | layer | flags | outer | inner, weights)
     verifier = target or saved.target["model"]
     if verifier.count("/") != 1:
         raise PipelineError(f"the target is {verifier!r}, which no engine finds: say --target OWNER/NAME")
@@ -262,6 +269,11 @@ def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: 
         raise PipelineError("fc_norm or norm_output=true: llama.cpp has no EAGLE-3.1; train without, or use vllm")
     if engine == "sglang" and config.norm_before_residual:
         raise PipelineError("norm_before_residual=true: SGLang adds the plain feature; train without, or use vllm")
+    missing = {"sglang": ("norm_before_fc", *LAYER_OPTIONS), GGUF: LAYER_OPTIONS}.get(engine, ())
+    if asked := [key for key in missing if getattr(config, key)]:
+        raise PipelineError(f"{asked[0]}={getattr(config, asked[0])}: {engine} has no such draft; export to vllm")
+    if config.qk_norm and isinstance(config, ExpertsConfig):
+        raise PipelineError("qk_norm=true: the plug-in's drafts with experts have Llama's attention; train without")
 
 
 # -- launch lines -----------------------------------------------------------------------------------------------------

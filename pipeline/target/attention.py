@@ -95,9 +95,12 @@ def use_masks(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
-def behind(past: int, count: int, device: torch.device) -> Tensor:
-    """What `count` tokens see that follow each other behind `past` cached ones: bool (count, past + count)."""
-    return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+def behind(past: int, count: int, device: torch.device, window: int | None = None) -> Tensor:
+    """What `count` tokens see that follow each other behind `past` cached ones: bool (count, past + count); of the last
+    `window` ones, themselves included, where there is one.
+    """
+    seen = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+    return seen if window is None else seen.triu(past - window + 1)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.release.elsewhere import by_origin, earlier
@@ -89,6 +91,31 @@ def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
     saved = checkpoint.require_trained_under(recipe, "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
     assert saved.training["imported"]["from"] == "they/draft"
+
+
+def test_a_draft_in_several_files_is_fetched_by_its_index(tree, release, tmp_path, monkeypatch):
+    """Only what is asked for comes."""
+    export(release, "vllm", tmp_path / "exported")
+    weights, asked = load_file(tmp_path / "exported/model.safetensors"), []
+    parts = {f"part-{n}.safetensors": dict(list(weights.items())[n::2]) for n in range(2)}
+    for file, own in parts.items():
+        save_file(own, tmp_path / "exported" / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (tmp_path / "exported/model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "exported/model.safetensors").unlink()
+
+    def download(repository, *, revision, allow_patterns):
+        asked.append(allow_patterns)
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        for path in (tmp_path / "exported").iterdir():
+            if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("pipeline.artifacts.published.snapshot_download", download)
+    fetch(published(tree, "they/draft"))
+    saved = checkpoint.require_trained_under(published(tree, "they/draft"), "jakiro")
+    assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS) and asked[1] == sorted(parts)
 
 
 def test_refusals(tree, release, hub, tmp_path):

@@ -32,6 +32,9 @@ VARIANTS = {
     "dense-ahead": EagleConfig(kind="eagle", horizons=2),
     "eagle3": Eagle3Config(rollout=3),
     "eagle3, 3.1's norms": Eagle3Config(rollout=2, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle3, others' options": Eagle3Config(
+        rollout=2, norm_before_fc=True, qk_norm=True, attention_bias=True, sliding_window=6
+    ),
     "eagle3, reduced": Eagle3Config(rollout=2, vocabulary=100, auxiliary_layers=[1, 2]),
     "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", rollout=3),
     "sparse on eagle-3": JakiroOnEagle3Config(

@@ -428,7 +428,8 @@ def test_merging_counts_is_counting_everything(turned):
 
 def released_script(new_tokens: list[list[int]], idxs: list[list[int]]) -> float:
     """As the released evaluation adds up its records: `idxs` are the numbers of the last passes, counted from 0."""
-    return sum(sum(new) / sum(idx) for new, idx in zip(new_tokens, idxs, strict=True)) / len(new_tokens)
+    both = zip(new_tokens, idxs, strict=True)
+    return sum(0 if sum(idx) == 0 else sum(new) / sum(idx) for new, idx in both) / len(new_tokens)
 
 
 def test_legacy_tau_is_the_released_scripts_figure():
@@ -438,6 +439,7 @@ def test_legacy_tau_is_the_released_scripts_figure():
     assert legacy_tau(prompts) == released_script([[12, 9], [5, 16], [8]], [[2, 1], [1, 4], [2]])
 
 
-def test_legacy_tau_leaves_out_what_has_no_ratio():
-    assert legacy_tau([[(4, 1)], [(0, 0)], [(6, 3)], []]) == 3.0
-    assert math.isnan(legacy_tau([[(4, 1)]])) and math.isnan(legacy_tau([]))
+def test_legacy_tau_counts_a_prompt_without_further_passes_as_0_as_the_script_does():
+    assert legacy_tau([[(4, 1)], [(0, 0)], [(6, 3)], []]) == 3.0 / 4
+    assert legacy_tau([[(4, 1)], [(6, 3)]]) == released_script([[4], [6]], [[0], [2]]) == 1.5
+    assert legacy_tau([[(4, 1)]]) == 0.0 and math.isnan(legacy_tau([]))

@@ -50,6 +50,10 @@ def of_experts(names: set[str], *more: str) -> set[str]:
 
 
 REDUCED = EAGLE_3 | {"d2t", "t2d"}
+QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | {
+    f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
+}
+OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, sliding_window=64)
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
@@ -90,6 +94,19 @@ CASES = {  # settings, engine -> architecture, names
         "vllm",
         "LlamaForCausalLMEagle3",
         REDUCED | {f"fc_norm.{place}.weight" for place in range(3)},
+    ),
+    "eagle3 as speculators trains it, to vllm": (
+        Eagle3Config(norm_before_fc=True, norm_output=True, norm_before_residual=True, sliding_window=64),
+        "vllm",
+        "LlamaForCausalLMEagle3",
+        EAGLE_3 | {"input_norm.weight"},
+    ),
+    "eagle3 with Qwen3's attention to vllm": (OF_QWEN, "vllm", "Eagle3Qwen3ForCausalLM", EAGLE_3 | QWEN),
+    "eagle3 with Qwen3's attention to speculators": (
+        OF_QWEN,
+        "speculators",
+        "Eagle3Speculator",
+        {name.replace("midlayer.", "layers.0.") for name in EAGLE_3 | QWEN},
     ),
     "eagle3 to sglang": (Eagle3Config(vocabulary=100), "sglang", "LlamaForCausalLMEagle3", REDUCED),
     "eagle3 to speculators": (
@@ -168,8 +185,12 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     if isinstance(settings, Eagle3FrameConfig):
         ids = config if engine == "speculators" else config["eagle_config"]
         assert ids["eagle_aux_hidden_state_layer_ids"] == ([1, 3, 4] if engine == "sglang" else [2, 4, 5])
-        for key in ("norm_before_residual", "norm_output", "fc_norm"):
+        for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"):
             assert config[key] == getattr(settings, key)
+        slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
+        assert {key: layer.get(key) for key in slides} == (slides if settings.sliding_window else dict.fromkeys(slides))
+        assert layer["attention_bias"] == settings.attention_bias
+        assert layer["model_type"] == ("qwen3" if settings.qk_norm else "llama")
     own = load_file(release / "model.safetensors")
     back = load_file(imported(out, settings_of(settings, weights)) / "model.safetensors")
     assert set(own) | ({"fc.bias"} & set(weights)) == set(back)
@@ -221,6 +242,12 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(auxiliary_layers=[1, 2]), "vllm", "engines fuse 3 layers"),
         (Eagle3Config(auxiliary_layers=[1, 2, 8]), "vllm", "none follows layer 8"),
         (Eagle3Config(norm_before_residual=True), "sglang", "SGLang adds the plain feature"),
+        (Eagle3Config(norm_before_fc=True), "sglang", "norm_before_fc=True: sglang has no such draft"),
+        (Eagle3Config(attention_bias=True), "sglang", "attention_bias=True: sglang has no such draft"),
+        (Eagle3Config(qk_norm=True), "gguf", "qk_norm=True: gguf has no such draft"),
+        (Eagle3Config(sliding_window=64), "gguf", "sliding_window=64: gguf has no such draft"),
+        (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
+        (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
     ],
 )

@@ -14,8 +14,10 @@ from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.base import TrainedDraft
+from pipeline.drafts.parts.one_layer import rollout_sees
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.target.attention import additive
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
 from pipeline.target.states import Needs
@@ -445,7 +447,10 @@ def test_every_rounds_probabilities_are_plain_ones(loaded_target, text, taught_d
         assert error < 1e-4  # a logit error of 1e-5, divided by the temperature
 
 
-@pytest.mark.parametrize("name", ["eagle", "by-depth", "eagle3", "eagle3, 3.1's norms", "sparse on eagle-3"])
+ROLLED = ["eagle", "by-depth", "eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
+
+
+@pytest.mark.parametrize("name", ROLLED)
 @torch.inference_mode()
 def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name):
     """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
@@ -480,8 +485,10 @@ def prompt_array(length):
 @torch.inference_mode()
 def training_time(draft, features_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
-    positions = torch.arange(len(tokens_T))[None]
-    u = draft._trunk(features_TD[None], tokens_T[None], positions, None, None)
+    places, mask = torch.arange(len(tokens_T)), None
+    if draft.window:
+        mask = additive(rollout_sees(1, places, None, draft.window), torch.float32)[:, None]
+    u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
     return [feature[0] for feature in draft.heads(u, depth).ahead]
 
 

@@ -14,29 +14,12 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.model import fingerprint
 from tests.kit import ROOT, call
 from tests.pipeline.taught import NEVER, prompt_of
 
-THEIRS = {  # what a released config.json says beside the target's own fields
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "max_position_embeddings": 2048,
-    "vocab_size": 260,
-    "num_hidden_layers": 1,
-    "architectures": ["Whatever"],
-    "model_type": "llama",
-}
-
-
-LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there
+LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there; what config.json says beside shapes
     "eagle": ({"kind": "eagle", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
     "eagle-2 with inv_freq": (
         {"kind": "eagle"},
@@ -54,44 +37,15 @@ LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there
         {"kind": "eagle3", "vocabulary": 64, "norm_before_residual": True},
         lambda n: n.replace("midlayer.", "layers.0."),
         {"embed_tokens.weight": (260, 32)},
+        {"speculators_model_type": "eagle3"},  # norm_before_residual is then true where it is not given
     ),
 }
 
 
-@pytest.fixture
-def released(tiny_recipe, loaded_target, ends, tmp_path):
-    """released(settings, renamed, more) -> (recipe, folder, our weights): a released checkpoint of random weights."""
-
-    def factory(settings, renamed=lambda n: n, more=None, **config):
-        tree = tiny_recipe.model_dump(mode="json")
-        tree["draft"] = {"theirs": settings}
-        tree["publish"]["draft"] = "theirs"
-        tree["output"] = str(tmp_path / "run")
-        recipe = Recipe.model_validate(tree)
-        draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
-        draft.initialise(4)
-        ours = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
-        theirs = {renamed(name): x for name, x in ours.items() if name != "draft_token_ids"}
-        if draft.token_ids_U is not None:
-            ids = torch.arange(0, 256, 4)
-            ours["draft_token_ids"] = ids
-            theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
-        embedding = ends.embedding_VD.bfloat16()
-        random = {name: torch.randn(shape) for name, shape in (more or {}).items()}
-        theirs |= {name: embedding if name == "embed_tokens.weight" else x for name, x in random.items()}
-        folder = tmp_path / "released"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(THEIRS | config))
-        save_file({name: x.contiguous() for name, x in theirs.items()}, folder / "model.safetensors")
-        return recipe, folder, ours
-
-    return factory
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, ends, layout):
-    settings, renamed, more = LAYOUTS[layout]
-    recipe, folder, ours = released(settings, renamed, more)
+    settings, renamed, more, *config = LAYOUTS[layout]
+    recipe, folder, ours = released(settings, renamed, more, **(config[0] if config else {}))
     said = import_draft(folder, recipe, "theirs")
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
@@ -130,6 +84,7 @@ def plain_hydras(name):
 
 
 UNREAD = "prefix_embeding_layer.embed_tokens.weight"  # its authors train on hidden states: it stays as it began
+EMBEDDING = {"input_embed_fn.weight": (260, 32)}  # the target's, which their class registers and so saves
 
 
 @pytest.mark.parametrize(
@@ -145,14 +100,14 @@ UNREAD = "prefix_embeding_layer.embed_tokens.weight"  # its authors train on hid
         (
             {"kind": "hydra", "heads": 3, "blocks": 4, "head_bias": True},
             hydras,
-            {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (4,)},
+            {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (4,)} | EMBEDDING,
             {"hydra_num_heads": 3, "hydra_num_layers": 4},
             "hydra_lm_head.pt",
         ),
         (
             {"kind": "hydra", "heads": 3, "blocks": 2, "head_bias": True, "prefix": False},
             plain_hydras,
-            {},
+            EMBEDDING,
             {"hydra_num_heads": 3, "hydra_num_layers": 2},
             "hydra_lm_head.pt",
         ),

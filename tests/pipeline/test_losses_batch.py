@@ -354,6 +354,7 @@ CONFIGS = {
     ),
     "eagle3": Eagle3Config(rollout=3, fc_norm=True, norm_output=True),
     "eagle3, masked": Eagle3Config(rollout=2, vocabulary=100),
+    "eagle3, a window": Eagle3Config(rollout=2, norm_before_fc=True, qk_norm=True, sliding_window=4),
     "eagle3, acceptance": Eagle3Config(rollout=2, vocabulary=100, objective="acceptance", teacher="whole"),
     "on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3",

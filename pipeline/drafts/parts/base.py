@@ -203,6 +203,9 @@ class TrainedDraft(ByLevels, nn.Module):
 
     # -- checkpoints that others released -----------------------------------------------------------------------
 
+    # Of a released config, beside what says nothing of the computation: key -> the values that are computed; none: any.
+    released_keys: ClassVar[dict[str, tuple]] = {}
+
     @classmethod
     def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
         """Our name of each of a released checkpoint's tensors; None for one that its authors' code never reads."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.target.attention import FULL
 
@@ -70,17 +71,25 @@ def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
 
 class AttentionBlock(nn.Module):
     """Attention and the norm that precedes the MLP; `parts` follow by their names. The attention takes `inputs`
-    features.
+    features; with `qk_norm`, it norms each head's queries and keys.
     """
 
-    def __init__(self, config: LlamaConfig, parts: dict[str, nn.Module], inputs: int | None = None, number: int = 0):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        parts: dict[str, nn.Module],
+        inputs: int | None = None,
+        number: int = 0,
+        qk_norm: bool = False,
+    ):
         """`number`: of the layer, in the cache."""
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx=number)
+        attention: Any = Qwen3Attention if qk_norm else LlamaAttention
+        self.self_attn = attention(config, layer_idx=number)
         if inputs:
             for name in ("q_proj", "k_proj", "v_proj"):
                 rows = getattr(self.self_attn, name).out_features
-                setattr(self.self_attn, name, nn.Linear(inputs, rows, bias=False))
+                setattr(self.self_attn, name, nn.Linear(inputs, rows, bias=config.attention_bias))
         self.post_attention_layernorm = norm(config)
         for name, part in parts.items():
             self.add_module(name, part)
@@ -104,8 +113,8 @@ class ResBlock(nn.Module):
         return self.res_connection(x) + nn.functional.silu(self.linear(x))
 
 
-def norm(config: LlamaConfig) -> LlamaRMSNorm:
-    return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+def norm(config: LlamaConfig, width: int | None = None) -> LlamaRMSNorm:
+    return LlamaRMSNorm(width or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:

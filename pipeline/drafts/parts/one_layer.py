@@ -136,6 +136,11 @@ class OneLayer(TrainedDraft):
 
     # -- shared ---------------------------------------------------------------------------------------------------
 
+    @property
+    def window(self) -> int | None:
+        """How many inputs of its path an input sees, itself included; None: all."""
+        return None
+
     def carried(self, feature: Tensor) -> Tensor:
         """What of a prediction is the next forward's feature."""
         return feature
@@ -196,8 +201,8 @@ class OneLayer(TrainedDraft):
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
-        if number > 1 or begins_BT is not None:
-            mask = additive(rollout_sees(number, places, begins_BT), before_BTD.dtype)[:, None]
+        if number > 1 or begins_BT is not None or self.window:
+            mask = additive(rollout_sees(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
             cache = DynamicCache() if self.config.rollout > 1 else None  # a new one: it may run twice
@@ -234,8 +239,8 @@ class OneLayer(TrainedDraft):
         state.cache.keep(past)
         features_TD = self.features(seen.states_TSD)
         mask = None
-        if past and count > 1:
-            earlier = behind(past, count, device)
+        if (past and count > 1) or self.window:
+            earlier = behind(past, count, device, self.window)
             mask = additive(earlier, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         tokens_T = sent(seen.tokens[-count:], device)
@@ -249,9 +254,11 @@ class OneLayer(TrainedDraft):
         device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
         if prefix_W is None:
             prefix_W = torch.full((len(frontier.tokens_W),), state.verified, device=device)
-        prefix = torch.arange(state.verified, device=device) < prefix_W[:, None]
+        places, positions = torch.arange(state.verified, device=device), (prefix_W + (frontier.depth - 1))[None]
+        prefix = places < prefix_W[:, None]
+        if self.window:  # the tree itself is less deep
+            prefix &= places > positions.T - self.window
         mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.carry_WD.dtype)[None, None]
-        positions = (prefix_W + (frontier.depth - 1))[None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
         return self._answer(u[0], frontier.depth, wanted)
 
@@ -274,13 +281,15 @@ class Dense(OneLayer):
         return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
 
 
-def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None) -> Tensor:
+def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
     """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its
-    own dialogue only, where `begins_BT` says that a row holds several.
+    own dialogue only, where `begins_BT` says that a row holds several, and of the last `window` positions only.
     """
     behind = places_T[:, None] - places_T[None, :]  # i - j
-    blocks = [behind >= number - 1, *(behind == number - earlier for earlier in range(2, number + 1))]
-    sees = torch.cat(blocks, dim=1)[None]
+    true = behind >= number - 1
+    if window:
+        true &= behind < window
+    sees = torch.cat([true, *(behind == number - earlier for earlier in range(2, number + 1))], dim=1)[None]
     if begins_BT is None:
         return sees
     same = begins_BT[:, :, None] == begins_BT[:, None, :]

@@ -1,0 +1,224 @@
+"""A draft's folder as others write it: what its config.json says, in plain words, and its tensors.
+
+Guarantees: what is read is what their code computes, or the key that says otherwise is named in an error. Pickled
+weights are read with `weights_only` in a process of its own.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from pipeline.artifacts.provenance import ROOT
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_json
+from pipeline.drafts.eagle3 import AUXILIARY
+from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
+from pipeline.target.attention import FULL, SLIDING, most_positions
+
+WEIGHTS = (
+    *("model.safetensors", "pytorch_model.bin", "model.ckpt"),
+    *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
+)
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
+NESTED = ("eagle_config", "transformer_layer_config")
+FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}  # whose defaults are not Llama's
+
+# What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
+# tensors say as well.
+SAYS_NOTHING = """
+    _name_or_path architectures attention_dropout auto_map base_model_name_or_path bias bos_token_id
+    chunk_size_feed_forward decoder_start_token_id draft_vocab_size dropout_rate dtype embed_requires_grad
+    enable_sp_ulysses eos_token_id gate_rows has_no_defaults_at_init head_dim hidden_size hidden_state_offset
+    hydra_head_arch hydra_num_heads hydra_num_layers id2label initializer_range intermediate_size label2id
+    length_penalty max_length max_position_embeddings medusa_num_heads medusa_num_layers model_type
+    num_attention_heads num_aux_hidden_states num_beam_groups num_beams num_experts num_experts_per_tok
+    num_hidden_layers num_key_value_heads num_local_experts num_return_sequences output_router_logits pad_token_id
+    parallel_draft_heads_num_layers pretraining_tp problem_type reduced_vocabulary repetition_penalty return_dict
+    rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
+    speculators_config speculators_version target_hidden_size temperature tie_word_embeddings tokenizer_class top_k
+    top_p torch_dtype transformers_version ttt_length ttt_steps typical_p use_cache version vocab_size
+"""
+# Key -> the values that are computed here; none: any.
+KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING.split(), ()) | {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "eagle_decoder_type": ("llama",),
+    "grounded_heads": (True,),
+    "is_causal": (True,),
+    "logit_scale": (1,),
+    "parallel_draft_step": (1,),
+    "partial_rotary_factor": (1,),
+    "speculators_model_type": ("eagle", "eagle3"),
+    "use_rope": (True,),
+}
+
+
+def raw_config(source: Path) -> dict[str, Any]:
+    """Raises PipelineError where there is none."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise PipelineError(
+            f"{source} holds no config.json: expected a folder with config.json and {' or '.join(WEIGHTS)}"
+        )
+    return read_json(path)
+
+
+def their_config(source: Path, target: Any) -> dict[str, Any]:
+    """What config.json says: without nesting and what is null, layers counted as ours (1: the first one's output), a
+    sliding window where the layer has one that is shorter than the longest text of the target's configuration.
+
+    Raises PipelineError for a RoPE or an attention that is not computed here.
+    """
+    path, raw = source / "config.json", raw_config(source)
+    inner = {key: _object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED}
+    merged = {key: value for part in (raw, *inner.values()) for key, value in part.items()}
+    theirs = {key: value for key, value in merged.items() if key not in NESTED and value is not None}
+    # An id is the number of the layer whose input is taken, counted from 0; in `eagle_config` alone, as SpecForge and
+    # ModelOpt write it and SGLang reads it, of the one whose output is.
+    ids = raw.get(AUXILIARY) or [number + 1 for number in _numbers(path, theirs.get(AUXILIARY) or [])]
+    theirs[AUXILIARY] = _numbers(path, ids)
+    _require_rope(path, theirs)
+    _settle_window(path, theirs, most_positions(target))
+    return theirs
+
+
+def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) -> None:
+    """Raises PipelineError for what config.json says and neither `KNOWN` nor `more`, the draft's own, has."""
+    known, said = KNOWN | more, []
+    for key, value in theirs.items():
+        if key in known and known[key] and value not in known[key]:
+            said.append(f"{key}={value!r}, and only {' or '.join(map(repr, known[key]))} is computed here")
+        elif key not in known and value not in (False, "", [], {}):
+            said.append(f"{key}={value!r}, which is not known here for this kind of draft")
+    if said:
+        raise PipelineError(
+            f"{source / 'config.json'} says {'; '.join(said)}. A key that changes nothing of what the draft computes "
+            "can be taken out of a copy of the file"
+        )
+
+
+def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
+    """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target, whose
+    configuration and name are given. All are the target's where the config has none of them, as Medusa's and Hydra's.
+
+    Raises PipelineError for another width than the target's.
+    """
+    if "hidden_size" not in theirs:
+        return shapes_of(target)
+    family = FAMILIES.get(theirs.get("model_type", ""), LlamaConfig)
+    known = {key: theirs[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in theirs}
+    try:
+        config = family(**known)
+    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
+    shapes = shapes_of(config) | {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
+    if theirs.get("target_hidden_size", shapes["hidden_size"]) == target.hidden_size != shapes["hidden_size"]:
+        raise PipelineError(
+            f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
+            "is narrower than its target has no place here"
+        )
+    if shapes["hidden_size"] != target.hidden_size:
+        raise PipelineError(
+            f"the checkpoint's hidden_size is {shapes['hidden_size']}, that of target {name!r} {target.hidden_size}: "
+            "it was trained for another target"
+        )
+    return shapes
+
+
+def _object(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PipelineError(f"{where} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _numbers(path: Path, value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        raise PipelineError(f"{path}: {AUXILIARY}={value!r}, expected numbers of layers")
+    return value
+
+
+def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = _object(f"{path}: {key}", theirs.get(key) or {})
+        kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise PipelineError(f"{path}: {key} is given by kind of layer, and a draft here has one RoPE")
+        if kind not in ROPES:
+            raise PipelineError(f"{path}: {key} is of kind {kind!r}, and only {', '.join(ROPES)} are computed here")
+        if part != 1:
+            raise PipelineError(f"{path}: {key} turns {part:g} of a head, and only whole heads are turned here")
+
+
+def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
+    """Leaves `sliding_window` of the four keys that say whether a layer has one, where it makes a difference."""
+    kinds, window = theirs.pop("layer_types", None), theirs.pop("sliding_window", None)
+    asked, first = theirs.pop("use_sliding_window", False), theirs.pop("max_window_layers", 28)
+    own = set(kinds[: theirs.get("num_hidden_layers", 1)] if kinds else [SLIDING if asked and not first else FULL])
+    if len(own) > 1 or not own <= {FULL, SLIDING}:
+        raise PipelineError(f"{path}: layer_types={kinds!r}, expected {FULL} or {SLIDING}, the same of all layers")
+    if own == {SLIDING}:
+        if not isinstance(window, int):
+            raise PipelineError(f"{path}: a {SLIDING} layer with sliding_window={window!r}, expected a number")
+        theirs |= {"sliding_window": window} if window < positions else {}
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weights_files(source: Path) -> list[Path]:
+    """One, or several that an index lists. Raises PipelineError where they are not there."""
+    found = [source / name for name in WEIGHTS if (source / name).is_file()]
+    files = found[:1] or [source / name for name in shards(source)]
+    if not files:
+        raise PipelineError(f"{source} holds none of {', '.join((*WEIGHTS, *INDICES))}")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise PipelineError(f"{source} holds no {missing[0]}, which its index lists: fetch the whole folder")
+    return files
+
+
+def shards(source: Path) -> list[str]:
+    """The names that an index of weights lists, if there is one. Raises PipelineError for names of other places."""
+    for name in INDICES:
+        if (path := source / name).is_file():
+            listed = _object(f"{path}: weight_map", read_json(path).get("weight_map"))
+            names = sorted({str(file) for file in listed.values()})
+            if odd := [file for file in names if not re.fullmatch(r"\w[\w.-]*\.(safetensors|bin)", file)]:
+                raise PipelineError(f"{path} lists {odd[0]!r}: expected names of files beside it")
+            return names
+    return []
+
+
+def read_weights(files: list[Path]) -> dict[str, Tensor]:
+    """Raises PipelineError where they cannot be read."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        more = _read(file)
+        if twice := sorted(set(found) & set(more)):
+            raise PipelineError(f"{file} holds {twice[0]}, which another file of its index holds, too")
+        found |= more
+    return found
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with tempfile.TemporaryDirectory() as folder:
+            converted = Path(folder) / "model.safetensors"
+            command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise PipelineError(f"{path} cannot be read as weights alone: {reason}")
+            return load_file(converted)
+    except SafetensorError as error:
+        raise PipelineError(f"{path} cannot be read: {error}") from None

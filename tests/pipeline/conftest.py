@@ -1,0 +1,55 @@
+"""A checkpoint that others released: a folder with their names and their config.json, random weights."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.drafts import build
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.recipe.recipe import Recipe
+
+THEIRS = {  # what a released config.json says beside the target's own fields
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 2048,
+    "vocab_size": 260,
+    "num_hidden_layers": 1,
+    "architectures": ["Whatever"],
+    "model_type": "llama",
+}
+
+
+@pytest.fixture
+def released(tiny_recipe, loaded_target, ends, tmp_path):
+    """released(settings, renamed, more) -> (recipe, folder, our weights): a released checkpoint of random weights."""
+
+    def factory(settings, renamed=lambda n: n, more=None, **config):
+        tree = tiny_recipe.model_dump(mode="json")
+        tree["draft"] = {"theirs": settings}
+        tree["publish"]["draft"] = "theirs"
+        tree["output"] = str(tmp_path / "run")
+        recipe = Recipe.model_validate(tree)
+        draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
+        draft.initialise(4)
+        ours = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
+        theirs = {renamed(name): x for name, x in ours.items() if name != "draft_token_ids"}
+        if draft.token_ids_U is not None:
+            ids = torch.arange(0, 256, 4)
+            ours["draft_token_ids"] = ids
+            theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
+        embedding, targets = ends.embedding_VD.bfloat16(), ("embed_tokens.weight", "input_embed_fn.weight")
+        random = {name: torch.randn(shape) for name, shape in (more or {}).items()}
+        theirs |= {name: embedding if name in targets else x for name, x in random.items()}
+        folder = tmp_path / "released"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(THEIRS | config))
+        save_file({name: x.contiguous() for name, x in theirs.items()}, folder / "model.safetensors")
+        return recipe, folder, ours
+
+    return factory
