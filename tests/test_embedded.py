@@ -62,7 +62,7 @@ def test_the_embedded_dialogues_are_read_to_their_torn_end():
     tail, usable, reasons = Tail(), 0, {}
     for record in read_records(DataConfig(source="embedded:sharegpt"), tail):
         try:
-            clean(record)
+            clean(record, "reject")
             usable += 1
         except Unusable as reason:
             reasons[str(reason)] = reasons.get(str(reason), 0) + 1

@@ -267,7 +267,8 @@ class Recipe(Section):
         """What the target's own answers depend on."""
         target = self.target.model_dump(mode="json", exclude={"device"})
         data = self.data.model_dump(
-            mode="json", include={"source", "subset", "split", "revision", "languages", "near_duplicates", "max_length"}
+            mode="json",
+            include={"source", "subset", "split", "revision", "repeated", "languages", "near_duplicates", "max_length"},
         )
         answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
         return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})

@@ -21,7 +21,8 @@ from pipeline.target.chat import encode
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
-from preprocess.sources.dialogues import clean, held_out, record_id
+from preprocess.sources.dialogues import clean, record_id
+from preprocess.sources.groups import held_out
 from tests.kit import PATIENCE, byte_tokenizer, recipe_tree, write_sharegpt
 from tests.templates import QWEN_3, settled
 
@@ -168,6 +169,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         },
         "skipped": {},
         "edits": {"leading_assistant_dropped": 1, "trailing_user_dropped": 1},
+        "grouped": {"conversations": 0, "dialogues": 0},
         "torn_tail_after": 21,
     }
     assert dict(plan.rejected) == {
