@@ -81,7 +81,8 @@ def _tools_shown(tokenizer, messages: Messages, tools: list[dict] | None) -> lis
     for end, message in enumerate(messages, 1):
         calls = message.get("tool_calls", [])
         others = [[*messages[: end - 1], _less(message, place)] for place in range(len(calls))]
-        others += [messages[: end - 1]] if message["role"] == "tool" else []
+        if message["role"] == "tool":
+            others.append([*messages[: end - 1], message | {"content": message["content"] + "?"}])
         for other in others:
             if _rendered(tokenizer, other, tools) == chat.render(tokenizer, messages[:end], False, tools):
                 raise Unusable("template_hides_tools")
