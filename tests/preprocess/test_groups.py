@@ -7,7 +7,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.sources.groups import Groups, held_out
+from preprocess.sources.groups import held_out
 from preprocess.sources.intake import Intake
 from tests.kit import ROOT
 from tests.preprocess.test_dialogues import turns
@@ -73,11 +73,3 @@ def test_the_recipe_may_say_what_belongs_together(tmp_path, group, names):
 def test_a_broken_expression_is_refused(tmp_path):
     with pytest.raises(PipelineError, match=r"group=.*no regular expression"):
         load_recipe(ROOT / "infra/recipes/demo.toml", ["data.group='(a'"])
-
-
-@pytest.mark.real
-def test_the_embedded_split_is_the_one_that_its_figures_are_of():
-    """All its ids are parts, and each stem decides."""
-    data = DataConfig(source="embedded:sharegpt")
-    groups = Groups(data)
-    assert groups.of({}, "hRPPgZT_11") == "hRPPgZT"
