@@ -110,6 +110,15 @@ GPT_OSS = """{%- macro kind(spec) -%}
 {%- for message in turns -%}
     {%- if message.role == 'assistant' and "tool_calls" in message %}
         {%- set call = message.tool_calls[0].function %}
+        {%- set answered = namespace(now=false) %}
+        {%- for later in turns[loop.index:] %}
+            {%- if later.role == 'assistant' and "tool_calls" not in later %}
+                {%- set answered.now = true %}
+            {%- endif %}
+        {%- endfor %}
+        {%- if message.content and not answered.now %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.content + "<|end|>" }}
+        {%- endif %}
         {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
         {{- call.arguments | tojson + "<|call|>" }}
         {%- set last.name = call.name %}

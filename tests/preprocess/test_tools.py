@@ -115,6 +115,17 @@ def test_several_calls_at_once_are_trained_together_or_refused():
         pieces(record, GPT_OSS)
 
 
+def test_words_beside_a_call_are_trained_with_it_unless_the_template_drops_them_later():
+    record = asked(QUESTION, CALL | {"content": "Let me look."}, RESULT, ANSWER)
+    found, _, tokenizer = pieces(record, QWEN_3)
+    (run,) = masked_runs(tokenizer, found[0])
+    assert "Let me look.\n<tool_call>" in run
+    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
+        pieces(record, GPT_OSS)
+    (call_alone,), _, _ = pieces(asked(*record["messages"][:2]), GPT_OSS)
+    assert call_alone.loss_mask.any()
+
+
 def test_a_template_that_leaves_out_calls_or_results_trains_no_empty_answer():
     tokenizer = settled(WITHOUT_TOOLS)
     data = DataConfig(source="")
