@@ -40,7 +40,7 @@ from pipeline.target import chat
 from pipeline.target.model import DTYPES, load_config, load_tokenizer, parameter_count_of
 from preprocess.dump.task import ShardTask, in_flight
 from preprocess.dump.worker import Document, FeatureWorker
-from preprocess.sources.dialogues import held_out
+from preprocess.sources.groups import Groups, held_out
 from preprocess.sources.intake import clean_in_language
 from preprocess.sources.pieces import encode_pieces
 from preprocess.sources.read import Tail, read_records
@@ -68,16 +68,16 @@ def sample_source(recipe: Recipe, wanted: int) -> Sample:
     if not records:
         raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no record")
     every = max(records // wanted, 1)
-    tokenizer, tried = load_tokenizer(recipe.target), 0
+    tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
     for record in islice(read_records(recipe.data, Tail()), 0, None, every):
         tried += 1
         try:
-            dialogue = clean_in_language(record, recipe.data)
+            dialogue = clean_in_language(record, recipe.data, groups)
             pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
         except chat.Unusable:
             continue
-        split = "validation" if held_out(dialogue.doc_id, recipe.data.heldout_fraction) else "train"
+        split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
         documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
     if not documents["train"]:
         raise PipelineError(f"none of {tried} records tried of data.source {scrubbed(recipe.data.source)} is usable")

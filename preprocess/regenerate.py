@@ -5,6 +5,7 @@ ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a 
 
 The questions are asked one after the other, each after the target's own answers to those before. The result is
 OUTPUT/regenerated/dialogues.jsonl, for another recipe's data.source; ids are kept, so the same dialogues are held out.
+Left out, and counted as skipped, are records without turns and dialogues with tools, whose results nobody would give.
 A dialogue ends before an answer that is empty, runs in circles or ends in its thoughts, and after one that reaches
 regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
 """
@@ -140,6 +141,10 @@ def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTa
     limit, size = recipe.regenerate.max_dialogues, recipe.regenerate.dialogues_per_part
     group, accepted, index = [], 0, 0
     for dialogue in intake:
+        tools = dialogue.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in dialogue.messages)
+        if dialogue.raw is not None or tools:
+            skipped["tools" if tools else "no_turns"] += 1
+            continue
         if limit is not None and accepted == limit:
             skipped["enough"] += 1
             continue

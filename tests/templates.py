@@ -157,10 +157,14 @@ SPECIAL = {  # template -> its special tokens, the one that ends an answer first
 
 def unsettled(template: str):
     """A tokenizer with the template and its markers, <think> an added token that is not special, as the Hub has it."""
+    return unsettled_with(template, SPECIAL[template])
+
+
+def unsettled_with(template: str, special: list[str]):
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": SPECIAL[template]})
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": special})
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=False)
-    tokenizer.eos_token = SPECIAL[template][0]
+    tokenizer.eos_token = special[0]
     tokenizer.chat_template = template
     return tokenizer
 

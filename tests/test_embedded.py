@@ -1,5 +1,6 @@
 """The embedded default, for real: the 135M target, its template, and the smoke recipe from dump to release."""
 
+import hashlib
 import json
 import sys
 
@@ -18,6 +19,7 @@ from pipeline.recipe.sections import DataConfig
 from pipeline.target.chat import Unusable, encode
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import load_config, load_ends, load_tokenizer
+from preprocess.dump.plan import Plan
 from preprocess.sources.dialogues import clean
 from preprocess.sources.read import Tail, read_records
 from tests.kit import ROOT, run_command
@@ -62,13 +64,25 @@ def test_the_embedded_dialogues_are_read_to_their_torn_end():
     tail, usable, reasons = Tail(), 0, {}
     for record in read_records(DataConfig(source="embedded:sharegpt"), tail):
         try:
-            clean(record)
+            clean(record, "reject")
             usable += 1
         except Unusable as reason:
             reasons[str(reason)] = reasons.get(str(reason), 0) + 1
     assert tail.torn_after == 17_671
     assert usable + sum(reasons.values()) == 17_671
     assert reasons == {"blank_turn": 70, "no_exchange": 277, "repeated_role": 31}
+
+
+def test_the_demos_plan_is_the_one_that_its_figures_are_of():
+    """The same dialogues on the same sides, token for token, and the same prompts."""
+    recipe, state = load_recipe(ROOT / "infra/recipes/demo.toml"), hashlib.sha256()
+    plan = Plan(recipe, load_tokenizer(recipe.target))
+    for task in plan.tasks():
+        ids = [document.doc_id for document in task.documents]
+        state.update(f"{task.split} {task.index} {task.fingerprint} {ids}".encode())
+    state.update(json.dumps(plan.prompts).encode())
+    assert (plan.accepted["train"], plan.accepted["validation"]) == (573, 24)
+    assert state.hexdigest()[:16] == "aaa614bdec27f72e"
 
 
 def test_there_are_164_coding_prompts():

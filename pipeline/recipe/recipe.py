@@ -266,9 +266,18 @@ class Recipe(Section):
     def regenerate_hash(self) -> str:
         """What the target's own answers depend on."""
         target = self.target.model_dump(mode="json", exclude={"device"})
-        data = self.data.model_dump(
-            mode="json", include={"source", "subset", "split", "revision", "languages", "near_duplicates", "max_length"}
-        )
+        asked = {
+            "source",
+            "subset",
+            "split",
+            "revision",
+            "repeated",
+            "group",
+            "languages",
+            "near_duplicates",
+            "max_length",
+        }
+        data = self.data.model_dump(mode="json", include=asked)
         answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
         return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
 

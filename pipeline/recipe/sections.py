@@ -1,5 +1,6 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -22,6 +23,11 @@ class DataConfig(Section):
     max_length: Positive = 2048  # tokens of a dialogue
     min_length: Positive = 1
     long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer dialogues (preprocess/sources/pieces.py)
+    # Of two turns of one role in a row, or a blank one (preprocess/sources/dialogues.py).
+    repeated: Literal["join", "cut", "reject"] = "join"
+    train_turns: Literal["all", "last"] = "all"  # answers with a loss: of a dialogue, or of each window of one
+    # A record's key, or a regular expression on its id, whose value is its conversation's name: one side of the split.
+    group: str | None = None  # default: parts by ShareGPT's ids (preprocess/sources/groups.py)
     languages: list[str] = []  # ISO 639-1; empty: all
     near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
     max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
@@ -30,6 +36,19 @@ class DataConfig(Section):
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
     heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
     calibration_prompts: Annotated[int, Field(ge=0)] = 16  # more of them: the target's answers tell training its tau
+
+    @model_validator(mode="after")
+    def _sound(self):
+        try:
+            re.compile(self.group or "")
+        except re.error as error:
+            raise ValueError(f"group={self.group!r} is no key and no regular expression: {error}") from None
+        return self
+
+    @property
+    def group_key(self) -> str | None:
+        """None where `group` is a regular expression, or nothing."""
+        return self.group if self.group is not None and self.group.isidentifier() else None
 
 
 class FeaturesConfig(Section):

@@ -20,12 +20,18 @@ import numpy as np
 
 from pipeline.basics.errors import PipelineError
 
-Messages = list[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates read beside: an assistant's
+# "reasoning_content" and "tool_calls", a tool's "name" and "tool_call_id"
+Messages = list[dict[str, Any]]
 
 OPEN, CLOSE = "<think>", "</think>"
 SWITCHES = ("enable_thinking", "thinking")  # keywords by which templates turn it on and off
 HARMONY = "<|channel|>"
 _PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
+
+
+# What a template's own expressions raise for tools and calls that are built otherwise than it expects.
+_UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 class Unusable(Exception):
@@ -57,11 +63,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
+def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[dict] | None = None) -> str:
     """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
-    except jinja2.TemplateError as error:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
+    except (jinja2.TemplateError, *_UNEXPECTED) as error:
         raise Unusable("template_refuses") from error
 
 
@@ -70,9 +76,15 @@ def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     return tokenizer(render(tokenizer, messages, True), add_special_tokens=False)["input_ids"]
 
 
-def encode(tokenizer: Any, messages: Messages, max_length: int | None) -> list[Encoded]:
+def encode(
+    tokenizer: Any,
+    messages: Messages,
+    max_length: int | None,
+    tools: list[dict] | None = None,
+    last_only: bool = False,
+) -> list[Encoded]:
     """Ids and loss masks of a dialogue, each cut at `max_length` tokens (None: whole); what is cut before any answer is
-    left out.
+    left out. `tools` go to the template, which shows them; with `last_only` only the last assistant turn is marked.
 
     An answer spans from the end of the rendering that asks for it to the end of the rendering that it ends, less
     trailing white space (which follows the closing marker and is never generated). The first has to be a prefix of the
@@ -83,7 +95,9 @@ def encode(tokenizer: Any, messages: Messages, max_length: int | None) -> list[E
 
     Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
     """
-    sequences = [_marked(tokenizer, text, spans, max_length) for text, spans in _renderings(tokenizer, messages)]
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    renderings = _renderings(tokenizer, messages, turns[-1:] if last_only else turns, tools)
+    sequences = [_marked(tokenizer, text, spans, max_length) for text, spans in renderings]
     answered = [encoded for encoded in sequences if encoded.loss_mask.any()]
     if not answered:
         raise Unusable("no_assistant_token")
@@ -92,13 +106,14 @@ def encode(tokenizer: Any, messages: Messages, max_length: int | None) -> list[E
     return answered
 
 
-def _renderings(tokenizer: Any, messages: Messages) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Each sequence's text and where its answers begin and end there, in characters."""
+def _renderings(
+    tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Each sequence's text and where the answers among `turns` begin and end there, in characters."""
     found: list[tuple[str, list[tuple[int, int]]]] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, through = render(tokenizer, messages[:turn], True), render(tokenizer, messages[: turn + 1], False)
+    for turn in turns:
+        before = render(tokenizer, messages[:turn], True, tools)
+        through = render(tokenizer, messages[: turn + 1], False, tools)
         span = (len(before), len(through.rstrip()))
         if not (through.startswith(before) and span[0] < span[1]):
             raise Unusable("template_not_prefix_stable")
@@ -174,15 +189,16 @@ def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
     return message | ({"reasoning_content": thoughts} if thoughts.strip() else {})
 
 
-def thoughts_of(message: dict[str, str]) -> str:
+def thoughts_of(message: dict[str, Any]) -> str:
     """Empty where a turn has none."""
     before, closed, _ = message["content"].partition(CLOSE)
     inside = before.rpartition(OPEN)[2] if closed else ""
     return message.get("reasoning_content", inside).strip()
 
 
-def without_thoughts(message: dict[str, str]) -> dict[str, str]:
-    return {"role": message["role"], "content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
+def without_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return rest | {"content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
 
 
 def cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:

@@ -37,7 +37,7 @@ class Part:
     """What came of one task."""
 
     index: int
-    dialogues: list[dict]  # {"id", "messages"}
+    dialogues: list[dict]  # {"id", "messages"}, and what `data.group` names
     answers: int
     tokens: int  # generated
     documents: str  # fingerprint of the dialogues that were asked
@@ -122,9 +122,11 @@ class AnswerWorker:
         kept = [conversation for conversation in done if conversation.answers]
         unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}
         edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
+        key = self._recipe.data.group_key  # kept, so that the same dialogues are held out
+        groups = {dialogue.doc_id: {key: dialogue.group} if key else {} for dialogue in left}
         return Part(
             index=task.index,
-            dialogues=[{"id": conversation.doc_id, "messages": conversation.messages} for conversation in kept],
+            dialogues=[{**groups[c.doc_id], "id": c.doc_id, "messages": c.messages} for c in kept],
             answers=sum(conversation.answers for conversation in done),
             tokens=sum(conversation.tokens for conversation in done),
             documents=task.fingerprint,
@@ -136,6 +138,7 @@ class AnswerWorker:
         messages, edits = accepted_messages(self._target.tokenizer, dialogue)
         system = messages[:1] if messages[0]["role"] == "system" else []
         questions = [message["content"] for message in messages if message["role"] == "user"]
+        edits = [*edits, *["later_system_dropped"] * any(message["role"] == "system" for message in messages[1:])]
         return Conversation(dialogue.doc_id, list(system), questions, edits=edits)
 
     def _converse(self, dialogues: list[Dialogue]) -> list[Conversation]:

@@ -161,9 +161,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
-            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records (parts "
-            "ID_0, ID_1 of one conversation stay together): raise it, or give the records ids that differ before the "
-            "last underscore"
+            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records "
+            f"({manifest.accounting['grouped']['dialogues']} of them are parts of "
+            f"{manifest.accounting['grouped']['conversations']} conversations, which stay together): raise it, or say "
+            "with data.group what belongs together ('id': nothing does)"
         )
     dialogues = [shard for shard in manifest.shards if shard.split != ANSWERS]
     rejected = [*plan.rejected, *(pair for shard in dialogues for pair in shard.rejected.items())]
@@ -198,6 +199,9 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     )
     edits = ", ".join(f"{edit} {count}" for edit, count in counts["edits"].items()) or "none"
     lines.append(f"edits: {edits}; chat template: {manifest.spec.template_settings or 'no settings'}")
+    parts, conversations = counts["grouped"]["dialogues"], counts["grouped"]["conversations"]
+    if parts:
+        lines.append(f"split: {parts} dialogues are parts of {conversations} conversations, each on one side")
     for split in SPLITS:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")

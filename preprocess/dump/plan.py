@@ -31,7 +31,8 @@ from pipeline.target.config import TargetConfig
 from pipeline.target.model import load_tokenizer
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
-from preprocess.sources.dialogues import Dialogue, held_out
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.groups import held_out
 from preprocess.sources.intake import Intake
 from preprocess.sources.pieces import encode_pieces
 
@@ -156,7 +157,7 @@ class Plan:
             yield from waiting
 
     def _split(self, dialogue: Dialogue) -> str:
-        return "validation" if held_out(dialogue.doc_id, self.recipe.data.heldout_fraction) else "train"
+        return "validation" if held_out(dialogue.group, self.recipe.data.heldout_fraction) else "train"
 
     def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document]]:
         """The dialogue's split and its documents: one, several (windows, answers apart), or none when the split is full
@@ -189,6 +190,8 @@ class Plan:
         """
         data = self.recipe.data
         if len(self.prompts) == data.heldout_prompts and len(self.calibration) == data.calibration_prompts:
+            return
+        if dialogue.raw is not None:  # it asks nothing
             return
         question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
         ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
@@ -226,5 +229,6 @@ class Plan:
             "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
             "skipped": dict(self.skipped),
             "edits": dict(sorted(self.edits.items())),
+            "grouped": self._intake.grouped,
             "torn_tail_after": self._intake.tail.torn_after,
         }

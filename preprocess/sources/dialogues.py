@@ -1,42 +1,48 @@
 """Records -> clean dialogues; every record that is not used is counted under a reason.
 
-A record is ShareGPT's {"id", "conversations": [{"from", "value"}]} or {"id", "messages": [{"role", "content"}]}, or a
-mixture of the two. Rules, in this order:
+`forms.py` finds a record's turns, its text or its tokens, `tools.py` reads what it says of tools. A turn is ShareGPT's
+{"from", "value"} or {"role", "content"}, or a mixture of the two. Rules, in this order:
 
-    malformed          no list of turns, or a turn without a role and a text
+    malformed          no turns, text or tokens, or a turn without a role and a text
+    malformed_...      tokens, tools or a tool call that are none
     not_unicode        a turn with half an emoji (a lone surrogate), which no tokenizer takes
-    not_text           a turn that holds an image, a tool call or anything else but text
-    unknown_role       a role other than human/user, gpt/chatgpt/bing/bard/assistant/model, system
-    (edit)             leading assistant turns are dropped; a system turn stays first
-    blank_turn         a turn of white space only
-    repeated_role      two turns of one role in a row, or a system turn that is not first
-    (edit)             user turns after the last answer are dropped
+    not_text           a turn that holds an image or anything else but text
+    unknown_role       a role other than those of `forms.ROLES`
+    (edit)             what comes before the first question is dropped, but for system turns; so are blank system turns
+    blank_turn         a turn of white space only, but for a tool's result and a turn that calls one
+    stray_tool_result  a tool's turn that follows none of the assistant's, nor another tool's
+    repeated_role      two turns of one role in a row, but for tools' results
+    (edit)             turns after the last answer are dropped
     no_exchange        nothing with a question and an answer is left
+
+By `data.repeated`, such a turn costs what follows it ("cut": the dialogue ends before it) or the whole
+record ("reject", under which a system turn that is not first counts as repeated); "join" cuts, too, but puts a repeated
+turn's text behind the one before, a blank line between them, unless that calls a tool. A record is rejected for the
+turn that it was cut before where no exchange is left.
 """
 
 import hashlib
-import itertools
 import json
-import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from pipeline.target.chat import Messages, Unusable
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Encoded, Messages, Unusable
+from preprocess.sources.forms import ROLES, either, turns_of, without_turns
+from preprocess.sources.tools import calls_of, name_results, tools_of
 
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
-}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where data sets keep an answer's, if apart from its content
 
 
 @dataclass(frozen=True)
 class Dialogue:
     doc_id: str
-    messages: Messages
-    edits: tuple[str, ...]  # "leading_assistant_dropped", "trailing_user_dropped"
+    messages: Messages  # none where the record has no turns
+    edits: tuple[str, ...]  # what was done to it: "turns_joined", "trailing_user_dropped", ...
+    tools: list[dict] | None = None  # that the assistant may call
+    raw: str | Encoded | None = None  # of a record without turns: its text or tokens
+    group: str = ""  # its conversation's name (`groups.py`)
 
     def content(self) -> bytes:
         return json.dumps(self.messages).encode()
@@ -44,7 +50,10 @@ class Dialogue:
     @property
     def text(self) -> str:
         """All turns, for comparing dialogues."""
-        return "\n".join(message["content"] for message in self.messages)
+        if self.raw is not None:
+            return self.raw if isinstance(self.raw, str) else " ".join(map(str, self.raw.input_ids.tolist()))
+        calls = [json.dumps(message["tool_calls"]) for message in self.messages if "tool_calls" in message]
+        return "\n".join([*(message["content"] for message in self.messages), *calls])
 
 
 def record_id(record: Any) -> str:
@@ -56,40 +65,92 @@ def record_id(record: Any) -> str:
     return "sha-" + hashlib.sha256(repr(record).encode()).hexdigest()[:16]
 
 
-def clean(record: Any) -> Dialogue:
+def clean(record: Any, repeated: str = DataConfig.model_fields["repeated"].default) -> Dialogue:
     """Raises Unusable(reason) by the rules above."""
-    turns = _either(record, "conversations", "messages") if isinstance(record, dict) else None
+    turns = turns_of(record) if isinstance(record, dict) else None
+    if isinstance(record, dict) and turns is None:
+        raw = without_turns(record)
+        if raw is not None:
+            return _of_text(record_id(record), raw)
     if not isinstance(turns, list):
         raise Unusable("malformed")
-    messages = [_message(turn) for turn in turns]
-    edits = []
-    system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    rest = list(itertools.dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
-    if len(system) + len(rest) < len(messages):
-        edits.append("leading_assistant_dropped")
-    messages = system + rest
-    if any(not message["content"].strip() for message in messages):
+    messages, tools = [_message(turn) for turn in turns], tools_of(record)
+    begun, edits = _from_the_first_question(messages)
+    kept, more, fault = _in_turns(begun, repeated)
+    edits += more
+    while kept and kept[-1]["role"] != "assistant":
+        edits.append(f"trailing_{kept.pop()['role']}_dropped")
+    if not kept:
+        raise Unusable(fault or "no_exchange")
+    edits += ["later_system_turn"] * any(message["role"] == "system" for message in kept[1:])
+    name_results(kept)
+    return Dialogue(record_id(record), kept, tuple(edits), tools)
+
+
+def _of_text(doc_id: str, raw: str | Encoded) -> Dialogue:
+    if isinstance(raw, str) and not raw.strip():
         raise Unusable("blank_turn")
-    roles = [message["role"] for message in messages[len(system) :]]
-    if any(role != ("user", "assistant")[place % 2] for place, role in enumerate(roles)):
-        raise Unusable("repeated_role")
-    if roles and roles[-1] == "user":
-        messages.pop()
-        edits.append("trailing_user_dropped")
-    if len(messages) - len(system) < 2:
-        raise Unusable("no_exchange")
-    return Dialogue(record_id(record), messages, tuple(edits))
+    if isinstance(raw, str) and raw.encode(errors="replace").decode() != raw:
+        raise Unusable("not_unicode")
+    return Dialogue(doc_id, [], (), raw=raw)
 
 
-def _either(columns: dict, one: str, other: str) -> Any:
-    """Data sets fill the columns that a record lacks with nulls."""
-    return columns.get(other) if columns.get(one) is None else columns[one]
+def _from_the_first_question(messages: Messages) -> tuple[Messages, list[str]]:
+    """``(messages, edits)``: system turns before it stay."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else len(roles)
+    before = [message for message in messages[:first] if message["role"] == "system"]
+    edits = ["leading_assistant_dropped"] if len(before) < first else []
+    return before + messages[first:], edits
 
 
-def _message(turn: Any) -> dict[str, str]:
+def _in_turns(messages: Messages, repeated: str) -> tuple[Messages, list[str], str | None]:
+    """``(messages, edits, the reason for which they were cut)``: as far as they are in turns. Raises Unusable."""
+    if repeated == "reject":
+        faults = [_fault(before, message) for before, message in pairwise([None, *messages])]
+        faults += ["repeated_role" for message in messages[1:] if message["role"] == "system"]
+        for reason in ("blank_turn", "stray_tool_result", "repeated_role"):
+            if reason in faults:
+                raise Unusable(reason)
+        return messages, [], None
+    kept: Messages = []
+    edits = []
+    for message in messages:
+        before = kept[-1] if kept else None
+        fault = _fault(before, message)
+        if fault is None:
+            kept.append(message)
+        elif fault == "blank_turn" and message["role"] == "system":
+            edits.append("blank_system_dropped")
+        elif before and fault == "repeated_role" and repeated == "join" and "tool_calls" not in before:
+            kept[-1] = _joined(before, message)
+            edits.append("turns_joined")
+        else:
+            return kept, [*edits, f"cut_before_{fault}"], fault
+    return kept, edits, None
+
+
+def _fault(before: dict | None, message: dict) -> str | None:
+    role, last = message["role"], before["role"] if before else None
+    if not message["content"].strip() and role != "tool" and "tool_calls" not in message:
+        return "blank_turn"
+    if role == "tool":
+        return None if last in ("assistant", "tool") else "stray_tool_result"
+    return "repeated_role" if role == last else None
+
+
+def _joined(one: dict, other: dict) -> dict:
+    texts = {
+        key: "\n\n".join(message[key] for message in (one, other) if message.get(key, "").strip())
+        for key in ("content", "reasoning_content")
+    }
+    return {**one, **other, **{key: text for key, text in texts.items() if key == "content" or text}}
+
+
+def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise Unusable("malformed")
-    role, content = _either(turn, "from", "role"), _either(turn, "value", "content")
+    role, content = either(turn, "from", "role"), either(turn, "value", "content")
     if isinstance(content, list):  # OpenAI's parts
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -97,26 +158,18 @@ def _message(turn: Any) -> dict[str, str]:
         if not all(isinstance(part, str) for part in parts):
             raise Unusable("not_text")
         content = "".join(parts)
-    if turn.get("tool_calls"):
-        raise Unusable("not_text")
+    calls = calls_of(turn)
+    content = "" if calls and content is None else content
     if not isinstance(role, str) or not isinstance(content, str):
         raise Unusable("malformed")
-    if content.encode(errors="replace").decode() != content:
-        raise Unusable("not_unicode")
     if role not in ROLES:
         raise Unusable("unknown_role")
     message = {"role": ROLES[role], "content": content}
-    thoughts = next((turn[key] for key in THOUGHTS if isinstance(turn.get(key), str) and turn[key].strip()), None)
-    if thoughts is None or message["role"] != "assistant":
-        return message
-    if thoughts.encode(errors="replace").decode() != thoughts:
+    if message["role"] == "assistant":
+        thoughts = next((turn[key] for key in THOUGHTS if isinstance(turn.get(key), str) and turn[key].strip()), None)
+        message |= {} if thoughts is None else {"reasoning_content": thoughts}
+    if message["role"] == "tool":
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str) and turn[key]}
+    if any(text.encode(errors="replace").decode() != text for text in message.values()):
         raise Unusable("not_unicode")
-    return message | {"reasoning_content": thoughts}
-
-
-def held_out(doc_id: str, fraction: float) -> bool:
-    """Split by hash, never by order. ShareGPT cuts long conversations into ID_0, ID_1, ...: all parts fall on one
-    side.
-    """
-    conversation = re.sub(r"_\d+$", "", doc_id)
-    return int(hashlib.sha256(conversation.encode()).hexdigest()[:8], 16) < fraction * 2**32
+    return message | ({"tool_calls": calls} if calls and message["role"] == "assistant" else {})

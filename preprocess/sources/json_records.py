@@ -146,7 +146,7 @@ def parsed_line(line: bytes) -> Any:
         record = json.loads(line)
     except RecursionError:
         return shown_line(line)
-    deep = line.count(b"[") + line.count(b"{") > DEEPEST and _too_deep(record)
+    deep = line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(record)
     return shown_line(line) if deep else record
 
 
@@ -154,7 +154,7 @@ def shown_line(line: bytes) -> str:
     return line[:SHOWN].decode(errors="replace")
 
 
-def _too_deep(value: Any) -> bool:
+def too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
         below = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -244,7 +244,7 @@ class _Text:
         begin, self.at = self.at, end
         brackets = self.text.count("[", begin, end) + self.text.count("{", begin, end)
         too_long = end - begin > LONGEST
-        return self.text[begin:end][:SHOWN] if too_long or (brackets > DEEPEST and _too_deep(value)) else value
+        return self.text[begin:end][:SHOWN] if too_long or (brackets > DEEPEST and too_deep(value)) else value
 
     def _passed_over(self) -> str:
         """Steps behind a value without keeping it. Raises Unparsable where the file ends first."""

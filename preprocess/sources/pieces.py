@@ -8,8 +8,12 @@ exchange
 
 A dialogue, or a window of it, is one sequence. Where the target's template shows earlier answers otherwise than the
 last one, it is a sequence for every answer, each a document of its own ("one_sequence_per_answer"); these are as long
-as their longest.
+as their longest. A record without turns is `raw.py`'s.
 """
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import py3langid
 
@@ -17,7 +21,9 @@ from pipeline.recipe.sections import DataConfig
 from pipeline.target import chat
 from pipeline.target.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
 from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.raw import encode_raw
 
+Encode = Callable[[Messages, int | None], list[Encoded]]  # `chat.encode` of one dialogue's tools and the recipe's rules
 LOOKED_AT = 4000  # characters of a dialogue whose language is judged
 
 
@@ -28,11 +34,10 @@ def language(dialogue: Dialogue) -> str:
 
 def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
     """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
-    messages, edits = accepted_messages(tokenizer, dialogue)
-    messages, thought = _thoughts_settled(tokenizer, messages)
-    groups, cut = _cut(tokenizer, messages, data)
-    apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
-    edits, pieces = [*edits, *thought, *cut, *apart], [piece for group in groups for piece in group]
+    if dialogue.raw is not None:
+        pieces, edits = encode_raw(tokenizer, dialogue.raw, data)
+    else:
+        pieces, edits = _encode_turns(tokenizer, dialogue, data)
     kept = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
     if not kept:
         raise Unusable("too_short")
@@ -42,16 +47,26 @@ def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     return [(f"{dialogue.doc_id}#{number}", piece) for number, piece in enumerate(pieces)], edits
 
 
-def _cut(tokenizer, messages: Messages, data: DataConfig) -> tuple[list[list[Encoded]], list[str]]:
+def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[Encoded], list[str]]:
+    messages, edits = accepted_messages(tokenizer, dialogue)
+    edits = [*edits, *_tools_shown(tokenizer, messages, dialogue.tools)]
+    messages, thought = _thoughts_settled(tokenizer, messages, dialogue.tools)
+    encode = partial(chat.encode, tokenizer, tools=dialogue.tools, last_only=data.train_turns == "last")
+    groups, cut = _cut(encode, messages, data)
+    apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
+    return [piece for group in groups for piece in group], [*edits, *thought, *cut, *apart]
+
+
+def _cut(encode: Encode, messages: Messages, data: DataConfig) -> tuple[list[list[Encoded]], list[str]]:
     """The sequences of each window (one window, where nothing is cut into several), and edits."""
     if data.long == "cut":
-        return [chat.encode(tokenizer, messages, data.max_length)], []
-    whole = chat.encode(tokenizer, messages, None)
+        return [encode(messages, data.max_length)], []
+    whole = encode(messages, None)
     if _longest(whole) <= data.max_length:
         return [whole], []
     if data.long == "turns":
-        return [_first_exchanges(tokenizer, messages, data.max_length)], ["cut_at_a_turn"]
-    windows, dropped = _windows(tokenizer, messages, data.max_length)
+        return [_first_exchanges(encode, messages, data.max_length)], ["cut_at_a_turn"]
+    windows, dropped = _windows(encode, messages, data.max_length)
     return windows, ["cut_into_windows", *["exchange_dropped"] * dropped]
 
 
@@ -59,7 +74,38 @@ def _longest(sequences: list[Encoded]) -> int:
     return max(len(encoded.input_ids) for encoded in sequences)
 
 
-def _thoughts_settled(tokenizer, messages: Messages) -> tuple[Messages, list[str]]:
+def _tools_shown(tokenizer, messages: Messages, tools: list[dict] | None) -> list[str]:
+    """Edits. Raises Unusable("template_hides_tools") where the template leaves out a call or a tool's result: the
+    answer would be trained as one to something else.
+    """
+    for end, message in enumerate(messages, 1):
+        calls = message.get("tool_calls", [])
+        others = [[*messages[: end - 1], _less(message, place)] for place in range(len(calls))]
+        if message["role"] == "tool":
+            others.append([*messages[: end - 1], message | {"content": message["content"] + "?"}])
+        for other in others:
+            if _rendered(tokenizer, other, tools) == chat.render(tokenizer, messages[:end], False, tools):
+                raise Unusable("template_hides_tools")
+    hidden = tools and _rendered(tokenizer, messages, None) == chat.render(tokenizer, messages, False, tools)
+    return ["tools_not_shown"] if hidden else []
+
+
+def _less(message: dict, place: int) -> dict:
+    """Without one of its calls."""
+    calls = [call for number, call in enumerate(message["tool_calls"]) if number != place]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | ({"tool_calls": calls} if calls else {})
+
+
+def _rendered(tokenizer, messages: Messages, tools: list[dict] | None) -> str | None:
+    """None where the template refuses it."""
+    try:
+        return chat.render(tokenizer, messages, False, tools)
+    except Unusable:
+        return None
+
+
+def _thoughts_settled(tokenizer, messages: Messages, tools: list[dict] | None) -> tuple[Messages, list[str]]:
     """Of a target that is told not to think, answers lose the thoughts that they come with. One that is to think, but
     whose answers come without, is trained on these as its template renders them: with no thoughts, or empty ones.
     Thoughts that the template does not show even of the last answer are dropped and counted, too.
@@ -68,7 +114,8 @@ def _thoughts_settled(tokenizer, messages: Messages) -> tuple[Messages, list[str
     for message in messages:
         if message["role"] == "assistant":
             thoughts = thoughts_of(message)
-            if thoughts and (thinks is False or thoughts not in chat.render(tokenizer, [*settled, message], False)):
+            shown = thoughts and thinks is not False and chat.render(tokenizer, [*settled, message], False, tools)
+            if thoughts and (not shown or thoughts not in shown):
                 edits.append("thoughts_dropped")
                 message = without_thoughts(message)
             elif thinks and not thoughts:
@@ -78,51 +125,58 @@ def _thoughts_settled(tokenizer, messages: Messages) -> tuple[Messages, list[str
 
 
 def accepted_messages(tokenizer, dialogue: Dialogue) -> tuple[Messages, list[str]]:
-    """``(messages, edits)``: without its system turn where the template refuses that (Gemma's, some of Mistral's)."""
-    if dialogue.messages[0]["role"] == "system":
-        try:
-            chat.render(tokenizer, dialogue.messages, False)
-        except Unusable:
-            return dialogue.messages[1:], ["system_dropped"]
-    return dialogue.messages, []
+    """``(messages, edits)``: without later system turns, or without any, where the template refuses them (Gemma's, some
+    of Mistral's).
+    """
+    system = [message for message in dialogue.messages[:1] if message["role"] == "system"]
+    rest = [message for message in dialogue.messages if message["role"] != "system"]
+    if len(rest) == len(dialogue.messages):
+        return rest, []
+    for messages, edits in [(dialogue.messages, []), (system + rest, ["later_system_dropped"])]:
+        if _rendered(tokenizer, messages, dialogue.tools) is not None:
+            return messages, edits
+    return rest, ["system_dropped"]
 
 
 def _split(messages: Messages) -> tuple[Messages, list[Messages]]:
-    """The system turn, if any, and the exchanges: a question and its answer."""
+    """The system turn, if any, and the exchanges: a question and its answer, with the calls and results between."""
     system = messages[:1] if messages[0]["role"] == "system" else []
-    rest = messages[len(system) :]
-    return system, [rest[at : at + 2] for at in range(0, len(rest), 2)]
+    rest, asking = messages[len(system) :], ("user", "system")
+    begins = [
+        at for at, one in enumerate(rest) if one["role"] in asking and (not at or rest[at - 1]["role"] not in asking)
+    ]
+    return system, [rest[at:end] for at, end in pairwise([*begins, len(rest)])]
 
 
-def _fitting(tokenizer, system: Messages, exchanges: list[Messages], limit: int) -> tuple[int, list[Encoded]]:
+def _fitting(encode: Encode, system: Messages, exchanges: list[Messages], limit: int) -> tuple[int, list[Encoded]]:
     """How many exchanges from the first on fit into `limit` tokens, and these, encoded."""
     count, best = 0, []
     for end in range(1, len(exchanges) + 1):
-        encoded = chat.encode(tokenizer, system + [turn for pair in exchanges[:end] for turn in pair], None)
+        encoded = encode(system + [turn for pair in exchanges[:end] for turn in pair], None)
         if _longest(encoded) > limit:
             break
         count, best = end, encoded
     return count, best
 
 
-def _first_exchanges(tokenizer, messages: Messages, limit: int) -> list[Encoded]:
+def _first_exchanges(encode: Encode, messages: Messages, limit: int) -> list[Encoded]:
     system, exchanges = _split(messages)
-    _, encoded = _fitting(tokenizer, system, exchanges, limit)
+    _, encoded = _fitting(encode, system, exchanges, limit)
     if not encoded:
         raise Unusable("too_long")
     return encoded
 
 
-def _windows(tokenizer, messages: Messages, limit: int) -> tuple[list[list[Encoded]], int]:
+def _windows(encode: Encode, messages: Messages, limit: int) -> tuple[list[list[Encoded]], int]:
     """The windows, and how many exchanges are in none: their question alone is longer than a window."""
     system, exchanges = _split(messages)
     windows, dropped = [], 0
     while exchanges:
-        count, encoded = _fitting(tokenizer, system, exchanges, limit)
+        count, encoded = _fitting(encode, system, exchanges, limit)
         if not encoded:
             count = 1
             try:
-                encoded = chat.encode(tokenizer, system + exchanges[0], limit)
+                encoded = encode(system + exchanges[0], limit)
             except Unusable as reason:
                 if str(reason) != "no_assistant_token":
                     raise

@@ -462,6 +462,7 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
         "max_dialogues",
         "min_length",
         "long",
+        "train_turns",
         "heldout_fraction",
         "validation_dialogues",
         "heldout_prompts",

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from pipeline.target.chat import Unusable
-from preprocess.sources.dialogues import clean, held_out, record_id
+from preprocess.sources.dialogues import clean, record_id
+from preprocess.sources.groups import held_out
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict]:
@@ -71,24 +72,18 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
         ({"id": "x", "conversations": [{"from": "human"}]}, "malformed"),
         ({"id": "x", "conversations": [{"from": "human", "value": 3}]}, "malformed"),
         ({"id": "x", "conversations": [{"from": None, "value": "hi"}]}, "malformed"),
-        (record(Q, ("tool", "x"), A), "unknown_role"),
+        (record(Q, ("critic", "x"), A), "unknown_role"),
+        (record(Q, ("tool", "x"), A), "stray_tool_result"),
         (asked(messages=[{"role": "user"}]), "malformed"),
         (record(("human", "half an emoji: \ud83d"), A), "not_unicode"),
         (asked(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not_text"),
         (
             asked(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]),
-            "not_text",
+            "malformed_tool_call",
         ),
-        (asked(messages=[{"role": "user", "content": "q"}, {"role": "developer", "content": "x"}]), "unknown_role"),
         (record(("Human", "hi"), A), "unknown_role"),
         (record(("human", " \n\t"), A), "blank_turn"),
         (record(Q, ("gpt", "")), "blank_turn"),
-        (record(("system", " "), Q, A), "blank_turn"),
-        (record(Q, A, ("human", " ")), "blank_turn"),
-        (record(Q, Q, A), "repeated_role"),
-        (record(Q, A, A), "repeated_role"),
-        (record(Q, ("system", "x"), A), "repeated_role"),
-        (record(Q, A, Q, Q), "repeated_role"),
         (record(), "no_exchange"),
         (record(Q), "no_exchange"),
         (record(A), "no_exchange"),
@@ -105,25 +100,69 @@ def test_unusable_records_are_rejected_for_the_first_reason_that_applies(item, r
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
-        ([("tool", " "), ("human", " ")], "unknown_role"),
+        ([("critic", " "), ("human", " ")], "unknown_role"),
         ([("human", " "), Q, A], "blank_turn"),
+        ([Q, Q, ("gpt", " ")], "blank_turn"),
         ([Q, Q], "repeated_role"),
     ],
 )
 def test_reasons_come_in_the_documented_order(pairs, reason):
     with pytest.raises(Unusable, match=f"^{reason}$"):
-        clean(record(*pairs))
+        clean(record(*pairs), "reject")
+
+
+S, B = ("system", "s"), ("gpt", "more.")
+TURNS = {Q: "Q", A: "A", B: "B", S: "S"}
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    [[("system", "a"), ("system", "b"), Q, A], [("system", "a"), A, ("system", "b"), Q, A]],
-    ids=["in a row", "after an answer"],
+    ("pairs", "join", "cut", "reject"),
+    [
+        ([Q, Q, A], "user:why?/why? A", None, "repeated_role"),
+        ([Q, A, B], "Q assistant:because./more.", "Q A", "repeated_role"),
+        ([Q, A, B, B, Q, A], "Q assistant:because./more./more. Q A", "Q A", "repeated_role"),
+        ([Q, A, Q, Q], "Q A", "Q A", "repeated_role"),
+        ([S, S, Q, A], "system:s/s Q A", None, "repeated_role"),
+        ([Q, S, A], "Q S A", "Q S A", "repeated_role"),
+        ([Q, A, S, Q, A], "Q A S Q A", "Q A S Q A", "repeated_role"),
+        ([S, A, S, Q, A], "system:s/s Q A", None, "repeated_role"),
+        ([("system", " "), Q, A], "Q A", "Q A", "blank_turn"),
+        ([Q, A, ("human", " ")], "Q A", "Q A", "blank_turn"),
+        ([Q, A, Q, ("gpt", "\n"), Q, A], "Q A", "Q A", "blank_turn"),
+        ([Q, ("gpt", " "), Q, A], None, None, "blank_turn"),
+        ([Q, A, Q, ("tool", "x"), A], "Q A", "Q A", "stray_tool_result"),
+        ([("developer", "s"), Q, A], "S Q A", "S Q A", None),
+    ],
 )
-def test_a_second_system_turn_is_no_part_of_a_clean_dialogue(pairs):
-    """The documented rule: a system turn that is not first is a repeated_role."""
-    with pytest.raises(Unusable, match=r"^repeated_role$"):
-        clean(record(*pairs))
+def test_a_turn_out_of_order_is_joined_or_costs_what_follows_or_the_record(pairs, join, cut, reject):
+    before = json.dumps(pairs)
+    for repeated, expected in (("join", join), ("cut", cut), ("reject", None if reject else join)):
+        if expected is None:
+            with pytest.raises(Unusable, match=f"^{reject}$"):
+                clean(record(*pairs), repeated)
+            continue
+        dialogue = clean(record(*pairs), repeated)
+        names = {text: name for (_, text), name in TURNS.items()}
+        found = [
+            names.get(m["content"], f"{m['role']}:{m['content'].replace(chr(10) * 2, '/')}") for m in dialogue.messages
+        ]
+        assert " ".join(found) == expected
+        assert reject is None or dialogue.edits  # what was done is told
+    assert json.dumps(pairs) == before
+
+
+def test_a_joined_answer_keeps_its_thoughts_and_its_call():
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "c"},
+    ]
+    dialogue = clean(asked(messages=messages))
+    assert dialogue.edits == ("turns_joined", "cut_before_repeated_role")  # nothing answers the call
+    joined = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    assert dialogue.messages[1:] == [joined | {"tool_calls": [{"type": "function", **call}]}]
 
 
 @pytest.mark.parametrize("asker", ["human", "user"])
@@ -199,12 +238,6 @@ def test_the_held_out_fraction_is_about_what_was_asked_for(fraction):
 def test_nothing_or_everything_can_be_held_out():
     assert not any(held_out(doc_id, 0.0) for doc_id in IDS[:1000])
     assert all(held_out(doc_id, 1.0) for doc_id in IDS[:1000])
-
-
-def test_parts_of_one_conversation_fall_on_one_side():
-    for root in IDS[:500]:
-        assert len({held_out(f"{root}{part}", 0.5) for part in ("", "_0", "_1", "_17")}) == 1
-    assert {held_out(f"{root}_0", 0.5) for root in IDS[:500]} == {True, False}
 
 
 def test_the_split_is_a_function_of_the_id_alone():

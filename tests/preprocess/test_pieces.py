@@ -8,9 +8,9 @@ from pipeline.recipe.sections import DataConfig
 from pipeline.target.chat import Unusable
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.duplicates import Duplicates, shingles
-from preprocess.sources.pieces import encode_pieces, language
+from preprocess.sources.pieces import accepted_messages, encode_pieces, language
 from tests.kit import byte_tokenizer
-from tests.pipeline.test_chat import GEMMA, MISTRAL, tokenizer_with
+from tests.pipeline.test_chat import GEMMA, LLAMA_2, MISTRAL, QWEN_2_5, tokenizer_with
 from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled
 
 TOKENIZER = byte_tokenizer()
@@ -34,6 +34,24 @@ def pieces_of(item: Dialogue, tokenizer=TOKENIZER, **settings) -> tuple[list[tup
         assert piece.loss_mask.any() and not piece.loss_mask.all()
         assert len(piece.input_ids) <= settings["max_length"]
     return [(name, tokenizer.decode(piece.input_ids)) for name, piece in pieces], edits
+
+
+@pytest.mark.parametrize(
+    ("template", "edits", "roles"),
+    [
+        (QWEN_2_5, [], ["system", "user", "assistant", "system", "user", "assistant"]),
+        (LLAMA_2, ["later_system_dropped"], ["system", "user", "assistant", "user", "assistant"]),
+        (GEMMA, ["system_dropped"], ["user", "assistant", "user", "assistant"]),
+    ],
+    ids=["qwen-2.5", "llama-2", "gemma"],
+)
+def test_a_later_system_turn_stays_where_the_template_takes_it(template, edits, roles):
+    two = dialogue([(3, 4), (5, 6)], system=True)
+    item = Dialogue("doc", [*two.messages[:3], {"role": "system", "content": "Now!"}, *two.messages[3:]], ())
+    messages, found = accepted_messages(tokenizer_with(template), item)
+    assert (found, [message["role"] for message in messages]) == (edits, roles)
+    pieces, _ = pieces_of(item, tokenizer_with(QWEN_2_5), max_length=140, long="windows")
+    assert len(pieces) == 2 and "Now!" not in pieces[0][1] and "Now!" in pieces[1][1]
 
 
 def exchange(number: int, question: int, answer: int) -> str:

@@ -26,7 +26,8 @@ from preprocess.dump import worker as dump_worker
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
-from preprocess.sources.dialogues import clean, held_out, record_id
+from preprocess.sources.dialogues import clean, record_id
+from preprocess.sources.groups import held_out
 from tests.kit import PATIENCE, byte_tokenizer, recipe_tree, write_sharegpt
 from tests.templates import QWEN_3, settled
 
@@ -75,8 +76,13 @@ def source(tmp_path) -> Path:
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 TEXTS = ["hi", "x" * 400, " ", "é😀", "why?", "because"]
-ROLES = ["human", "gpt", "human", "gpt", "human", "gpt", "system", "user", "bing", "tool"]
+ROLES = ["human", "gpt", "human", "gpt", "human", "gpt", "system", "user", "bing", "tool", "critic"]
 JUNK = [None, 3, "text", [], {"id": "x"}, {"conversations": [3]}]
+JUNK += [{"text": "once upon"}, {"text": "x"}, {"prompt": "why?", "completion": "because"}]
+JUNK += [
+    {"input_ids": ids, "loss_mask": mask} for ids in ([1, 2, 3], [9, 999, 9]) for mask in ([0, 1, 0], [1, 1, 1], [1])
+]
+JUNK += [{"instruction": "why?", "output": "so", "tools": tools} for tools in ("[" * 99_999, [3], [{"name": "f"}])]
 
 
 @st.composite
@@ -131,7 +137,7 @@ def write_spoilt(tmp_path: Path) -> Path:
     turns = good[0]["conversations"]
     spoilt = [
         {"id": "m", "conversations": 3},
-        {"id": "u", "conversations": [{"from": "tool", "value": "x"}]},
+        {"id": "u", "conversations": [{"from": "critic", "value": "x"}]},
         {"id": "b", "conversations": [{"from": "human", "value": " "}]},
         {"id": "n", "conversations": turns[:1]},
         {"id": "r", "conversations": turns[:1] * 2},
@@ -156,7 +162,7 @@ def test_planning_processes_change_nothing(tmp_path, tiny_target):
 
 
 def test_each_fate_is_counted_under_its_name(tmp_path):
-    plan, tasks = planned(recipe_for(write_spoilt(tmp_path), data={"heldout_fraction": 0.0}))
+    plan, tasks = planned(recipe_for(write_spoilt(tmp_path), data={"heldout_fraction": 0.0, "repeated": "reject"}))
     assert plan.accounting(as_if_written(tasks)) == {
         "records": 21,
         "further_sequences": 0,
@@ -173,6 +179,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         },
         "skipped": {},
         "edits": {"leading_assistant_dropped": 1, "trailing_user_dropped": 1},
+        "grouped": {"conversations": 0, "dialogues": 0},
         "torn_tail_after": 21,
     }
     assert dict(plan.rejected) == {

@@ -286,6 +286,31 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path):
         Parts.load(tmp_path)
 
 
+def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    asked = {"role": "user", "content": "why?"}
+    answer, later = {"role": "assistant", "content": "so"}, {"role": "system", "content": "s"}
+    records = [
+        {"id": "text", "text": "once upon a time"},
+        {"id": "tokens", "input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"id": "call", "messages": [asked, call]},
+        {"id": "result", "messages": [asked, answer, {"role": "tool", "content": "x"}, answer]},
+        {"id": "tools", "messages": [asked, answer], "tools": [{"name": "f"}]},
+        {"id": "kept", "messages": [asked, answer, later, asked, answer], "user": "u1"},
+    ]
+    source = tmp_path / "data.json"
+    source.write_text(json.dumps(records))
+    data = tiny_recipe.data.model_copy(update={"source": str(source), "group": "user"})
+    recipe, skipped = tiny_recipe.model_copy(update={"data": data}), Counter()
+    (task,) = _tasks(recipe, Intake(data), skipped)
+    assert [dialogue.doc_id for dialogue in task.documents] == ["kept"]
+    assert skipped == {"no_turns": 2, "tools": 3}
+    part = AnswerWorker(with_answers(recipe, temperature=1.0, max_new_tokens=8)).work(task)
+    (line,) = part.dialogues
+    assert line["user"] == "u1" and part.edits["later_system_dropped"] == 1  # the same dialogues are held out
+    assert [turn["role"] for turn in line["messages"]][:2] == ["user", "assistant"]
+
+
 def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):
     task = next(_tasks(tiny_recipe, Intake(tiny_recipe.data), Counter()))
     record = write_part(tmp_path, AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4)).work(task))

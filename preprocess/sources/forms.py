@@ -1,0 +1,89 @@
+"""The forms of a record: where its turns are, or, of one without turns, its text or its tokens.
+
+    conversations, messages         turns; the column with an exchange wins over an empty one or a stub
+    prompt, completion              a question and its answer, or two lists of turns
+    instruction, input, output      a question (behind it the input, if any) and its answer
+    input_ids, loss_mask            tokens of the target and which of them are trained; the mask's name may be
+                                    assistant_masks; where attention_mask is 0, both are left out
+    text                            a text without turns, trained from its second token on
+
+The first of these that a record holds is taken; `dialogues.py` judges its turns.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.target.chat import Encoded, Unusable
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function"), "tool"),
+}
+MASKS = ("loss_mask", "assistant_masks")
+
+
+def either(columns: dict, one: str, other: str) -> Any:
+    """Data sets fill the columns that a record lacks with nulls."""
+    return columns.get(other) if columns.get(one) is None else columns[one]
+
+
+def turns_of(record: dict) -> Any:
+    """Of the first column with an exchange, else of the first that is filled; None where the record has no turns."""
+    columns = [record.get("conversations"), record.get("messages"), _prompted(record), _instructed(record)]
+    given = [column for column in columns if column is not None]
+    filled = [column for column in given if column != []]
+    if not filled and without_turns(record) is not None:
+        return None
+    return next((column for column in filled if _has_exchange(column)), next(iter([*filled, *given]), None))
+
+
+def without_turns(record: dict) -> str | Encoded | None:
+    """Its tokens, else its text. Raises Unusable("malformed_tokens")."""
+    mask = next((record[name] for name in MASKS if record.get(name) is not None), None)
+    if record.get("input_ids") is not None and mask is not None:
+        return _tokens(record["input_ids"], mask, record.get("attention_mask"))
+    text = record.get("text")
+    return text if isinstance(text, str) else None
+
+
+def _prompted(record: dict) -> list | None:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if prompt is None or completion is None:
+        return None
+    return [*_turns(prompt, "user"), *_turns(completion, "assistant")]
+
+
+def _instructed(record: dict) -> list | None:
+    instruction, output, beside = (record.get(name) for name in ("instruction", "output", "input"))
+    if instruction is None or output is None:
+        return None
+    if isinstance(instruction, str) and isinstance(beside, str) and beside.strip():
+        instruction = f"{instruction}\n\n{beside}" if instruction.strip() else beside
+    return [*_turns(instruction, "user"), *_turns(output, "assistant")]
+
+
+def _turns(said: Any, role: str) -> list:
+    return said if isinstance(said, list) else [{"role": role, "content": said}]
+
+
+def _has_exchange(column: Any) -> bool:
+    if not isinstance(column, list):
+        return False
+    names = [either(turn, "from", "role") if isinstance(turn, dict) else None for turn in column]
+    roles = [ROLES.get(name) if isinstance(name, str) else None for name in names]
+    return "user" in roles and "assistant" in roles[roles.index("user") :]
+
+
+def _tokens(ids: Any, mask: Any, seen: Any) -> Encoded:
+    """Whether the ids are the target's, `raw.py` sees."""
+    columns = [ids, mask] if seen is None else [ids, mask, seen]
+    whole = all(isinstance(column, list) and len(column) == len(ids) > 0 for column in columns)
+    if not whole or any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
+        raise Unusable("malformed_tokens")
+    if any(type(mark) not in (int, bool) or mark not in (0, 1) for column in columns[1:] for mark in column):
+        raise Unusable("malformed_tokens")
+    kept = np.ones(len(ids), bool) if seen is None else np.asarray(seen, bool)
+    return Encoded(np.asarray(ids, np.int32)[kept], np.asarray(mask, np.uint8)[kept])

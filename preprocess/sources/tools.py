@@ -1,0 +1,97 @@
+"""What a record says of tools: their descriptions, an assistant's calls of them, and whose results are whose.
+
+All of it comes out in the form that chat templates expect (transformers' and OpenAI's): a tool is
+{"type": "function", "function": {"name", ...}}; a call is the same with its `arguments` as an object. JSON in a string
+is read. A null in what is no string is taken for the filling of a Parquet column, and left out.
+"""
+
+import json
+from typing import Any
+
+from pipeline.target.chat import Messages, Unusable
+from preprocess.sources.json_records import too_deep
+
+LONGEST = 1 << 20  # characters, as JSON, of a record's tools, or of a turn's calls
+BAD_TOOLS, BAD_CALL = "malformed_tools", "malformed_tool_call"
+
+
+def tools_of(record: dict) -> list[dict] | None:
+    """None for a record without tools. Raises Unusable("malformed_tools" | "not_unicode")."""
+    given = next((record[name] for name in ("tools", "functions") if record.get(name)), None)
+    tools = _read(given, BAD_TOOLS)
+    tools = [tools] if isinstance(tools, dict) and tools else tools
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise Unusable(BAD_TOOLS)
+    return [_wrapped(_read(tool, BAD_TOOLS)) for tool in tools]
+
+
+def calls_of(turn: dict) -> list[dict]:
+    """Raises Unusable("malformed_tool_call" | "not_unicode")."""
+    calls = _read(turn.get("tool_calls") or turn.get("function_call"), BAD_CALL)
+    calls = [calls] if isinstance(calls, dict) and calls else calls or []
+    if not isinstance(calls, list):
+        raise Unusable(BAD_CALL)
+    return [_call(call) for call in calls]
+
+
+def name_results(messages: Messages) -> None:
+    """Gives tool turns the name that some templates ask for: by the call's id, else in the order of the calls."""
+    waiting: list[dict] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            waiting = list(message.get("tool_calls", []))
+        elif message["role"] == "tool" and waiting:
+            mark = message.get("tool_call_id")
+            call = next((call for call in waiting if mark is not None and call.get("id") == mark), waiting[0])
+            waiting.remove(call)
+            message.setdefault("name", call["function"]["name"])
+
+
+def _read(value: Any, reason: str) -> Any:
+    """The value without JSON's strings and Parquet's nulls; refused where a template or a tokenizer would break."""
+    quoted = isinstance(value, str)
+    if quoted and not value.strip():
+        return None
+    try:
+        value = json.loads(value[: LONGEST + 1]) if quoted else value
+        if too_deep(value):
+            raise Unusable(reason)
+        value = value if quoted else _without_nulls(value)
+        written = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # no JSON, or a Parquet column's own types
+        raise Unusable(reason) from None
+    if len(written) > LONGEST:
+        raise Unusable(reason)
+    if written.encode(errors="replace").decode() != written:
+        raise Unusable("not_unicode")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _named(value: Any, reason: str) -> dict:
+    """What stands in "function", or the value itself."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise Unusable(reason)
+    return function
+
+
+def _wrapped(tool: Any) -> dict:
+    function = _named(tool, BAD_TOOLS)
+    return {"type": "function", "function": function} if function is tool else tool
+
+
+def _call(call: Any) -> dict:
+    function = _named(call, BAD_CALL)
+    arguments = _read(function.get("arguments"), BAD_CALL) or {}
+    if not isinstance(arguments, dict):
+        raise Unusable(BAD_CALL)
+    mark = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**mark, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

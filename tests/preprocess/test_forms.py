@@ -1,0 +1,131 @@
+"""The forms of a record, and those without turns all the way to their masks."""
+
+import json
+
+import pytest
+
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Unusable
+from preprocess.sources.dialogues import clean
+from preprocess.sources.intake import Intake
+from preprocess.sources.pieces import encode_pieces
+from tests.kit import byte_tokenizer
+from tests.preprocess.test_dialogues import A, Q, turns
+
+TOKENIZER = byte_tokenizer()
+MESSAGES = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]
+STUB = turns(("human", "another"))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"conversations": turns(Q, A)},
+        {"messages": MESSAGES},
+        {"conversations": [], "messages": MESSAGES},
+        {"conversations": STUB, "messages": MESSAGES},
+        {"conversations": turns(Q, A), "messages": STUB},
+        {"conversations": turns(A, Q), "messages": MESSAGES},
+        {"conversations": "none", "messages": MESSAGES},
+        {"conversations": [None, {"from": ["human"]}], "messages": MESSAGES},
+        {"messages": [], "prompt": "why?", "completion": "because."},
+        {"messages": STUB, "instruction": "why?", "input": "", "output": "because."},
+        {"prompt": "why?", "completion": "because."},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        {"instruction": "why?", "output": "because.", "input": None},
+        {"instruction": " ", "output": "because.", "input": "why?"},
+        {"messages": MESSAGES, "input_ids": [1, 2], "loss_mask": [0, 1], "text": "why? because."},
+    ],
+)
+def test_the_column_with_an_exchange_wins(columns):
+    dialogue = clean({"id": "doc", **columns})
+    assert dialogue.messages == MESSAGES and dialogue.raw is None and not dialogue.edits
+
+
+def test_an_instructions_input_stands_behind_it():
+    dialogue = clean({"instruction": "Translate.", "input": "Bonjour", "output": "Hello"})
+    assert dialogue.messages[0]["content"] == "Translate.\n\nBonjour"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "why?"}, "malformed"),
+        ({"prompt": 3, "completion": "x"}, "malformed"),
+        ({"prompt": "why?", "completion": " "}, "blank_turn"),
+        ({"instruction": "why?", "output": {"a": 1}}, "malformed"),
+        ({"conversations": STUB, "messages": []}, "no_exchange"),
+        ({"conversations": STUB, "text": "x"}, "no_exchange"),
+        ({"text": " \n"}, "blank_turn"),
+        ({"text": "\ud83d"}, "not_unicode"),
+        ({"text": ["x"]}, "malformed"),
+        ({"input_ids": [1, 2]}, "malformed"),  # nobody says what is the assistant's
+    ],
+)
+def test_a_form_that_is_none_is_a_reason(record, reason):
+    with pytest.raises(Unusable, match=f"^{reason}$"):
+        clean(record)
+
+
+def encoded(record: dict, **settings) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
+    data = DataConfig(source="", **{"max_length": 100, **settings})
+    pieces, edits = encode_pieces(TOKENIZER, clean(record), data)
+    return [(piece.input_ids.tolist(), piece.loss_mask.tolist()) for _, piece in pieces], edits
+
+
+def test_a_text_is_a_continuation_from_its_second_token_on():
+    ids = TOKENIZER("once upon")["input_ids"]
+    assert encoded({"text": "once upon"}) == ([(ids, [0] + [1] * (len(ids) - 1))], ["text"])
+    assert encoded({"text": "once upon"}, max_length=4) == ([(ids[:4], [0, 1, 1, 1])], ["text"])
+    windows, edits = encoded({"text": "once upon"}, max_length=4, long="windows")
+    assert windows == [(ids[:4], [0, 1, 1, 1]), (ids[4:8], [0, 1, 1, 1])] and len(ids) == 9  # one token answers nothing
+    assert edits == ["text", "cut_into_windows", "window_without_answer"]
+    for text, settings in (("once upon", {"max_length": 4, "long": "turns"}), ("x", {})):
+        with pytest.raises(Unusable, match=r"^(too_long|no_assistant_token)$"):
+            encoded({"text": text}, **settings)
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks"])
+def test_tokens_are_dumped_as_they_are(name):
+    record = {"input_ids": [5, 6, 7, 8, 9], name: [0, 0, 1, 0, 1]}
+    assert encoded(record) == ([([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])], ["tokens"])
+    assert encoded(record | {name: [False, False, True, False, True]})[0] == encoded(record)[0]
+    padded = record | {"attention_mask": [1, 1, 1, 1, 0]}
+    assert encoded(padded) == ([([5, 6, 7, 8], [0, 0, 1, 0])], ["tokens"])
+    assert encoded(record, max_length=3) == ([([5, 6, 7], [0, 0, 1])], ["tokens"])
+    windows, edits = encoded(record, max_length=2, long="windows")
+    assert windows == [([7, 8], [1, 0])]  # the first has no answer, and nothing comes before the last one's
+    assert edits == ["tokens", "cut_into_windows", "window_without_answer", "window_without_answer"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "reason"),
+    [
+        ([1, 2, 3], [0, 1], "malformed_tokens"),
+        ([1, 2], [0, 1, 1], "malformed_tokens"),
+        ([], [], "malformed_tokens"),
+        ([1, 2], [0, 2], "malformed_tokens"),
+        ([1, 2], [0, 0.5], "malformed_tokens"),
+        ([1, 2], [0, None], "malformed_tokens"),
+        ([1, 2], "01", "malformed_tokens"),
+        ([1, "2"], [0, 1], "malformed_tokens"),
+        ([1, True], [0, 1], "malformed_tokens"),
+        ([1, -100], [0, 1], "malformed_tokens"),
+        ([1, 2**40], [0, 1], "malformed_tokens"),
+        ({"a": 1}, [0, 1], "malformed_tokens"),
+        ([[1, 2]], [[0, 1]], "malformed_tokens"),
+        ([1, len(TOKENIZER)], [0, 1], "tokens_outside_vocabulary"),
+        ([1, 2], [0, 0], "no_assistant_token"),  # a template without generation tags: transformers' mask of zeros
+        ([1, 2], [1, 1], "only_assistant_tokens"),  # transformers#47325: marked to the end
+    ],
+)
+def test_a_mask_without_sense_costs_its_record(ids, mask, reason):
+    with pytest.raises(Unusable, match=f"^{reason}$"):
+        encoded({"input_ids": ids, "assistant_masks": mask})
+
+
+def test_the_language_of_mere_tokens_is_not_known(tmp_path):
+    source = tmp_path / "data.json"
+    source.write_text(json.dumps([{"id": "t", "input_ids": [1, 2], "loss_mask": [0, 1]}]))
+    intake = Intake(DataConfig(source=str(source), languages=["en"]))
+    assert not list(intake) and intake.rejected == [("t", "language")]

@@ -1,0 +1,209 @@
+"""Dialogues with tools: the call is trained as the assistant's words, the result is not, and what is hostile costs its
+record.
+"""
+
+import json
+
+import pytest
+
+from pipeline.recipe.sections import DataConfig
+from pipeline.target.chat import Unusable
+from pipeline.target.config import TargetConfig
+from pipeline.target.template import settle
+from preprocess.sources.dialogues import clean
+from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.tools import LONGEST, calls_of, tools_of
+from tests.pipeline.test_chat import masked_runs, text_of
+from tests.templates import QWEN_3 as WITHOUT_TOOLS
+from tests.templates import settled
+from tests.tool_templates import GPT_OSS, HERMES, LLAMA_3_1, QWEN_3, tools_shown_by
+
+WEATHER = {
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOL = {"type": "function", "function": WEATHER}
+
+
+def call(city: str = "Oslo", **more) -> dict:
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}, **more}
+
+
+def asked(*turns: dict, **columns) -> dict:
+    return {"id": "doc", "messages": list(turns), "tools": [TOOL], **columns}
+
+
+QUESTION = {"role": "user", "content": "Rain?"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [call()]}
+RESULT = {"role": "tool", "content": "12 C\nwet"}
+ANSWER = {"role": "assistant", "content": "Yes."}
+THANKS = {"role": "user", "content": "Thanks"}
+BYE = {"role": "assistant", "content": "Bye"}
+
+
+def pieces(record: dict, template: str, **settings) -> tuple[list, list[str], object]:
+    tokenizer = tools_shown_by(template)
+    data = DataConfig(source="", **{"max_length": 4000, **settings})
+    found, edits = encode_pieces(tokenizer, clean(record), data)
+    return [piece for _, piece in found], edits, tokenizer
+
+
+TRAINED = {
+    QWEN_3: [
+        '<think>\n\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        "<|im_end|>",
+        "<think>\n\n</think>\n\nYes.<|im_end|>",
+    ],
+    LLAMA_3_1: ['{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>', "Yes.<|eot_id|>"],
+    GPT_OSS: [
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
+        "<|channel|>final<|message|>Yes.<|return|>",
+    ],
+    HERMES: [
+        '<tool_call>\n{"arguments": {"city": "Oslo"}, "name": "weather"}\n</tool_call><|im_end|>',
+        "Yes.<|im_end|>",
+    ],
+}
+FORMS = pytest.mark.parametrize("template", TRAINED, ids=["qwen-3", "llama-3.1", "gpt-oss", "hermes"])
+
+
+@FORMS
+@pytest.mark.parametrize("written", [False, True], ids=["objects", "JSON in strings"])
+def test_a_call_is_trained_as_the_assistants_words_and_its_result_is_not(template, written):
+    record = asked(QUESTION, CALL, RESULT, ANSWER)
+    if written:
+        arguments = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        record = asked(QUESTION, CALL | {"tool_calls": [{"function": arguments}]}, RESULT, ANSWER)
+        record["tools"] = json.dumps([WEATHER])
+    found, _, tokenizer = pieces(record, template)
+    assert [run for piece in found for run in masked_runs(tokenizer, piece)] == TRAINED[template]
+    whole = text_of(tokenizer, found[-1].input_ids)
+    assert "city" in whole[: whole.index("Rain?")] or template == LLAMA_3_1  # the tool's description
+    assert "12 C" in whole and whole.index("12 C") < whole.index("Yes.")
+
+
+@FORMS
+def test_only_the_last_turn_is_trained_where_the_recipe_says_so(template):
+    found, _, tokenizer = pieces(asked(QUESTION, CALL, RESULT, ANSWER), template, train_turns="last")
+    assert [run for piece in found for run in masked_runs(tokenizer, piece)] == TRAINED[template][1:]
+
+
+@pytest.mark.parametrize("template", [LLAMA_3_1, HERMES], ids=["llama-3.1", "hermes"])
+def test_a_long_dialogue_is_cut_between_questions_and_never_between_call_and_result(template):
+    record = asked(QUESTION, CALL, RESULT, ANSWER, THANKS, BYE)
+    (whole,), _, tokenizer = pieces(record, template)
+    (first,), edits, _ = pieces(record, template, long="turns", max_length=len(whole.input_ids) - 1)
+    assert edits == ["cut_at_a_turn"] and masked_runs(tokenizer, first) == TRAINED[template]
+    windows, edits, _ = pieces(record, template, long="windows", max_length=len(whole.input_ids) - 1)
+    assert edits[0] == "cut_into_windows"
+    runs = [run for piece in windows for run in masked_runs(tokenizer, piece)]
+    assert runs[:2] == TRAINED[template] and len(runs) == 3
+
+
+def test_several_calls_at_once_are_trained_together_or_refused():
+    twice = CALL | {"tool_calls": [call("Oslo", id="a"), call("Rome", id="b")]}
+    results = [{**RESULT, "tool_call_id": "b"}, {"role": "function", "content": "", "tool_call_id": "a"}]
+    record = asked(QUESTION, twice, *results, ANSWER)
+    (one, _), _, tokenizer = pieces(record, QWEN_3)
+    (run,) = masked_runs(tokenizer, one)
+    assert run.count("<tool_call>") == 2
+    assert [turn.get("name") for turn in clean(record).messages[2:4]] == ["weather"] * 2
+    with pytest.raises(Unusable, match=r"^template_refuses$"):
+        pieces(record, LLAMA_3_1)
+    with pytest.raises(Unusable, match=r"^template_hides_tools$"):  # it shows the first call alone
+        pieces(record, GPT_OSS)
+
+
+def test_words_beside_a_call_are_trained_with_it_unless_the_template_drops_them_later():
+    record = asked(QUESTION, CALL | {"content": "Let me look."}, RESULT, ANSWER)
+    found, _, tokenizer = pieces(record, QWEN_3)
+    (run,) = masked_runs(tokenizer, found[0])
+    assert "Let me look.\n<tool_call>" in run
+    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
+        pieces(record, GPT_OSS)
+    (call_alone,), _, _ = pieces(asked(*record["messages"][:2]), GPT_OSS)
+    assert call_alone.loss_mask.any()
+
+
+def test_a_template_that_leaves_out_calls_or_results_trains_no_empty_answer():
+    tokenizer = settled(WITHOUT_TOOLS)
+    data = DataConfig(source="")
+    for turns in ([QUESTION, CALL, RESULT, ANSWER], [QUESTION, ANSWER, RESULT, BYE]):
+        with pytest.raises(Unusable, match=r"^template_hides_tools$"):
+            encode_pieces(tokenizer, clean(asked(*turns)), data)
+    found, edits = encode_pieces(tokenizer, clean(asked(QUESTION, ANSWER)), data)
+    assert len(found) == 1 and "tools_not_shown" in edits
+
+
+def test_thoughts_that_are_dropped_leave_the_call():
+    thinking = CALL | {"reasoning_content": "hm"}
+    tokenizer = tools_shown_by(QWEN_3)
+    settle(tokenizer, TargetConfig(model="some/model", template_keywords={"enable_thinking": False}))
+    found, edits = encode_pieces(tokenizer, clean(asked(QUESTION, thinking, RESULT, ANSWER)), DataConfig(source=""))
+    assert "thoughts_dropped" in edits and "<tool_call>" in tokenizer.decode(found[0][1].input_ids)
+
+
+def test_dialogues_that_differ_in_their_calls_alone_are_no_duplicates():
+    texts = {clean(asked(QUESTION, CALL | {"tool_calls": [call(city)]})).text for city in ("Oslo", "Rome")}
+    assert len(texts) == 2
+
+
+def test_parquets_nulls_are_no_arguments_and_no_properties():
+    padded = call() | {"index": None}
+    padded["function"] = {"name": "weather", "arguments": {"city": "Oslo", "of_another_tool": None}}
+    assert calls_of({"tool_calls": [padded]}) == [call()]
+    assert tools_of({"tools": [{**TOOL, "function": {**WEATHER, "strict": None}}]}) == [TOOL]
+    written = call() | {"function": {"name": "weather", "arguments": '{"city": null}'}}
+    assert calls_of({"tool_calls": [written]})[0]["function"]["arguments"] == {"city": None}
+
+
+def test_older_names_are_read():
+    assert tools_of({"functions": [WEATHER]}) == tools_of({"tools": WEATHER}) == [TOOL]
+    assert calls_of({"function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}}) == [call()]
+
+
+@pytest.mark.parametrize("nothing", [None, [], {}, "", " ", "[]", "null"])
+def test_no_tools_are_no_tools(nothing):
+    assert tools_of({"tools": nothing}) is None and calls_of({"tool_calls": nothing}) == []
+
+
+HOSTILE = {
+    "no JSON": "search, maps",
+    "deep, in a string": "[" * 100_000 + "]" * 100_000,
+    "deeper than a record": "[" * 70 + "1" + "]" * 70,
+    "deep": [json.loads('{"name": "f", "a": ' + "[" * 70 + "]" * 70 + "}")],
+    "huge": [{"name": "f", "description": "x" * LONGEST}],
+    "huge, in a string": json.dumps([{"name": "f", "description": "x" * LONGEST}]),
+    "a number of thousands of digits": '[{"name": "f", "a": ' + "1" * 5000 + "}]",
+    "numbers": [1, 2],
+    "a number": 7,
+    "nameless": [{"description": "x"}],
+    "a name that is none": [{"name": {"a": 1}}],
+    "half an emoji": [{"name": "f", "description": "\ud83d"}],
+    "bytes": [{"name": "f", "description": b"x"}],
+}
+
+
+@pytest.mark.parametrize("tools", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_tools_cost_their_record(tools):
+    with pytest.raises(Unusable, match=r"^(malformed_tools|not_unicode)$"):
+        clean(asked(QUESTION, ANSWER, tools=tools))
+    with pytest.raises(Unusable, match=r"^(malformed_tool_call|not_unicode)$"):
+        clean(asked(QUESTION, CALL | {"tool_calls": tools}, RESULT, ANSWER))
+    with pytest.raises(Unusable, match=r"^(malformed_tool_call|not_unicode)$"):
+        turn = {"function": {"name": "f", "arguments": tools}}
+        clean(asked(QUESTION, CALL | {"tool_calls": [turn]}, RESULT, ANSWER))
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "function",
+    [{"name": "f"}, {"name": "f", "parameters": 3}, {"name": "f", "parameters": {"properties": {"a": {"type": 3}}}}],
+    ids=["no parameters", "parameters that are none", "a type that is none"],
+)
+def test_tools_that_a_template_cannot_show_are_a_reason(template, function):
+    try:
+        pieces(asked(QUESTION, CALL, RESULT, ANSWER, tools=[function]), template)
+    except Unusable as reason:
+        assert str(reason) == "template_refuses"
