@@ -153,7 +153,7 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     recipe = load_recipe(recipe_path, overrides)
     if until != "preprocess" and recipe.target.device != "cpu":
         require_gpus(recipe.train.ranks or 1)  # before hours of dumping
-        recipe.train.accumulation(recipe.train.ranks or max(torch.cuda.device_count(), 1))
+        recipe.train.accumulation(recipe.train.ranks or max(torch.accelerator.device_count(), 1))
     require_few("train.ranks", recipe.train.ranks or 1)
     recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"

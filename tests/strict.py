@@ -49,6 +49,7 @@ class Seen:
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)  # to the device, for which the host stands still
     pinned: dict[int, Tensor] = field(default_factory=dict)  # by address, kept so that no other tensor takes it
+    generators: list[torch.Generator] = field(default_factory=list)  # of the device
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned
@@ -136,10 +137,9 @@ class Strict(torch.Tensor):
             return Strict(args[0].raw.new_tensor(*args[1:], **kwargs))
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
-        if name in ("unbind", "__iter__") and torch.is_inference_mode_enabled():  # of a weight torch's own fails there
-            parts = tuple(map(Strict, args[0].raw.unbind(*args[1:], **kwargs)))
-            return parts if name == "unbind" else iter(parts)
         with torch._C.DisableTorchFunctionSubclass():  # what comes to the host is a plain tensor
+            if torch.is_inference_mode_enabled() and name not in ("__get__", "__set__"):
+                args, kwargs = tree_map(_inferring, (args, kwargs))
             return func(*args, **kwargs)
 
 
@@ -165,7 +165,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note("waits", "boolean index")
     stays = bool(ours) if kwargs.get("device") is None else _is_ours(kwargs["device"])
     generator = kwargs.get("generator")
-    if stays and generator is not None and generator.device.type != NAME:
+    own_seeds = [one.initial_seed() for one in _now[-1].generators] if _now else []  # an operator gets another object
+    if stays and generator is not None and generator.initial_seed() not in own_seeds:
         raise Mixed(f"{name} on the device with a generator of {generator.device.type} at {_place()}")
     raw_kwargs = tree_map(_raw, kwargs)
     if _is_ours(kwargs.get("device")):
@@ -178,6 +179,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(kwargs.get("out"), Strict):
         return kwargs["out"]
     return tree_map(lambda x: Strict(x) if isinstance(x, Tensor) else x, out) if stays else out
+
+
+def _inferring(x: Any) -> Any:
+    """In inference mode torch makes no view of a wrapper from outside it: one from inside, of the same numbers."""
+    return Strict(x.raw) if isinstance(x, Strict) and not x.is_inference() else x
 
 
 def _raw(x: Any) -> Any:
@@ -296,6 +302,17 @@ _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 
+class Event:
+    """Stands in for torch's, which such a device has not: all has been done when it is recorded."""
+
+    def __init__(self, *_: Any, **options: Any): ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        _note("waits", "an event")
+
+
 @contextmanager
 def rehearsal() -> Iterator[Seen]:
     """With the device as this process's accelerator; other threads of it included, but for `torch.tensor(device=)`."""
@@ -308,12 +325,22 @@ def rehearsal() -> Iterator[Seen]:
         seen.pinned[own.untyped_storage().data_ptr()] = own
         return own
 
+    def make_generator(device: Any = "cpu") -> torch.Generator:
+        made = generator_class("cpu" if _is_ours(device) else device)
+        if _is_ours(device):
+            seen.generators.append(made)
+        return made
+
+    generator_class, stand_ins = torch.Generator, {"current_stream": lambda *_: None}
+    stand_ins |= {"synchronize": lambda *_: _note("waits", "synchronize")}
+    stand_ins |= {"get_memory_info": lambda *_: (MEMORY, MEMORY)}
     with ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(mock.patch.object(torch.accelerator, name, stand_in))
+        stack.enter_context(mock.patch.object(torch, "Generator", make_generator))
+        stack.enter_context(mock.patch.object(torch, "Event", Event))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_memory))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: seen.is_pinned(tensor)))
-        synchronize = mock.patch.object(torch.accelerator, "synchronize", lambda *_: _note("waits", "synchronize"))
-        stack.enter_context(synchronize)
-        stack.enter_context(mock.patch.object(torch.accelerator, "get_memory_info", lambda *_: (MEMORY, MEMORY)))
         _now.append(seen)
         try:
             with _Dispatch(), _Functions():

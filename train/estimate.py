@@ -28,7 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.basics.accelerator import now
+from pipeline.basics.accelerator import accelerator, now
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
@@ -87,8 +87,10 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     rows = (
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
     )  # labels; features, gradients and float32 of each
-    device = torch.device("cpu" if recipe.target.device == "cpu" else "cuda")  # also where this machine has none
-    assumed = None if torch.cuda.is_available() else ASSUMED_GPU
+    here = accelerator()
+    there = here or torch.device("cuda")  # of a machine with one, where this one has none
+    device = torch.device("cpu") if recipe.target.device == "cpu" else there
+    assumed = None if here else ASSUMED_GPU
     widest = max(draft.vocabulary_size * branches, draft.teacher_vocabulary)
     chunk = min(chunk_rows(widest, 1, device, assumed), tokens)
     logits = chunk * (
@@ -194,7 +196,7 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
 
 
 def ranks_of(config: TrainConfig) -> int:
-    return config.ranks or max(torch.cuda.device_count(), 1)
+    return config.ranks or max(torch.accelerator.device_count(), 1)
 
 
 def main() -> None:

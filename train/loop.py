@@ -151,7 +151,7 @@ class _Run:
         quiet, first = self._engine.rank != 0, self._engine.step
         with Progress(f"train {self._folder.name}", self._batches.steps, "steps", first, quiet) as progress:
             begin, before = time.monotonic(), self._trained_tokens
-            for _, micro_batches in self._batches.from_step(first):
+            for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
                     break
                 shown = self._one_step(micro_batches)
@@ -224,8 +224,9 @@ class _Run:
 
     def _validate(self) -> None:
         pooled: dict = {}
+        engine = self._engine
         share = validation_batches(
-            self._heldout, self._config, self._draft, self._engine.step, self._engine.rank, self._engine.ranks
+            self._heldout, self._config, self._draft, engine.step, engine.rank, engine.ranks, engine.device
         )
         for batch in share:
             add_sums(pooled, self._engine.measure(batch))

@@ -3,8 +3,9 @@ them?
 
 Rounding is what plain decoding does to itself: the same row's logits from its cached forwards of one token each and
 from one uncached forward differ. So far (`DRIFT` times) a tree's forward may differ as well, and no further; and two
-answers may part only where the choice between their two tokens was as close as that. At temperature 0 in float32
-nothing is forgiven.
+answers may part only where the choice between their two tokens was as close as that. At temperature 0 in float32 on a
+CPU nothing is forgiven. (A GPU may take TF32, and splits sums by how many tokens are verified: there plain decoding's
+drift decides in float32 as well.)
 """
 
 import math
@@ -22,6 +23,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.target.model import Target
+from pipeline.target.verifier import rounding
 
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
 EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
@@ -129,9 +131,9 @@ class Gatekeeper:
     ) -> bool:
         """Whether rounding alone parts the answers: the draft's round chose as plain decoding chooses, from logits that
         drift no further than plain decoding's, and plain decoding's own choice between the two tokens was as close as
-        its drift. At temperature 0 in fp32 nothing is forgiven.
+        its drift. At temperature 0 in fp32 on a CPU nothing is forgiven.
         """
-        if sampling.temperature == 0 and self._target.dtype == torch.float32:
+        if sampling.temperature == 0 and rounding(self._target.dtype, self._target.device) == 0:
             return False
         if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
             return False  # one only goes on longer: no rounding can cause that

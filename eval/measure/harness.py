@@ -23,7 +23,7 @@ from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, p
 from pipeline.recipe.recipe import PLAIN, Recipe
 from pipeline.target.chat import as_message, prompt_ids
 from pipeline.target.model import Target
-from pipeline.target.verifier import fixed_capacity
+from pipeline.target.verifier import fixed_capacity, rounding
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ class Harness:
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, told)
-            if unit.temperature > 0 or self.target.dtype != torch.float32:  # in fp32 a greedy answer is its own proof
+            # Greedily in fp32 on a CPU, an answer is its own proof.
+            if unit.temperature > 0 or rounding(self.target.dtype, self.target.device):
                 sampling, answers = repeats[0]
                 begun = self._begun(ids, False)
                 self._gatekeeper.look_at_rounds(gate, method, ids, sampling, answers[PLAIN], begun)

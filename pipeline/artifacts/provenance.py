@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pipeline.basics.accelerator import accelerator
 from pipeline.basics.files import atomic_path, read_sealed, sealed, write_sealed
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.recipe.recipe import WHERE, Recipe
@@ -61,9 +62,9 @@ def code_of(module: str) -> str:
 
 def hardware(device: str) -> str:
     """One line: for device "cpu" the processor and the cores this process may use, else the accelerator it sees."""
-    if device != "cpu" and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        name = torch.cuda.get_device_name()
+    if device != "cpu" and (here := accelerator()):
+        count = torch.accelerator.device_count()
+        name = torch.get_device_module(here).get_device_name(here)
         return f"{count} x {name}" if device == "spread" else name + (f" (one of {count})" if count > 1 else "")
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

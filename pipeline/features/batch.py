@@ -12,7 +12,26 @@ import torch
 from torch import Tensor
 
 from pipeline.basics.accelerator import sent
-from pipeline.features.schema import Row
+from pipeline.features.schema import Row, decoded
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What an accelerator adds to one dialogue's input features: uniform, drawn there from a seed."""
+
+    row: int
+    first: int  # input
+    inputs: int
+    half_width: float
+    seed: tuple[int, ...]
+
+    def add_to(self, hidden_BTD: Tensor) -> None:
+        """In float32; then rounded as the features are."""
+        mixed = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(hidden_BTD.device).manual_seed(int(mixed >> np.uint64(1)))
+        part_TD = hidden_BTD[self.row, self.first : self.first + self.inputs]
+        drawn_TD = torch.rand(part_TD.shape, generator=generator, device=part_TD.device)
+        part_TD.copy_(part_TD.float() + (2 * drawn_TD - 1) * self.half_width)
 
 
 @dataclass
@@ -33,14 +52,24 @@ class Batch:
     before_BT: Tensor | None = None  # t_i
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
+    # What is left to the device that the batch goes to: float8 to be multiplied, by name of its states; noise.
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    noise: list[Noise] = field(default_factory=list)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD", "before_BT")
         tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
-        return replace(self, **tensors)
+        return replace(self, **tensors, scales={name: change(scale) for name, scale in self.scales.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        return self._each(lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True))
+        """There, whole: decoded, with its noise, floating numbers in `dtype`."""
+        there = self._each(lambda x: x.to(device, non_blocking=True))
+        states: Any = {name: decoded(getattr(there, name), scale) for name, scale in there.scales.items()}
+        there = replace(there, **states, scales={}, noise=[])
+        there = there._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        for one in self.noise:
+            one.add_to(there.hidden_BTD)
+        return there
 
     def pinned(self) -> "Batch":
         """In memory that a GPU reads by itself, so that `to` does not wait."""
@@ -49,7 +78,8 @@ class Batch:
     @property
     def states(self) -> list[Tensor]:
         """All that came from shards, a row first."""
-        return [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
+        found = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
+        return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in found]
 
     def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below
@@ -95,10 +125,11 @@ def collate(
     totals: dict[int, int],
     noises: Sequence[Tensor] | None = None,
     auxiliary: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
     given = None if noises is None else iter(noises)
-    batch = collate_packed([[row] for row in rows], horizons, rule, totals, given, auxiliary=auxiliary)
+    batch = collate_packed([[row] for row in rows], horizons, rule, totals, given, dtype=dtype, auxiliary=auxiliary)
     return replace(batch, begins_BT=None)
 
 
@@ -117,9 +148,13 @@ def collate_packed(
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
     shape = len(packed), inputs
+    stored = packed[0][0].scales_TS is not None  # float8, which the device decodes
+    dtype = packed[0][0].hidden_TD.dtype if stored else dtype
     hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
     labels = torch.zeros_like(hidden)
     states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=dtype) if auxiliary else None
+    scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)} if stored else {}
+    scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if stored and auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
     for b, rows in enumerate(packed):
@@ -128,6 +163,11 @@ def collate_packed(
             here = slice(begin, begin + len(row.input_ids) - 1)
             hidden[b, here] = row.hidden_TD[:-1] if noises is None else row.hidden_TD[:-1] + next(noises)
             labels[b, here] = row.hidden_TD[1:]
+            if row.scales_TS is not None:
+                scales["hidden_BTD"][b, here] = row.scales_TS[:-1, 0]
+                scales["labels_BTD"][b, here] = row.scales_TS[1:, 0]
+                if auxiliary:
+                    scales["auxiliary_BTSD"][b, here] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
             if states is not None:
                 assert row.auxiliary_TKD is not None
                 states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)].to(dtype)
@@ -140,7 +180,7 @@ def collate_packed(
             begin = here.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
-    return Batch(hidden, tokens, labels, masks, totals, begins, states, before, documents=documents)
+    return Batch(hidden, tokens, labels, masks, totals, begins, states, before, documents=documents, scales=scales)
 
 
 def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:
@@ -149,6 +189,10 @@ def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ..
     It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch.
     """
     length, width = row.hidden_TD.shape
-    scale = half_width * (512 / length if scaling == "legacy" else 1.0)
     values = np.random.default_rng(seed).random((length - 1, width), dtype=np.float32)
-    return torch.from_numpy(values).mul_(2).sub_(1).mul_(float(np.float32(scale)))
+    return torch.from_numpy(values).mul_(2).sub_(1).mul_(float(np.float32(scaled(half_width, length, scaling))))
+
+
+def scaled(half_width: float, length: int, scaling: str) -> float:
+    """Of the noise of a dialogue of so many tokens."""
+    return half_width * (512 / length if scaling == "legacy" else 1.0)

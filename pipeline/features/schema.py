@@ -72,8 +72,9 @@ class Row:
     doc_id: str
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
-    hidden_TD: torch.Tensor  # stored dtype; bfloat16 where that is FP8
+    hidden_TD: torch.Tensor  # stored dtype; bfloat16 where that is FP8 and `scales_TS` is None
     auxiliary_TKD: torch.Tensor | None = None  # the same, of the auxiliary layers
+    scales_TS: torch.Tensor | None = None  # of float8 as it is stored: what each state is to be multiplied by
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,13 @@ def _columns(row: Row, spec: FeatureSpec) -> list[torch.Tensor]:
     return stored_columns(states, spec.stored_dtype)
 
 
-def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
-    """Zero-copy views into the batch's (memory-mapped) buffers; FP8 is decoded."""
+def from_batch(batch: pa.RecordBatch, spec: FeatureSpec, decode: bool = True) -> Row:
+    """Zero-copy views into the batch's (memory-mapped) buffers; FP8 is decoded here or, without `decode`, by whoever
+    has the row's scales.
+    """
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
+
+    scales_of: list[torch.Tensor] = []
 
     def states(column: str, scales: str, shape: tuple[int, ...]) -> torch.Tensor:
         words = batch.column(column).flatten().flatten().to_numpy(zero_copy_only=True)
@@ -220,7 +225,8 @@ def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
         if spec.stored_dtype != FP8:
             return read
         scale = torch.from_numpy(batch.column(scales).flatten().to_numpy(zero_copy_only=True)).reshape(read.shape[:-1])
-        return (read.float() * scale[..., None]).to(row_dtype(FP8))
+        scales_of.append(scale.reshape(len(read), -1))
+        return decoded(read, scale) if decode else read
 
     hidden_TD, auxiliary_TKD = states("hidden", "scale", (-1, spec.hidden_size)), None
     if spec.auxiliary:
@@ -231,4 +237,10 @@ def from_batch(batch: pa.RecordBatch, spec: FeatureSpec) -> Row:
         loss_mask=batch.column("loss_mask").flatten().to_numpy(zero_copy_only=True),
         hidden_TD=hidden_TD,
         auxiliary_TKD=auxiliary_TKD,
+        scales_TS=None if decode or not scales_of else torch.cat(scales_of, dim=1),
     )
+
+
+def decoded(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """States (..., D) from float8 (..., D) and a scale (...), wherever they are."""
+    return (words.float() * scale[..., None]).to(row_dtype(FP8))

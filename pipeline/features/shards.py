@@ -251,8 +251,8 @@ class FeatureStore:
         batch = self._batch(index)
         return tuple(batch.column(name).flatten().to_numpy(zero_copy_only=True) for name in ("input_ids", "loss_mask"))
 
-    def row(self, index: int) -> Row:
-        return from_batch(self._batch(index), self.spec)
+    def row(self, index: int, decode: bool = True) -> Row:
+        return from_batch(self._batch(index), self.spec, decode)
 
 
 def some_texts(store: FeatureStore, tokens: int = SOME_TOKENS) -> list[list[int]]:

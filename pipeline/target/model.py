@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline.basics import embedded
+from pipeline.basics.accelerator import accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.public import scrubbed
@@ -29,7 +30,7 @@ from pipeline.target.states import Needs
 from pipeline.target.template import settle
 from pipeline.target.verifier import Verifier
 
-if not torch.cuda.is_available():
+if accelerator() is None:
     # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
     # not where a target is loaded, so that a process has one kernel from its start on.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -114,23 +115,23 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 def resolve_device(name: str) -> torch.device:
     """Of "spread" the first; where the target's hidden states arrive, `Target.device` says."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name in ("cuda", "spread") and not torch.cuda.is_available():
-        raise PipelineError(f"target.device={name!r}, but torch sees no CUDA device here: use 'auto' or 'cpu'")
-    return torch.device("cpu" if name == "cpu" else "cuda")
+    here = accelerator()
+    if name == "cpu" or (name == "auto" and here is None):
+        return torch.device("cpu")
+    if here is None or (name == "cuda" and here.type != "cuda"):
+        what = "no accelerator" if here is None else f"one of kind {here.type!r}"
+        raise PipelineError(f"target.device={name!r}, but torch sees {what} here: use 'auto' or 'cpu'")
+    return here
 
 
 def placement(config: TargetConfig) -> dict[str, Any]:
     """How transformers is to load the weights: for a GPU tensor by tensor from the file to its memory, never whole in
-    the host's.
-
-    The device has its number: the threads that load do not know this one's.
+    the host's. The device has its number: the threads that load do not know this one's.
     """
     device = resolve_device(config.device)
     if config.device == "spread":
         return {"device_map": "auto"}
-    return {"device_map": {"": torch.device("cuda", torch.cuda.current_device())}} if device.type == "cuda" else {}
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
 def weight_files(where: Source) -> dict[str, Path]:
@@ -260,8 +261,8 @@ class Target(Verifier):
             )
         if config.device == "spread" and {"cpu", "disk"} & {str(place) for place in model.hf_device_map.values()}:
             raise PipelineError(
-                f"target {config.model!r} does not fit the {torch.cuda.device_count()} GPUs that are seen here: give "
-                "a worker more of them (features.gpus_per_worker), or larger ones"
+                f"target {config.model!r} does not fit the {torch.accelerator.device_count()} GPUs that are seen here: "
+                "give a worker more of them (features.gpus_per_worker), or larger ones"
             )
         super().__init__(model.eval().requires_grad_(False), text, config.model)
 

@@ -123,6 +123,7 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(
     draft = make_draft(loaded_target, ends, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
     want_loss, want_sums, want = stepped(draft, batch)
+    loaded_target.unhook()
     mine = replace(ends, decoder=copy.deepcopy(ends.decoder))  # moving it would move the others'
     there = make_draft(loaded_target, mine, VARIANTS[name]).train().requires_grad_(True)
     with rehearsal() as seen:

@@ -5,9 +5,11 @@ is `train.global_batch` rows and one optimiser step; a micro-batch is one forwar
 """
 
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +17,14 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
-from pipeline.features.batch import Batch, collate, collate_packed, trained, uniform_noise
+from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, trained, uniform_noise
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
 from pipeline.recipe.sections import TrainConfig
 from pipeline.target.model import DTYPES
 
+CPU = torch.device("cpu")
+T, R = TypeVar("T"), TypeVar("R")
 AHEAD = 2  # steps that are read while one computes
 WINDOW = 1024  # dialogues among which rows are packed
 
@@ -69,45 +73,67 @@ class Batches:
             len(self._rows[row]) for row in self._shuffled(0)[: self.steps_per_epoch * self._config.global_batch]
         )
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
+        """This rank's, as `Batch.to` takes them to a device: to an accelerator from pinned memory, with what it decodes
+        and draws itself. (Its noise is of its own generator, a function of the same seeds.)
+        """
         rows = self.rows_of(step)
         totals = self._totals([number for row in rows for number in row])
         size, epoch = self._config.micro_batch, step // self.steps_per_epoch
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
-            batch = replace(self._collate(rows[first : first + size], totals, epoch), step=step)
-            out.append(batch.pinned() if torch.cuda.is_available() else batch)
+            here = device.type == "cpu"
+            batch = replace(self._collate(rows[first : first + size], totals, epoch, here), step=step)
+            out.append(batch if here else batch.pinned())
         return out
 
     def _totals(self, numbers: list[int]) -> dict[int, int]:
         masks = [self._store.text(number)[1] for number in numbers]
         return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
 
-    def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int) -> Batch:
-        read = [[self._store.row(number) for number in row] for row in rows]
+    def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int, here: bool) -> Batch:
+        """`here`: with noise, and decoded."""
+        read = [[self._store.row(number, here) for number in row] for row in rows]
         noises = None
-        if self._config.noise:
+        if self._config.noise and here:
             pairs = [pair for row in zip(rows, read, strict=True) for pair in zip(*row, strict=True)]
             noises = (self._noise(number, row, epoch) for number, row in pairs)
         width = self._config.pack_tokens or 0
         dtype = DTYPES[self._config.dtype]
         batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype, self._auxiliary)
+        if self._config.noise and not here:
+            batch.noise = [noise for b, row in enumerate(rows) for noise in self._noise_there(b, row, read[b], epoch)]
         return batch if width else replace(batch, begins_BT=None)
 
     def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
         return uniform_noise(row, self._config.noise, self._config.noise_scaling, (self._seed, epoch, number))
 
-    def from_step(self, first: int) -> Iterator[tuple[int, list[Batch]]]:
-        """(step, micro-batches) from `first` to the end; the next steps are read while this one computes."""
-        # One thread of torch's for it: a second team of them would take the cores from the first.
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            ahead = deque(reader.submit(self.micro_batches, step) for step in range(first, self.steps)[:AHEAD])
-            for step in range(first, self.steps):
-                ready = ahead.popleft().result()
-                if step + AHEAD < self.steps:
-                    ahead.append(reader.submit(self.micro_batches, step + AHEAD))
-                yield step, ready
+    def _noise_there(self, b: int, numbers: list[int], rows: list[Row], epoch: int) -> Iterator[Noise]:
+        first = 0
+        for number, row in zip(numbers, rows, strict=True):
+            inputs = len(row.input_ids) - 1
+            half_width = scaled(self._config.noise, inputs + 1, self._config.noise_scaling)
+            yield Noise(b, first, inputs, half_width, (self._seed, epoch, number))
+            first += inputs
+
+    def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:
+        """(step, micro-batches) from `first` to the end."""
+        steps = range(first, self.steps)
+        yield from zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True)
+
+
+def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """What is made of each item; the next ones are made in a thread while the caller computes."""
+    # One thread of torch's for it: a second team of them would take the cores from the first.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
+        ahead: deque[Future[R]] = deque()
+        for item in items:
+            ahead.append(reader.submit(make, item))
+            if len(ahead) > AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
@@ -138,20 +164,31 @@ def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
 
 
 def validation_batches(
-    store: FeatureStore, config: TrainConfig, draft: TrainedDraft, step: int, rank: int, ranks: int
+    store: FeatureStore,
+    config: TrainConfig,
+    draft: TrainedDraft,
+    step: int,
+    rank: int,
+    ranks: int,
+    device: torch.device = CPU,
 ) -> Iterator[Batch]:
-    """This rank's share of the held-out dialogues; the same number of batches on every rank (ZeRO-3 needs that).
+    """This rank's share of the held-out dialogues, without noise; the same number of batches on every rank (ZeRO-3
+    needs that). They are read ahead, and brought to a device, as those of a training are.
 
     Where a share is short, a batch without a trained position fills in.
     """
     size, horizons, auxiliary = config.micro_batch, draft.horizons, auxiliary_of(store, draft)
-    for first in range(0, len(store), size * ranks):
+    here, dtype = device.type == "cpu", DTYPES[config.dtype]
+
+    def made(first: int) -> Batch:
         begin = first + rank * size
-        rows = [store.row(number) for number in range(begin, min(begin + size, len(store)))]
+        rows = [store.row(number, here) for number in range(begin, min(begin + size, len(store)))]
         totals = dict.fromkeys(horizons, 1)
-        batch = collate(rows or [store.row(0)], horizons, config.mask, totals, auxiliary=auxiliary)
-        batch = replace(batch, step=step)
-        yield batch if rows else batch.emptied()
+        batch = collate(rows or [store.row(0, here)], horizons, config.mask, totals, auxiliary=auxiliary, dtype=dtype)
+        batch = replace(batch, step=step) if rows else replace(batch.emptied(), step=step)
+        return batch if here else batch.pinned()
+
+    return read_ahead(made, range(0, len(store), size * ranks))
 
 
 def auxiliary_of(store: FeatureStore, draft: TrainedDraft) -> list[int]:

@@ -108,7 +108,7 @@ class Way:
 
     def turn(self, first: int, steps: int) -> float:
         """Seconds of the steps from `first` on, behind one that sets the reader off."""
-        ready = self._batches.from_step(first)
+        ready = self._batches.from_step(first, self._engine.device)
         if self._way == "bare":
             ready = ((step, [self._synthetic(b) for b in batches]) for step, batches in ready)
             ready = iter([next(ready) for _ in range(steps + 1)])
@@ -132,11 +132,11 @@ class Way:
     def peak_mb(self, steps: int) -> float:
         """What `steps` steps add to this process while they run, behind one that brought the optimizer's moments."""
         self.turn(0, 1)
-        if self._engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        if self._engine.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
             self.turn(0, steps)
-            return (torch.cuda.max_memory_allocated() - before) / 1e6
+            return (torch.accelerator.max_memory_allocated() - before) / 1e6
         ctypes.CDLL(None).malloc_trim(0)  # what loading has freed is not to be filled unseen
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         before = _resident("VmRSS")

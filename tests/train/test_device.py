@@ -1,0 +1,140 @@
+"""What training reads and estimates, on a make-believe accelerator (tests/strict.py)."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.decoding.generate import Sampling, speculative
+from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
+from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.recipe.sections import TrainConfig
+from pipeline.target.states import Needs
+from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
+from tests.strict import DEVICE, rehearsal
+from train.acceptance import estimate
+from train.input.data import Batches, validation_batches
+
+WIDTH, LAYERS = 8, (1, 3)
+
+
+def store_of(folder, stored_dtype: str, auxiliary: bool) -> FeatureStore:
+    spec = FeatureSpec(
+        target="t", tokenizer="k", template="c", recipe="r", stored_dtype=stored_dtype, hidden_size=WIDTH,
+        auxiliary_layers=" ".join(map(str, LAYERS)) if auxiliary else "",
+    )  # fmt: skip
+    generator, rows, dtype = torch.Generator().manual_seed(0), [], row_dtype(stored_dtype)
+    for number, length in enumerate((9, 5, 12, 3, 7, 7, 4, 10)):
+        states = torch.randn(length, 1 + len(LAYERS), WIDTH, generator=generator).to(dtype)
+        mask = np.ones(length, np.uint8)
+        more = states[:, 1:] if auxiliary else None
+        rows.append(Row(f"doc{number}", np.full(length, number, np.int32), mask, states[:, 0], more))
+    folder.mkdir()
+    Manifest(spec, [write_shard(folder, "train", 0, spec, rows, {})], complete=True).save(folder)
+    return FeatureStore(folder, "train", spec)
+
+
+def reader(store: FeatureStore, **changes) -> Batches:
+    settings = {"epochs": 2, "global_batch": 8, "micro_batch": 4, "dtype": "bfloat16", "noise": 0, **changes}
+    needs = Needs(auxiliary=LAYERS if store.spec.auxiliary else ())
+    return Batches(store, TrainConfig(**settings), SimpleNamespace(horizons=[1, 2], needs=needs), 5, 0, 1)
+
+
+@pytest.mark.parametrize("packed", [None, 24])
+@pytest.mark.parametrize("auxiliary", [False, True])
+@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", FP8])
+def test_what_is_read_for_the_device_is_what_the_cpu_reads(tmp_path, stored_dtype, auxiliary, packed):
+    """Float8 goes there as it is stored, and is decoded there, to the bit; the reader's thread brings it, and nobody
+    waits.
+    """
+    store = store_of(tmp_path / "features", stored_dtype, auxiliary)
+    changes = {"pack_tokens": packed, "global_batch": 2, "micro_batch": 1} if packed else {}
+    one = reader(store, **changes)
+    with rehearsal() as seen:
+        for (_, here), (_, there) in zip(one.from_step(0), one.from_step(0, DEVICE), strict=True):
+            for want, got in zip(here, there, strict=True):
+                assert (got.hidden_BTD.dtype == torch.float8_e4m3fn) == (stored_dtype == FP8)
+                got, want = got.to(DEVICE, torch.bfloat16), want.to(torch.device("cpu"), torch.bfloat16)
+                for name in ("hidden_BTD", "labels_BTD", "auxiliary_BTSD", "tokens_BT", "begins_BT", "before_BT"):
+                    mine, theirs = getattr(got, name), getattr(want, name)
+                    assert mine is theirs is None or torch.equal(mine.raw, theirs)
+        assert not seen.waits and not seen.copies
+
+
+def test_validation_is_read_for_the_device_likewise(tmp_path):
+    store = store_of(tmp_path / "features", FP8, True)
+    draft = SimpleNamespace(horizons=[1], needs=Needs(auxiliary=LAYERS))
+    config = TrainConfig(global_batch=8, micro_batch=4, dtype="bfloat16", noise=0.5)
+    with rehearsal() as seen:
+        for rank in range(3):  # the last one has nothing left
+            here = validation_batches(store, config, draft, 0, rank, 3)
+            for want, got in zip(here, validation_batches(store, config, draft, 0, rank, 3, DEVICE), strict=True):
+                assert want.hidden_BTD.dtype == torch.bfloat16 and not got.noise
+                got = got.to(DEVICE, torch.bfloat16)
+                assert torch.equal(got.hidden_BTD.raw, want.hidden_BTD)
+                assert torch.equal(got.auxiliary_BTSD.raw, want.auxiliary_BTSD)
+                assert got.trained[1].any() == (rank < 2)
+        assert not seen.waits and not seen.copies
+
+
+def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_path):
+    store = store_of(tmp_path / "features", "float32", False)
+
+    def offsets(step: int, **changes) -> dict[str, torch.Tensor]:
+        found, changes = {}, {"dtype": "float32", **changes}
+        noisy, clean = (reader(store, noise=noise, **changes).micro_batches(step, DEVICE) for noise in (0.5, 0))
+        for batch, plain in zip(noisy, clean, strict=True):
+            batch, plain = (one.to(DEVICE, torch.float32) for one in (batch, plain))
+            assert torch.equal(batch.labels_BTD.raw, plain.labels_BTD.raw)
+            offset_BTD = batch.hidden_BTD.raw - plain.hidden_BTD.raw
+            for b, names in enumerate(batch.documents):
+                begins_T = plain.begins_BT.raw[b] if plain.begins_BT is not None else torch.zeros(offset_BTD.shape[1])
+                lengths = {f"doc{n}": length - 1 for n, length in enumerate((9, 5, 12, 3, 7, 7, 4, 10))}
+                for name, begin in zip(names, begins_T.unique().tolist(), strict=False):
+                    found[name] = offset_BTD[b, int(begin) : int(begin) + lengths[name]]
+                    found[name + " end"] = offset_BTD[b, sum(lengths[one] for one in names) :]
+        return found
+
+    with rehearsal() as seen:
+        first, again, later = offsets(0), offsets(0, micro_batch=2), offsets(1)
+        in_one_row = offsets(0, pack_tokens=64, global_batch=1, micro_batch=1)
+        assert not seen.waits and not seen.copies
+    for number in range(8):
+        mine = first[f"doc{number}"]
+        assert torch.equal(mine, again[f"doc{number}"]) and not torch.equal(mine, later[f"doc{number}"])
+        torch.testing.assert_close(mine, in_one_row[f"doc{number}"])
+        assert 0.3 < mine.abs().max() <= 0.5 and len(mine.unique()) > mine.numel() / 2
+        assert not first[f"doc{number} end"].any()  # what pads gets none
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"), [("jakiro", {"depth": 3, "top_k": 3, "nodes": 9}), ("eagle3", {"paths": "eagle-1"})]
+)
+def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_target, ends, name, tree):
+    """As in training: a twin, on the device, is given the draft's weights, and walks along stored answers."""
+    draft = make_draft(loaded_target, replace(ends, decoder=None), VARIANTS[name])
+    prompt = prompt_of(3)
+    answer = speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
+    states = loaded_target.states(prompt + answer, draft.needs.auxiliary)
+    mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
+    row = Row("one", np.array(prompt + answer, np.int32), mask, states.final_ND, states.auxiliary_NSD)
+
+    class Answers:
+        spec = SimpleNamespace(auxiliary_numbers=list(draft.needs.auxiliary))
+
+        def __len__(self) -> int:
+            return 1
+
+        def row(self, number: int) -> Row:
+            return row
+
+    want = estimate(draft, {"tree": grown(draft, **tree)}, Answers(), 0, 1)
+    with rehearsal():
+        draft.to(DEVICE)
+        draft.move_ends(DEVICE, torch.float32)
+        twin = draft.twin()
+        twin.load_state_dict(draft.state_dict(keep_vars=True), assign=True)
+        assert twin.device == DEVICE
+        assert estimate(twin, {"tree": grown(twin, **tree)}, Answers(), 0, 1) == want
