@@ -13,7 +13,7 @@ memory, compiled code and CUDA graphs, and whatever asks for CUDA by name.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME, MEMORY = "strict", 80 << 30  # bytes, as it says
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +138,7 @@ class Strict(torch.Tensor):
             return _attend(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # what comes to the host is a plain tensor
             if torch.is_inference_mode_enabled() and name not in ("__get__", "__set__"):
-                args, kwargs = tree_map(_inferring, (args, kwargs))
+                args, kwargs = _mapped(_inferring, (args, kwargs))
             return func(*args, **kwargs)
 
 
@@ -150,7 +149,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = args[:1], {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
     name = func._schema.name.removeprefix("aten::")
     overload = f"{name}.{func._overloadname}"
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
     ours = [x for x in tensors if isinstance(x, Strict)]
     theirs = [x for x in tensors if not isinstance(x, Strict)]
     if name == "copy_":
@@ -168,17 +167,30 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own_seeds = [one.initial_seed() for one in _now[-1].generators] if _now else []  # an operator gets another object
     if stays and generator is not None and generator.initial_seed() not in own_seeds:
         raise Mixed(f"{name} on the device with a generator of {generator.device.type} at {_place()}")
-    raw_kwargs = tree_map(_raw, kwargs)
+    raw_kwargs = _mapped(_raw, kwargs)
     if _is_ours(kwargs.get("device")):
         raw_kwargs["device"] = torch.device("cpu")
     raw_kwargs.pop("pin_memory", None)
-    out = func(*tree_map(_raw, args), **raw_kwargs)
+    out = func(*_mapped(_raw, args), **raw_kwargs)
     own = args[0] if args and isinstance(args[0], Strict) else None
     if func._schema.is_mutable and "out" not in kwargs and own is not None:
         return own  # in place
     if isinstance(kwargs.get("out"), Strict):
         return kwargs["out"]
-    return tree_map(lambda x: Strict(x) if isinstance(x, Tensor) else x, out) if stays else out
+    return _mapped(lambda x: Strict(x) if isinstance(x, Tensor) else x, out) if stays else out
+
+
+def _leaves(x: Any) -> list[Any]:
+    """Of an operator's arguments; torch's own trees take most of a rehearsal's time."""
+    if isinstance(x, tuple | list):
+        return [leaf for one in x for leaf in _leaves(one)]
+    return _leaves(list(x.values())) if isinstance(x, dict) else [x]
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    if isinstance(x, tuple | list) and not isinstance(x, torch.Size):
+        return type(x)([_mapped(change, one) for one in x])
+    return {key: _mapped(change, one) for key, one in x.items()} if isinstance(x, dict) else change(x)
 
 
 def _inferring(x: Any) -> Any:
@@ -263,7 +275,7 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        given = tree_leaves((args, kwargs))
+        given = _leaves((args, kwargs))
         ours = any(isinstance(x, Strict) or (isinstance(x, torch.device) and x.type == NAME) for x in given)
         return _run(func, args, kwargs) if ours else func(*args, **kwargs)
 
