@@ -59,6 +59,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def render(tokenizer: Any, messages: Messages, answer_next: bool) -> str:
     """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
+    if not messages:  # transformers renders none without a turn
+        raise Unusable("template_refuses")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
     except jinja2.TemplateError as error:
