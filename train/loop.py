@@ -23,8 +23,8 @@ from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends
-from pipeline.target.model import DTYPES, known_tokens, load_config, load_ends, load_tokenizer
+from pipeline.target.ends import Ends, known_tokens
+from pipeline.target.model import DTYPES, load_config, load_ends, load_tokenizer
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together

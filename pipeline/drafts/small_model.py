@@ -19,6 +19,7 @@ from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
 from pipeline.target.attention import FULL
+from pipeline.target.ends import known_tokens
 from pipeline.target.states import Needs
 from pipeline.target.verifier import Verifier
 
@@ -162,8 +163,8 @@ class SmallModel(ReadsText, ByLevels):
                 f"in {len(differ)} tokens, the first is {token!r} ({number}). Name a model of the target's family"
             )
         self._reader = [reader]
-        known = max(targets.get_vocab().values()) + 1  # either's embedding may be padded beyond
-        if (size := min(reader.head.linear.out_features, known)) < self.target_vocabulary:
+        size = min(reader.head.linear.out_features, known_tokens(targets))  # either's rows may be padded
+        if size < self.target_vocabulary:
             self.token_ids_U = torch.arange(size, device=reader.device)
 
     def _reads(self) -> Verifier:

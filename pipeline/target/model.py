@@ -112,11 +112,6 @@ def load_tokenizer(config: TargetConfig) -> Any:
     return tokenizer
 
 
-def known_tokens(tokenizer: Any) -> int:
-    """Ids from here on have no token: an embedding that is padded has rows for them."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def resolve_device(name: str) -> torch.device:
     """Of "spread" the first; where the target's hidden states arrive, `Target.device` says."""
     if name == "auto":
