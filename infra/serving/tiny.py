@@ -23,7 +23,7 @@ from pipeline.target.model import Target, fingerprint, source
 
 DRAFT = "eagle3"
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
-LENGTHS = (12, 200, 400, 1500)  # tokens of the prompts: all but the first go beyond the original positions
+LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
 STEPS, VOCABULARY = 40, 1024
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -75,6 +75,9 @@ def _taught(recipe: Recipe, target: Target, prompts: list[list[int]], answers: l
     """A draft that has seen these answers and nothing else."""
     draft = build(recipe.draft[DRAFT], shapes_of(target.config))
     draft.initialise(0)
+    for name, weight in draft.named_parameters():
+        if "self_attn" in name:  # what it guesses is to depend on where tokens stand, also after so few steps
+            weight.data.mul_(5)
     known = sorted({token for answer in answers for token in answer})
     others = [token for token in range(2 * VOCABULARY) if token not in known]
     draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
