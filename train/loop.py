@@ -23,7 +23,7 @@ from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends
+from pipeline.target.ends import Ends, known_tokens
 from pipeline.target.model import DTYPES, load_config, load_ends, load_tokenizer
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
@@ -79,13 +79,17 @@ def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores]
         shutil.rmtree(state)
         draw_training({name: folder / METRICS}, folder / PLOT)
     engine.barrier()
-    return f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
+    said = f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
+    return said if run.cut_short is None else f"{said}; {run.cut_short}"
 
 
 def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> TrainedDraft:
     """The draft at step 0: a function of the recipe, its seed and the shards."""
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
+    known = known_tokens(load_tokenizer(recipe.target))
+    if known < shapes["vocab_size"]:
+        shapes["known_tokens"] = known
     draft = build(config, shapes)
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
@@ -315,4 +319,14 @@ class _Run:
             "seconds": round(kept.get("seconds", self._seconds), 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
+        facts |= {"cut_short": self.cut_short} if self.cut_short else {}
         return facts | ({"left_out": self._left_out} if self._left_out else {})
+
+    @property
+    def cut_short(self) -> str | None:
+        """Where training ended before its schedule did. Fewer dialogues, by data.max_tokens, make a shorter one."""
+        step, planned = self._engine.step, self._batches.steps
+        if step == planned:
+            return None
+        rate = self._engine.learning_rate()
+        return f"train.patience ended it at step {step:,} of {planned:,}, at a learning rate of {rate:.2g}"

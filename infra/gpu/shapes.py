@@ -93,11 +93,11 @@ class RandomLlama(LlamaForCausalLM):
     config_class = RandomConfig
 
     @classmethod
-    def from_pretrained(cls, folder: str, *_: Any, config: RandomConfig, dtype: torch.dtype, **__: Any):
+    def from_pretrained(cls, folder: str, *_: Any, config: RandomConfig, dtype: torch.dtype, **options: Any):
         with torch.device(config.made_on):
             model = cls._from_config(config, dtype=dtype)
         model.load_state_dict(load_file(Path(folder) / WEIGHTS, device=config.made_on), strict=False)
-        return model
+        return (model, {"missing_keys": set()}) if options.get("output_loading_info") else model
 
 
 AutoConfig.register(RandomConfig.model_type, RandomConfig)

@@ -165,7 +165,7 @@ class Vllm(Engine):
 
     def command(self, target: str, draft: Path | None, chain: int, port: int) -> tuple[list[str], dict[str, str]]:
         command = [str(self.folder / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "1"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
         command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
             method = "eagle3" if "Eagle3" in (draft / "config.json").read_text() else "eagle"

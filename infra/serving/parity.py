@@ -3,8 +3,9 @@
     make serve-test            (python -m infra.serving.parity ENGINES, a folder that the Makefile fills)
 
 The embedded target and the drafts of infra/recipes/serve.toml go to llama.cpp and vLLM in float32. They answer 20
-prompts greedily with chains of 3 guesses, and so does our decoding. A row of the table is a draft in an engine. Its
-exit status is 1 where a token or a count differs.
+prompts greedily with chains of 3 guesses, and so does our decoding. So do tiny targets with scaled RoPE
+(infra/serving/tiny.py), behind prompts of up to 1,500 tokens. A row of the table is a draft in an engine. Its exit
+status is 1 where a token or a count differs.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from infra.serving.engines import Engine, LlamaCpp, Served, Vllm
+from infra.serving.tiny import DRAFT, ROPES, tiny
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import ROOT, hardware
@@ -27,7 +29,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.serving.export import export
 from pipeline.target.chat import prompt_ids
-from pipeline.target.model import Target, fingerprint, source
+from pipeline.target.model import Target, fingerprint, load_tokenizer, source
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
@@ -40,12 +42,9 @@ HEADS += ["tokens/s: ours plain, served plain, served chain"]
 class Ours:
     """Our own answers, by plain decoding and by each draft's chain."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, prompts: list[list[int]]):
         self.target, self.mark = Target(recipe.target, "float32"), fingerprint(recipe.target)
-        self.sampling = Sampling(TOKENS, frozenset(self.target.stop_ids()))
-        texts = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]]
-        tokenizer = self.target.tokenizer
-        self.prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+        self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
         self.plainly = [plain(self.target, ids, self.sampling) for ids in self.prompts]
 
     def chains(self, release: Path) -> list[Generation]:
@@ -56,6 +55,11 @@ class Ours:
         if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
             raise PipelineError(f"our own chain of {release.name} does not answer as plain decoding does")
         return found
+
+
+def _questions(recipe: Recipe) -> list[list[int]]:
+    texts, tokenizer = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]], load_tokenizer(recipe.target)
+    return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
 def released(recipe: Recipe, name: str, folder: Path) -> Path:
@@ -110,15 +114,17 @@ def table(rows: list[dict]) -> str:
     return markdown.table(HEADS, cells)
 
 
-def compare(recipe: Recipe, engines: list[Engine], work: Path) -> list[dict]:
-    """Every draft in every engine that takes it."""
+def compare(
+    recipe: Recipe, drafts: list[str], prompts: list[list[int]], engines: list[Engine], work: Path, of: str = ""
+) -> list[dict]:
+    """Every draft in every engine that takes it; `of` names the target in its row."""
     model, rows = source(recipe.target).name, []
-    releases = {name: released(recipe, name, work / name) for name in recipe.trained}
-    exported = {name: work / f"{name}-vllm" for name in releases}
+    releases = {name: released(recipe, name, work / f"{name}{of}") for name in drafts}
+    exported = {name: work / f"{name}{of}-vllm" for name in releases}
     for name, folder in exported.items():
         shutil.rmtree(folder, ignore_errors=True)
         export(releases[name], "vllm", folder)
-    ours = Ours(recipe)
+    ours = Ours(recipe, prompts)
     mine = {name: ours.chains(release) for name, release in releases.items()}
     for engine in engines:
         with engine.serve(model, None, CHAIN) as address:
@@ -126,7 +132,7 @@ def compare(recipe: Recipe, engines: list[Engine], work: Path) -> list[dict]:
         for name in (name for name in releases if recipe.draft[name].kind in engine.takes):
             with engine.serve(model, exported[name], CHAIN) as address:
                 chains = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-            rows.append(row(engine, name, (ours.plainly, mine[name]), (plainly, chains)))
+            rows.append(row(engine, f"{name}{of}", (ours.plainly, mine[name]), (plainly, chains)))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     return rows
 
@@ -139,7 +145,11 @@ def main() -> None:
     work = (recipe.run_dir / "served").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    rows = compare(recipe, [LlamaCpp(folder, work), Vllm(folder, work)], work)
+    engines: list[Engine] = [LlamaCpp(folder, work), Vllm(folder, work)]
+    rows = compare(recipe, recipe.trained, _questions(recipe), engines, work)
+    for kind in ROPES:
+        other, prompts = tiny(SERVE, kind, TOKENS, work)
+        rows += compare(other, [DRAFT], prompts, engines, work, of=f"-{kind}")
     write_json(recipe.run_dir / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
     wrong = [one for one in rows if not one["same_plain"] == one["same_chain"] == one["same_counts"] == one["prompts"]]

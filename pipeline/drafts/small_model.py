@@ -19,6 +19,7 @@ from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
 from pipeline.target.attention import FULL
+from pipeline.target.ends import known_tokens
 from pipeline.target.states import Needs
 from pipeline.target.verifier import Verifier
 
@@ -162,7 +163,8 @@ class SmallModel(ReadsText, ByLevels):
                 f"in {len(differ)} tokens, the first is {token!r} ({number}). Name a model of the target's family"
             )
         self._reader = [reader]
-        if (size := reader.head.linear.out_features) < self.target_vocabulary:
+        size = min(reader.head.linear.out_features, known_tokens(targets))  # either's rows may be padded
+        if size < self.target_vocabulary:
             self.token_ids_U = torch.arange(size, device=reader.device)
 
     def _reads(self) -> Verifier:
@@ -178,4 +180,5 @@ class SmallModel(ReadsText, ByLevels):
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
     def _answer(self, hidden_WD: Tensor) -> Answer:
-        return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, : self.target_vocabulary]])
+        size = self.target_vocabulary if self.token_ids_U is None else len(self.token_ids_U)
+        return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, :size]])

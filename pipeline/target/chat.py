@@ -65,6 +65,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[dict] | None = None) -> str:
     """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
+    if not messages:  # transformers renders none without a turn
+        raise Unusable("template_refuses")
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
     except (jinja2.TemplateError, *_UNEXPECTED) as error:

@@ -47,6 +47,11 @@ class LMHead(nn.Module):
         return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
 
 
+def known_tokens(tokenizer: Any) -> int:
+    """Ids from here on have no token: a padded embedding and its head have rows for them."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def head_effects(config: Any) -> dict[str, Any]:
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     if getattr(config, "logits_scaling", None):  # Granite

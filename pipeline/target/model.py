@@ -203,7 +203,7 @@ def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = t
         if name is None:
             continue
         if name not in stored:
-            raise PipelineError(f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete")
+            raise _incomplete(config, name)
         with safe_open(files[stored[name]], "pt") as tensors:
             read[role] = tensors.get_tensor(stored[name])
     head = LMHead(read["head"], read.get("bias"), **head_effects(text))
@@ -234,13 +234,23 @@ def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     return model.requires_grad_(False).get_decoder()
 
 
-def _load(config: TargetConfig, dtype: torch.dtype) -> Any:
+def _load(config: TargetConfig, dtype: torch.dtype, **where_to: Any) -> Any:
+    """Raises PipelineError where the files lack a tensor: transformers would fill it with random numbers."""
     where = source(config)
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **where_to, **where.options()}
     with _loading(config):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            where.name, dtype=dtype, use_safetensors=True, **where.options()
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where.name, dtype=dtype, **options)
+    model, found = loaded
+    if found["missing_keys"]:
+        raise _incomplete(config, min(found["missing_keys"]))
     return model.eval().requires_grad_(False)
+
+
+def _incomplete(config: TargetConfig, name: str) -> PipelineError:
+    return PipelineError(
+        f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete, or its config.json is of "
+        "another one (tie_word_embeddings says whether the head is the embedding)"
+    )
 
 
 class Target(Verifier):
@@ -248,23 +258,15 @@ class Target(Verifier):
 
     def __init__(self, config: TargetConfig, dtype: str):
         """Raises PipelineError when hidden state and head do not reproduce the model's own logits."""
-        where = source(config)
         text = load_config(config)
         self.tokenizer = load_tokenizer(config)
-        with _loading(config):
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                where.name,
-                dtype=DTYPES[dtype],
-                use_safetensors=True,
-                **placement(config),
-                **where.options(),
-            )
+        model = _load(config, DTYPES[dtype], **placement(config))
         if config.device == "spread" and {"cpu", "disk"} & {str(place) for place in model.hf_device_map.values()}:
             raise PipelineError(
                 f"target {config.model!r} does not fit the {torch.accelerator.device_count()} GPUs that are seen here: "
                 "give a worker more of them (features.gpus_per_worker), or larger ones"
             )
-        super().__init__(model.eval().requires_grad_(False), text, config.model)
+        super().__init__(model, text, config.model)
 
     def stop_ids(self) -> set[int]:
         eos = self.model.generation_config.eos_token_id

@@ -227,6 +227,22 @@ def test_an_attention_that_would_ignore_masks_is_replaced(tmp_path):
     assert Target(config, "float32").model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("family", ["llama-3.1", "gpt-oss"])
+def test_dialogues_of_8_and_2048_tokens_in_one_bfloat16_batch_get_the_states_of_each_alone(tmp_path, family):
+    """With eager attention, whose masks add up numbers; all that fills up is finite, too."""
+    target = Target(save(tmp_path, family, max_position_embeddings=4096), "bfloat16")
+    target.model.set_attn_implementation("eager")
+    texts = [torch.tensor([prompt_of(length, length)]) for length in (2048, 8)]
+    tokens_BT = torch.zeros(2, 2048, dtype=torch.long)
+    for b, text in enumerate(texts):
+        tokens_BT[b, : text.shape[1]] = text
+    states_BTSD = target.capture_all(tokens_BT, [1, 2])
+    assert states_BTSD.dtype == torch.bfloat16 and states_BTSD.isfinite().all()
+    for states_TSD, text in zip(states_BTSD.float(), texts, strict=True):
+        alone = target.capture_all(text, [1, 2])[0].float()
+        assert (states_TSD[: len(alone)] - alone).norm(dim=-1).le(2**-6 * alone.norm(dim=-1)).all()
+
+
 def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dialogues, tmp_path):
     config, target = families["phi3, longrope"].config, families["phi3, longrope"].target
     assert (target.config.max_position_embeddings, target.positions) == (256, 128)

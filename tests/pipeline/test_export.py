@@ -21,6 +21,7 @@ from pipeline.serving.export import PLUG_IN, export
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target, fingerprint
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
+from tests.pipeline.families import LLAMA_3, YARN, save
 from tests.pipeline.taught import NEVER, make_draft, prompt_of
 
 LAYER = {
@@ -201,6 +202,29 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
 def settings_of(settings, weights):
     """The draft that an import makes of it: SGLang's bias is one."""
     return EagleConfig(fc_bias=True) if "fc.bias" in weights else settings
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+@pytest.mark.parametrize("rope", [LLAMA_3, YARN], ids=["llama3", "yarn"])
+def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_path, rope, engine):
+    """`make serve-test` shows that engines read them so (infra/serving/tiny.py)."""
+    config = save(tmp_path / "target", "llama-3.1", rope_parameters=rope, num_hidden_layers=24)
+    tree = recipe_tree(config.model, write_sharegpt(tmp_path / "data.json", 4), tmp_path / "run")
+    recipe, target = Recipe.model_validate(tree), Target(config, "float32")
+    draft = make_draft(target, target.ends(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
+    checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
+    (tmp_path / "release").mkdir()
+    checkpoint.export(tmp_path / "draft", tmp_path / "release", recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
+    export(tmp_path / "release", engine, tmp_path / "out", "me/target")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    layer = written.get("transformer_layer_config", written)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert layer["rope_theta"] == rope["rope_theta"] and layer["rope_scaling"].items() >= scaling.items()
+    assert layer["rope_parameters"].items() >= rope.items() and layer["max_position_embeddings"] == 256
+    ids = [0, 9, 19] if engine == "sglang" else [1, 10, 20]
+    places = [written] if engine == "speculators" else [written["eagle_config"]]
+    places += [written] if engine == "vllm" else []  # llama.cpp's converter reads this one, and else its default
+    assert all(place["eagle_aux_hidden_state_layer_ids"] == ids for place in places)
 
 
 def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, imported, recipe, deep_target, tmp_path):

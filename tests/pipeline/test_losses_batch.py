@@ -482,6 +482,20 @@ def test_packed_dialogues_do_not_see_each_other(any_draft):
     assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["predicted", "legacy"])
+def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(draft, rule):
+    """A template without a header: nothing stands before its first token but another dialogue."""
+    kinds = {"width": 32, "vocabulary": 260, "layers": 3}
+    rows = [row_of(9, 1, [0, 0] + [1] * 7, **kinds), row_of(8, 2, [1] * 6 + [0] * 2, **kinds)]
+    auxiliary = range(len(draft.needs.auxiliary))
+    found = [
+        gradient_of(draft, collate_packed([packed], draft.horizons, rule, TOTALS, width=20, auxiliary=auxiliary))
+        for packed in ([rows[0]], [rows[1]], rows)
+    ]
+    assert found[2][0] == pytest.approx(found[0][0] + found[1][0], rel=1e-5)
+    assert torch.allclose(found[2][2], found[0][2] + found[1][2], rtol=1e-4, atol=1e-6)
+
+
 def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
     rows, totals = wide_rows(), TOTALS
     for batch in (
@@ -584,6 +598,23 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     assert teacher == "renormalised" or not has.all() or teacher == "whole"
     assert draft.lm_head.weight.grad.abs().max() > 1e-4
     assert torch.allclose(gradient, direct_gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(loaded_target, ends):
+    """Those whose likeliest token of all the draft does not have."""
+    draft = random_draft(Eagle3Config(rollout=3, vocabulary=100), loaded_target, ends)
+    rows, known = wide_rows(), set(draft.token_ids_U.tolist())
+    for packed in ([[row] for row in rows], [[rows[1], rows[0]], [rows[3], rows[2]]], [rows]):
+        batch = packed_of(draft, packed, TOTALS)
+        leaves = {name: said.features[0].detach().requires_grad_() for name, said in draft.predictions(batch).items()}
+        draft.predictions = lambda _, leaves=leaves: {name: Prediction([leaf]) for name, leaf in leaves.items()}
+        draft.loss(batch)[0].backward()
+        del draft.predictions
+        likeliest_BT = ends.head(batch.labels_BTD).argmax(-1)
+        kept_BT = batch.trained[1] & torch.tensor([[token in known for token in row] for row in likeliest_BT.tolist()])
+        assert 0 < kept_BT.sum() < batch.trained[1].sum() and len(leaves) == 3
+        for leaf in leaves.values():
+            assert torch.equal(leaf.grad.abs().sum(-1) > 0, kept_BT)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])

@@ -19,12 +19,14 @@ from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.recipe.recipe import Recipe
 from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import fingerprint
+from pipeline.target.model import Target, fingerprint
 from tests.kit import save_tiny_target
+from tests.pipeline.families import save
 from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
 
 OTHERS = [name for name in VARIANTS if name not in ONE_LAYER]
@@ -252,6 +254,17 @@ def test_another_model_of_the_tokenizer_changes_nothing(small, loaded_target, tm
         for sampling in (Sampling(20, NEVER), Sampling(20, NEVER, temperature=0.8, seed=seed)):
             got = speculative(loaded_target, method, prompt_of(seed), sampling)
             assert got.tokens == plain(loaded_target, prompt_of(seed), sampling).tokens
+
+
+def test_a_small_model_never_guesses_what_the_tokenizer_lacks(tmp_path):
+    """Both embeddings are padded beyond it."""
+    target = Target(save(tmp_path / "target", "llama-3.1", vocab_size=320), "float32")
+    reader = Target(save(tmp_path / "small", "qwen3", vocab_size=300), "float32")
+    draft = SmallModel(SmallModelConfig(model="me/small"), shapes_of(target.config))
+    draft.read_by(reader, target.tokenizer, target.tokenizer)
+    assert draft.token_ids_U.tolist() == list(range(260))
+    answer = draft._answer(torch.randn(3, 32))
+    assert answer.logits_LWU[0].shape == (3, 260)
 
 
 def test_another_tokenizer_is_refused_by_a_token(small, tmp_path):

@@ -1,17 +1,21 @@
 """Weights as the Hub has them: older names, a text model inside a larger one, quantised experts."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
+from pipeline.basics.errors import PipelineError
 from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target, fingerprint, load_config, load_ends, parameter_count_of
+from pipeline.target.model import Target, fingerprint, load_config, load_ends, load_reader, parameter_count_of
 from tests.kit import byte_tokenizer
 from tests.pipeline.families import FAMILIES, SMALL, save
 
+CPU, FLOAT = torch.device("cpu"), torch.float32
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by its four bits
 SCALE = 124  # of the exponent's 8 bits: 2 to the power of -3
 
@@ -24,8 +28,7 @@ def require_ends(config: TargetConfig) -> Target:
     return target
 
 
-def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
-    """Gemma 3 from 4B on. Its files name tensors otherwise than the model does."""
+def save_with_images(folder: Path) -> TargetConfig:
     text = AutoConfig.for_model("gemma3_text", **{**SMALL, **FAMILIES["gemma-3"][1]})
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
@@ -35,10 +38,16 @@ def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
         image_token_index=259,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return TargetConfig(model=str(folder), device="cpu")
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
+    """Gemma 3 from 4B on. Its files name tensors otherwise than the model does."""
+    config = save_with_images(tmp_path)
     assert "language_model.model.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    target = require_ends(TargetConfig(model=str(tmp_path), device="cpu"))
+    target = require_ends(config)
     tokens = torch.arange(9)[None]
     states_BTSD = target.capture_all(tokens, [1, 6])
     assert states_BTSD.shape == (1, 9, 3, 32)
@@ -48,6 +57,43 @@ def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
 def test_a_head_that_the_files_name_otherwise_is_found(tmp_path):
     require_ends(save(tmp_path, "gpt_neox", tie_word_embeddings=False))
     assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+
+
+def set_head(folder: Path, head: Callable[[torch.Tensor], torch.Tensor] | None, **config: bool) -> None:
+    """Gives the files this head, made of the embedding, or none, and the configuration such settings."""
+    weights = load_file(folder / "model.safetensors")
+    place = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    name = "language_model.lm_head.weight" if place.startswith("language_model.") else "lm_head.weight"
+    weights.pop(name, None)
+    if head is not None:
+        weights[name] = head(weights[place])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    for level in filter(None, (raw, raw.get("text_config"))):
+        level |= config
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "gemma", "gemma-3 with images"])
+@pytest.mark.parametrize("says", [True, False], ids=["says tied", "says untied"])
+@pytest.mark.parametrize("other", [True, False], ids=["another head", "the embedding as head"])
+def test_the_head_of_the_files_is_the_head_whatever_the_configuration_says(tmp_path, family, says, other):
+    config = save_with_images(tmp_path) if "images" in family else save(tmp_path, family)
+    set_head(tmp_path, lambda embedding: embedding.flip(0) if other else embedding.clone(), tie_word_embeddings=says)
+    target = require_ends(config)
+    assert torch.equal(target.head.linear.weight, target.embedding_VD.flip(0) if other else target.embedding_VD)
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "gemma"])
+def test_a_head_that_is_in_no_file_is_never_a_random_one(tmp_path, family):
+    config = save(tmp_path, family)
+    set_head(tmp_path, None, tie_word_embeddings=True)
+    target = require_ends(config)
+    assert torch.equal(target.head.linear.weight, target.embedding_VD)
+    set_head(tmp_path, None, tie_word_embeddings=False)
+    for load in (load_ends, lambda config: Target(config, "float32"), lambda config: load_reader(config, CPU, FLOAT)):
+        with pytest.raises(PipelineError, match=r"hold no lm_head\.weight.*tie_word_embeddings says"):
+            load(config)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ are none.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -21,7 +22,18 @@ from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
 from pipeline.recipe.load import load_recipe
 from pipeline.target.model import fingerprint, load_ends
-from tests.kit import ROOT, command_environment, kill_when_exists, run_warm, train_command, wait_until
+from tests.kit import (
+    ROOT,
+    command_environment,
+    dump_here,
+    kill_when_exists,
+    recipe_tree,
+    run_warm,
+    train_command,
+    wait_until,
+    write_recipe,
+    write_sharegpt,
+)
 from tests.train.runs import (
     dump_for,
     largest_difference,
@@ -87,7 +99,49 @@ def test_training_ends_when_tau_stays_where_it_is(dumped, tmp_path):
     """A learning rate that moves nothing: the first validation stays the best one."""
     train_here(dumped, tmp_path, "train.patience=2", "train.learning_rate=1e-12", "train.validate_every=3")
     assert [line["step"] for line in lines_of(tmp_path, "validation")] == [3, 6, 9]
-    assert json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]["steps"] == 9
+    facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
+    assert facts["steps"] == 9 and facts["cut_short"].startswith(
+        "train.patience ended it at step 9 of 20, at a learning"
+    )
+    assert rates(tmp_path) == pytest.approx([1e-12 * part for part in cosine(20)[:9]])  # as if it had gone on
+
+
+def rates(output: Path) -> list[float]:
+    return [line["learning_rate"] for line in lines_of(output, "train")]
+
+
+def cosine(steps: int, warmup: int = 1) -> list[float]:
+    """Of the learning rate, at each step."""
+    falling = [0.5 * (1 + math.cos(math.pi * step / (steps - warmup))) for step in range(steps - warmup)]
+    return [step / warmup for step in range(warmup)] + falling
+
+
+def test_the_schedule_is_as_long_as_what_max_tokens_leaves_to_train_on(tiny_target, undisturbed, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["data"]["max_tokens"] = 1500
+    path = write_recipe(tree, tmp_path / "recipe")
+    recipe = load_recipe(path)
+    rows = dump_here(recipe).total("train", "rows")
+    train_here((path, recipe.features_dir), tmp_path / "run", "train.epochs=3")
+    assert 8 <= rows < 40 and rates(tmp_path / "run") == pytest.approx([1e-3 * part for part in cosine(rows // 8 * 3)])
+    assert rates(undisturbed) == pytest.approx([1e-3 * part for part in cosine(20)])
+    assert "cut_short" not in json.loads((undisturbed / "drafts/jakiro/config.json").read_text())["training"]
+
+
+def test_after_ten_epochs_the_best_weights_decode_no_worse_than_the_last(dumped, tmp_path):
+    """By decoding itself, each with its own checkpoint."""
+    sets = ["train.epochs=10", "train.learning_rate=0.05", "train.validate_every=5"]
+    taus, steps = {}, {}
+    for keep in ("best", "last"):
+        train_here(dumped, tmp_path / keep, *sets, f"train.keep={keep}", "train.decode=last")
+        (line,) = lines_of(tmp_path / keep, "decoded")
+        taus[keep], steps[keep] = line["decoded_tau"], line["step"]
+        held = [one["estimated_tau"] for one in lines_of(tmp_path / keep, "validation")]
+    print(f"decoded tau {taus}, estimated {held}")
+    assert len(held) == 10 and steps["last"] == 50
+    facts = json.loads((tmp_path / "best/drafts/jakiro/config.json").read_text())["training"]
+    assert facts["steps"] == 5 * (1 + held.index(max(held)))
+    assert taus["best"] >= taus["last"]
 
 
 # -- rows and activations -------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 
+NEVER = -1e4  # a logit whose probability is 0, and finite in every dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(Settings):
     """What every draft's settings have, beside the `kind` that names it in a recipe."""
@@ -157,6 +160,7 @@ class TrainedDraft(ByLevels, nn.Module):
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
+        self._guessed = self.vocabulary_size  # of its vocabulary, ascending; the rest has no token
         ids_U = torch.zeros(vocabulary, dtype=torch.long) if vocabulary else None
         self.register_buffer("draft_token_ids", ids_U)
 
@@ -279,6 +283,8 @@ class TrainedDraft(ByLevels, nn.Module):
         """Gives the draft its target's ends; after weights and vocabulary are in place."""
         head = ends.head if self.token_ids_U is None else ends.head.restricted(self.token_ids_U)
         self._ends = [replace(ends, head=head)]
+        if (known := self.shapes.get("known_tokens")) is not None:
+            self._guessed = known if self.token_ids_U is None else int((self.token_ids_U < known).sum())
 
     def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
         """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's
@@ -292,7 +298,7 @@ class TrainedDraft(ByLevels, nn.Module):
         """
         with torch.device("meta"):
             other = type(self)(self.config, self.shapes)
-        other._ends, other.name = list(self._ends), self.name
+        other._ends, other.name, other._guessed = list(self._ends), self.name, self._guessed
         self._share(other)
         return other.eval()
 
@@ -306,8 +312,11 @@ class TrainedDraft(ByLevels, nn.Module):
         return self._ends[0]
 
     def logits(self, features: Tensor, head: int = 0) -> Tensor:
-        """Over its vocabulary."""
-        return self._head(head)(self.normed(features))
+        """Over its vocabulary, to guess by: never what the target's tokenizer lacks, where its embedding is padded."""
+        found = self._head(head)(self.normed(features))
+        if self._guessed < self.vocabulary_size:
+            found[..., self._guessed :] = NEVER
+        return found
 
     def _head(self, number: int) -> Any:
         return self.own_heads[number] if self.own_heads else self.ends.head

@@ -1,0 +1,112 @@
+"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers.
+
+RoPE that is scaled from 64 positions on, as Llama 3.1 and YaRN do it; auxiliary layers that are no engine's default, so
+that one which reads others accepts less; a prompt that goes through an engine in several batches. Weights are random,
+the tokenizer is the embedded target's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pipeline.artifacts import checkpoint
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.drafts import TrainedDraft, build
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.features.batch import collate
+from pipeline.features.schema import Row
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.model import Target, fingerprint, source
+
+DRAFT = "eagle3"
+LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
+LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
+STEPS, VOCABULARY = 4, 1024
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_theta": 1e4},
+}
+
+
+def tiny(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[list[int]]]:
+    """The recipe at `path` with a target of RoPE of this kind and its draft, trained; and prompts for them, whose
+    answers have so many tokens.
+    """
+    folder = work / f"tiny-{kind}"
+    words = _save(Path(source(load_recipe(path).target).name), folder, kind)
+    draft = f'{{kind="eagle3", rollout=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+    sets = [f"target.model={folder}", f"output={folder / 'run'}", f"draft.{DRAFT}={draft}"]
+    recipe = load_recipe(path, sets)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
+    target = Target(recipe.target, "float32")
+    answers = [plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
+    made = _taught(recipe, target, prompts, answers)
+    checkpoint.save(recipe.draft_dir(DRAFT), made, made.state_dict(), recipe, DRAFT, {})
+    return recipe, prompts
+
+
+def _save(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
+    """Writes a target; returns the tokens that it knows: whole ASCII words, as engines give text back, too."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(embedded)
+    texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    words = torch.tensor([number for number, text in enumerate(texts) if text[1:].isascii() and text[1:].isalpha()])
+    rope = {"rope_type": kind, "original_max_position_embeddings": SCALED_FROM, "factor": POSITIONS / SCALED_FROM}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=POSITIONS,
+        rope_parameters=rope | ROPES[kind], initializer_range=0.15, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    embedding = model.get_input_embeddings().weight.data
+    others = torch.ones(len(embedding), dtype=torch.bool).index_fill_(0, words, False)
+    embedding[others] = 0.0  # never the likeliest
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return words
+
+
+def _taught(recipe: Recipe, target: Target, prompts: list[list[int]], answers: list[list[int]]) -> TrainedDraft:
+    """A draft that has seen these answers and nothing else."""
+    draft = build(recipe.draft[DRAFT], shapes_of(target.config))
+    draft.initialise(0)
+    known = sorted({token for answer in answers for token in answer})
+    others = [token for token in range(2 * VOCABULARY) if token not in known]
+    draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
+    draft.bind(target.ends(fingerprint(recipe.target)))
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor([*prompt, *answer])
+        states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
+        mask = (torch.arange(len(tokens)) >= len(prompt)).to(torch.uint8)
+        rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
+    frozen = _bound(draft, rows[0].auxiliary_TKD)
+    totals = {1: sum(map(len, answers))}
+    batches = [collate([row], [1], "predicted", totals, auxiliary=range(len(AUXILIARY))) for row in rows]
+    trained = [weight for weight in draft.parameters() if not any(weight is one for one in frozen)]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for batch in batches:
+            draft.loss(batch)[0].backward()
+        optimizer.step()
+    return draft.eval().requires_grad_(False)
+
+
+def _bound(draft: Any, states_TKD: Any) -> list[torch.Tensor]:
+    """What it guesses is to depend on the layers that it reads and on where tokens stand, not on the last token alone,
+    by which a few answers are learnt most easily: the embedding gives nothing, each layer as much as the others, and
+    attention nearly all. Returns what is not trained then.
+    """
+    frozen = [draft.midlayer.input_layernorm.weight, draft.fc.weight]
+    frozen[0].data.zero_()
+    sizes_K = 100 * states_TKD.square().mean((0, 2)).sqrt()  # what goes into the attention is normed
+    frozen[1].data.div_(sizes_K.repeat_interleave(states_TKD.shape[2]))
+    for weight in draft.midlayer.self_attn.parameters():
+        weight.data.mul_(10)
+    return frozen
