@@ -21,7 +21,6 @@ from eval.measure import plots
 from eval.measure.report import rates_said, speed_said, tau_said
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.reports import REPORT, read_report
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.parse import from_json
@@ -30,7 +29,7 @@ from pipeline.decoding.contract import Verified
 from pipeline.drafts import TrainedDraft
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import DEEPEST, Recipe
-from pipeline.running import entry
+from pipeline.running import entry, markdown
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
 from pipeline.target.states import Needs

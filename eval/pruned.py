@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from eval.measure import plots
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
@@ -35,7 +34,7 @@ from pipeline.drafts.skipper import Skipper, SkipperConfig
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import entry
+from pipeline.running import entry, markdown
 from pipeline.target.model import Target, fingerprint
 
 WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "random tokens"

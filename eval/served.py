@@ -34,14 +34,13 @@ from eval.measure.harness import Unit
 from eval.measure.prompts import Prompt
 from eval.measure.units import units_of
 from pipeline.artifacts.provenance import provenance
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import entry
+from pipeline.running import entry, markdown
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import load_tokenizer
 

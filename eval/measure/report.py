@@ -18,10 +18,10 @@ from scipy.stats import bootstrap
 
 from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
+from pipeline.running import markdown
 
 
 def interval(statistic, *samples: np.ndarray) -> list[float] | None:

@@ -26,7 +26,6 @@ from eval.measure.harness import Harness, Unit
 from eval.measure.units import Measured, make_harness, methods_of, units_of
 from eval.studies.compare import compared
 from pipeline.artifacts.provenance import ROOT, provenance
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
@@ -34,7 +33,7 @@ from pipeline.decoding import replay
 from pipeline.features.shards import link_features
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import children, entry
+from pipeline.running import children, entry, markdown
 
 Counts = dict[str, tuple[int, int]]  # by prompt: tokens and rounds, over all seeds
 

@@ -17,10 +17,9 @@ import numpy as np
 from scipy.stats import t as students_t
 
 from eval.studies.ablations import bracketed
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
-from pipeline.running import entry
+from pipeline.running import entry, markdown
 
 
 def slope(smaller: list[float], larger: list[float], times: float) -> tuple[float, list[float] | None]:

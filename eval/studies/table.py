@@ -15,8 +15,8 @@ from eval.measure.report import speed_said, tau_said
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json, write_text
-from pipeline.basics.markdown import table as markdown_of
 from pipeline.running import entry
+from pipeline.running.markdown import table as markdown_of
 
 
 def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from infra.serving.tiny import DRAFT, ROPES, tiny
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import ROOT, hardware
-from pipeline.basics import markdown
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
@@ -26,7 +25,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import entry
+from pipeline.running import entry, markdown
 from pipeline.serving.export import export
 from pipeline.target.chat import prompt_ids
 from pipeline.target.model import Target, fingerprint, load_tokenizer, source

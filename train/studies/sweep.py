@@ -14,12 +14,11 @@ from pathlib import Path
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import fetch
 from pipeline.artifacts.provenance import ROOT
-from pipeline.basics import markdown
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import link_features
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import children, entry
+from pipeline.running import children, entry, markdown
 
 SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification": "cross-entropy"}
 

@@ -1,0 +1,121 @@
+"""A run's commands on a make-believe accelerator (tests/strict.py): capture, gate, costs, and a release's own code."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eval.measure.harness import Harness, Unit, pooled
+from eval.measure.prompts import Prompt
+from eval.tuning import costs
+from pipeline.artifacts.features import feature_spec
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import Method
+from pipeline.decoding.generate import Sampling, speculative
+from pipeline.recipe.recipe import Recipe
+from pipeline.target.config import TargetConfig
+from pipeline.target.model import Target
+from pipeline.target.verifier import rounding
+from preprocess.dump.task import ShardTask
+from preprocess.dump.worker import Document, FeatureWorker
+from tests.kit import recipe_tree, write_sharegpt
+from tests.pipeline import families
+from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, make_draft, prompt_of
+from tests.pipeline.test_drop_in import released
+from tests.strict import DEVICE, Strict, rehearsal
+
+# Of each kind of attention one. (gpt-oss asks its experts' histogram of whole numbers, which a CPU does not count.)
+FAMILIES = ["llama-3.1", "qwen2, sliding", "gemma-3", "gemma-2, soft caps"]
+
+
+def on_the_device(config: TargetConfig) -> Target:
+    """As "auto" loads it where there is an accelerator."""
+    target = Target(config.model_copy(update={"device": "auto"}), "float32")
+    assert target.device == DEVICE and isinstance(target.embedding_VD, Strict)
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_path, family):
+    config = families.save(tmp_path, family)
+    here, sampling = Target(config, "float32"), Sampling(12, NEVER)
+    for name in ("eagle", "eagle3"):
+        tree = {"depth": 3, "top_k": 3, "nodes": 10}
+        method = grown(make_draft(here, here.ends("here"), VARIANTS[name]), **tree)
+        want = speculative(here, method, prompt_of(3), sampling)
+        assert want.tokens == greedy(here, prompt_of(3), 12)
+        with rehearsal():
+            there = on_the_device(config)
+            method.draft.to(DEVICE).bind(there.ends("there"))
+            got = speculative(there, method, prompt_of(3), sampling)
+        assert (got.tokens, got.acceptance) == (want.tokens, want.acceptance)
+
+
+@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
+def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, stored_dtype):
+    def written(device: str) -> bytes:
+        tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / device)
+        tree["target"]["device"] = device
+        tree["features"] |= {"stored_dtype": stored_dtype, "auxiliary_layers": [1, 2], "batch_tokens": 64}
+        recipe = Recipe.model_validate(tree)
+        documents = [
+            Document(f"d{n}", np.array(prompt_of(n, 5 + 3 * n), np.int32), np.ones(5 + 3 * n, np.uint8))
+            for n in range(5)
+        ]
+        spec = feature_spec(recipe)
+        record = FeatureWorker(recipe, tmp_path / device, spec).work(ShardTask("train", 0, documents))
+        assert record.rows == 5
+        return (tmp_path / device / record.name).read_bytes()
+
+    want = written("cpu")
+    with rehearsal() as seen:
+        assert written("auto") == want
+    worker = "preprocess/dump/worker.py:"  # a batch is waited for where it has to be there, and nowhere else
+    assert {what for what, place in seen.waits if place.startswith(worker)} == {"an event"}
+
+
+def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, ends, loaded_target):
+    assert rounding(torch.float32, torch.device("cpu")) == 0 < rounding(torch.float32, DEVICE)
+    recipe = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update={"gate_rounds": 2})})
+    with rehearsal():
+        there = on_the_device(recipe.target)
+        draft = make_draft(loaded_target, ends, VARIANTS["jakiro"]).to(DEVICE)
+        draft.bind(there.ends("there"))
+        methods = {
+            "best": grown(draft, depth=3, top_k=3, nodes=7),
+            "drawn": Method(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
+        }
+        made = Harness(recipe, there, methods)
+        prompt = Prompt("one", "", ("Why? Because of that?",))
+        _, gates, _ = pooled([("bench", made.decode(Unit("bench", prompt, t))) for t in (0.0, 1.0)])
+    assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())
+    assert all(gate.rounds for gate in gates.values())  # looked at closely in float32 and greedily, too
+
+
+def test_the_tuners_costs_are_measured_there(loaded_target, ends, monkeypatch, tiny_recipe):
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    with rehearsal() as seen:
+        there = on_the_device(tiny_recipe.target)
+        draft = make_draft(loaded_target, ends, VARIANTS["jakiro"]).to(DEVICE)
+        draft.bind(there.ends("there"))
+        methods = {"jakiro": grown(draft, depth=3, top_k=3, nodes=7)}
+        found = costs.measure_costs(there, methods, 16, 8, [Sampling(4, NEVER)], prompt_of(0), (1, 4, 8))
+    assert found["jakiro"].plain > 0 and set(found["jakiro"].verify) == {1, 4, 8}
+    assert any(what == "synchronize" for what, _ in seen.waits)
+
+
+def test_a_releases_own_code_decodes_there(loaded_target, ends, tiny_recipe, tiny_target, tmp_path, monkeypatch):
+    """transformers' `generate` with `custom_generate`: the same tokens as its plain decoding."""
+    draft = make_draft(loaded_target, ends, VARIANTS["jakiro"])
+    release = released(tmp_path, tiny_recipe, draft, TreeConfig(depth=3, top_k=3, nodes=7, parallel=2), None)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    ids = torch.tensor([prompt_of(3)])
+    with rehearsal():
+        model = AutoModelForCausalLM.from_pretrained(tiny_target, device_map={"": DEVICE})
+        ids, more = ids.to(DEVICE), {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+        plainly = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+        drafted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), custom_generate=str(release), trust_remote_code=True, **more
+        )
+        assert isinstance(drafted, Strict) and drafted.tolist() == plainly.tolist()
+    assert plainly.raw[0, 12:].tolist() == greedy(loaded_target, prompt_of(3), 12)
