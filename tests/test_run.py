@@ -161,7 +161,7 @@ def test_ranks_that_cannot_share_a_batch_are_refused_before_the_dump(tiny_target
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["train"].pop("ranks", None)  # every GPU
     tree["target"]["device"] = "auto"
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 3)
     with pytest.raises(PipelineError, match="is no multiple of micro_batch x ranks = 4 x 3"):
         run(str(write_recipe(tree, tmp_path / "recipe")), [])
     assert not (tmp_path / "run").exists()

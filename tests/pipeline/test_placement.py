@@ -12,8 +12,8 @@ from pipeline.target.verifier import rounding
 
 @pytest.fixture
 def gpus(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 3)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_transformers_is_told_where_weights_go(tiny_target, gpus, monkeypatch, d
 
 def test_without_a_gpu_nothing_is_placed(tiny_target):
     assert placement(TargetConfig(model=str(tiny_target))) == {}
-    with pytest.raises(PipelineError, match="torch sees no CUDA device"):
+    with pytest.raises(PipelineError, match="torch sees no accelerator"):
         placement(TargetConfig(model=str(tiny_target), device="spread"))
 
 

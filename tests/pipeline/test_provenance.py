@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from pipeline.artifacts import provenance
 from pipeline.artifacts.provenance import changed, hardware, write_own_recipe, write_provenance
@@ -136,9 +137,10 @@ def test_code_is_known_by_what_it_says_and_imports_not_by_its_commit(tmp_path, m
 
 
 def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "an accelerator")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "an accelerator")
     assert " cores, " in hardware("cpu")
     assert hardware("auto") == hardware("cuda") == "an accelerator (one of 8)"
     assert hardware("spread") == "8 x an accelerator"

@@ -139,6 +139,6 @@ def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_reci
 
 
 def test_ranks_are_the_recipes_else_the_machines(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
     assert ranks_of(changed(tiny_recipe, ranks=2).train) == 2
     assert ranks_of(changed(tiny_recipe, ranks=None).train) == 8
