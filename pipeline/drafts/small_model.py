@@ -18,7 +18,7 @@ from pipeline.decoding.contract import Answer
 from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
-from pipeline.target.attention import FULL
+from pipeline.target.attention import FULL, GROUPED
 from pipeline.target.ends import known_tokens
 from pipeline.target.states import Needs
 from pipeline.target.verifier import Verifier
@@ -78,7 +78,7 @@ class SmallLlama(ReadsText, TrainedDraft):
             rms_norm_eps=shapes["rms_norm_eps"],
             tie_word_embeddings=False,
         )
-        llama._attn_implementation = "sdpa"
+        llama._attn_implementation = GROUPED
         self.lm = LlamaForCausalLM(llama)
         self.lm.lm_head = OwnHead(config.width, self.vocabulary_size)
         rope: Any = self.lm.model.rotary_emb

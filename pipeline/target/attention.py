@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from pipeline.basics.errors import PipelineError
 
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.target.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MASKED = ("sdpa", "eager")  # the implementations that add any mask that they are given
+GROUPED = "grouped"  # transformers' name of `grouped`, below
 _STATE = "its state holds all tokens so far in one, and cannot be taken back to before a rejected one"
 _WHY_NOT = {
     "linear_attention": _STATE,
@@ -89,10 +96,32 @@ def most_positions(text: Any) -> int:
 
 def use_masks(model: PreTrainedModel) -> None:
     """Attention that adds the masks it is given, where the configuration asks for another one (flash attention ignores
-    them).
+    them): SDPA, on an accelerator `grouped`.
     """
-    if model.config._attn_implementation not in MASKED:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    asked, wanted = model.config._attn_implementation, "sdpa" if model.device.type == "cpu" else GROUPED
+    if asked not in (wanted, "eager"):
+        model.set_attn_implementation(wanted if model._supports_sdpa else "eager")
+
+
+def grouped(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' SDPA, but that a masked forward on an accelerator reads the keys and values of grouped heads where
+    they lie. No fused kernel there takes both a mask and grouped heads, and transformers copies keys and values for
+    every head, which plain decoding, one token without a mask, is spared. Here the heads of a group are rows of one.
+    """
+    groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
+    other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
+    if query.device.type == "cpu" or groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or other:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
+    mask = attention_mask.repeat(1, 1, groups, 1)
+    found = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return found.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def behind(past: int, count: int, device: torch.device, window: int | None = None) -> Tensor:

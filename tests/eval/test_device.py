@@ -13,6 +13,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.recipe.recipe import Recipe
+from pipeline.target.attention import GROUPED
 from pipeline.target.config import TargetConfig
 from pipeline.target.model import Target
 from pipeline.target.verifier import rounding
@@ -36,7 +37,7 @@ def on_the_device(config: TargetConfig) -> Target:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_path, family):
+def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_path, monkeypatch, family):
     config = families.save(tmp_path, family)
     here, sampling = Target(config, "float32"), Sampling(12, NEVER)
     for name in ("eagle", "eagle3"):
@@ -44,8 +45,11 @@ def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_pa
         method = grown(make_draft(here, here.ends("here"), VARIANTS[name]), **tree)
         want = speculative(here, method, prompt_of(3), sampling)
         assert want.tokens == greedy(here, prompt_of(3), 12)
-        with rehearsal():
+        with rehearsal(), monkeypatch.context() as changed:
+            changed.delenv("TRANSFORMERS_SDPA_FORCE_GQA")  # is of processes without an accelerator
+            changed.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)  # copies keys and values
             there = on_the_device(config)
+            assert there.model.config._attn_implementation == ("eager" if "soft caps" in family else GROUPED)
             method.draft.to(DEVICE).bind(there.ends("there"))
             got = speculative(there, method, prompt_of(3), sampling)
         assert (got.tokens, got.acceptance) == (want.tokens, want.acceptance)

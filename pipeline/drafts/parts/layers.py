@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from pipeline.target.attention import FULL
+from pipeline.target.attention import FULL, GROUPED
 
 SHAPE_FIELDS = (
     "hidden_size",
@@ -61,7 +61,7 @@ def rope_of(target: dict[str, Any] | None) -> dict[str, Any]:
 def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
     own = {field: shapes[field] for field in SHAPE_FIELDS}
     config = LlamaConfig(**own, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = GROUPED
     return config
 
 
