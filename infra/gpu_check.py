@@ -37,6 +37,7 @@ from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_text
 from pipeline.running import children, entry
+from pipeline.running.gpus import NO_GPUS
 
 LIMITS = {  # seconds after which a part is ended
     "machine": 120,
@@ -100,7 +101,7 @@ def run(parts: list[str], device: str, shape: str, limit: float, folder: Path) -
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # what compiling takes is measured, too
     if device == "cpu":
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"DS_ACCELERATOR": "cpu", **NO_GPUS}
     return ended([*command, "--seconds", str(limit)], limit, folder / f"{parts[0]}.log", environment)
 
 

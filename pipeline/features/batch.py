@@ -34,6 +34,16 @@ class Noise:
         part_TD.copy_(part_TD.float() + (2 * drawn_TD - 1) * self.half_width)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Trained places of a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
+
+    labels: Tensor  # those that any horizon answers [M], ascending
+    inputs: dict[int, Tensor]  # by horizon: the inputs that are trained
+    among: dict[int, Tensor]  # by horizon: their labels' numbers among the M
+    ends: dict[int, list[int]]  # by horizon: how many of these lie before each chunk, and before the end
+
+
 @dataclass
 class Batch:
     """B rows padded on the right, each of one dialogue or of several, packed one behind the other. T counts inputs: one
@@ -80,6 +90,25 @@ class Batch:
         """All that came from shards, a row first."""
         found = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
         return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in found]
+
+    @property
+    def following_BT(self) -> Tensor:
+        """The token that each label's distribution is of, in the text itself: that after f_{i+1} is t_{i+2}."""
+        return self.tokens_BT.roll(-1, 1)  # no position is trained whose next token does not exist
+
+    def rows(self, horizons: set[int], chunk: int) -> Rows:
+        """What terms of these horizons answer, in chunks of so many labels. The label of input i stands at i + h - 1.
+        Worked out on the host, which knows the masks, and sent at once: the device is not asked.
+        """
+        inputs = {h: self.trained[h].flatten().nonzero()[:, 0] for h in sorted(horizons)}
+        labels = torch.cat([at + h - 1 for h, at in inputs.items()]).unique()
+        among = {h: torch.searchsorted(labels, at + h - 1) for h, at in inputs.items()}
+        firsts = torch.arange(0, len(labels) + chunk, chunk)
+        ends = {h: torch.searchsorted(numbers, firsts).tolist() for h, numbers in among.items()}
+        all_of = [labels, *inputs.values(), *among.values()]
+        there, *more = sent(torch.cat(all_of), self.labels_BTD.device).split([len(part) for part in all_of])
+        of_inputs, of_among = more[: len(inputs)], more[len(inputs) :]
+        return Rows(there, dict(zip(inputs, of_inputs, strict=True)), dict(zip(among, of_among, strict=True)), ends)
 
     def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below

@@ -12,6 +12,7 @@ from pipeline.basics.errors import PipelineError
 # What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
 # of XPU. (It leaves ROCm's own HIP_VISIBLE_DEVICES alone, which goes before the first.)
 CHOICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # in the environment of a process that is to see none
 
 
 def gpus_each(section: str, asked: float | None, device: str, there: bool) -> float:
@@ -37,7 +38,7 @@ def gpus_each(section: str, asked: float | None, device: str, there: bool) -> fl
 def hide_gpus(each: float) -> None:
     """In a worker, before it asks for a device: Ray hides the other workers' GPUs only from one that takes some."""
     if not each:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        os.environ |= NO_GPUS
 
 
 def _chosen() -> dict[str, str]:

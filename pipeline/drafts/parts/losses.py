@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.basics.accelerator import sent
-
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
@@ -331,14 +329,14 @@ def term_sums(
     has no feature of its own: its regression is that of its features' mean.
     """
     said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
-    rows = _rows(batch, {terms[name].horizon for name in said}, chunk)
+    rows = batch.rows({terms[name].horizon for name in said}, chunk)
     rows_of = [rows.among[terms[name].horizon] for name in said]
     teacher_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
     tensors_of = [_trained_rows(one, rows.inputs[terms[name].horizon]) for name, one in said.items()]
     sizes, objectives = [len(tensors) for tensors in tensors_of], [terms[name].objective for name in said]
     shares = _shares([terms[name] for name in said], batch)
     vocabulary = vocabulary or Vocabulary(0)
-    text_M = vocabulary.numbers(_following(batch).flatten()[rows.labels])
+    text_M = vocabulary.numbers(batch.following_BT.flatten()[rows.labels])
     ends_of = [rows.ends[terms[name].horizon] for name in said]
     plan = _Plan(teacher_MD, text_M, teacher, head, chunk, rows_of, ends_of, sizes, objectives, shares, vocabulary.size)
     features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
@@ -365,40 +363,6 @@ def term_sums(
             positions = torch.full((), int(batch.trained[term.horizon].sum()), device=penalty.device)
             sums[name] = {"penalty": penalty, "positions": positions}
     return sums
-
-
-@dataclass
-class _Rows:
-    """Places in a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
-
-    labels: Tensor  # those that any term answers [M], ascending
-    inputs: dict[int, Tensor]  # by horizon: the inputs that are trained
-    among: dict[int, Tensor]  # by horizon: their labels' numbers among the M
-    ends: dict[int, list[int]]  # by horizon: how many of these lie before each chunk, and before the end
-
-
-def _rows(batch: "Batch", horizons: set[int], chunk: int) -> _Rows:
-    """Worked out on the host, which knows the masks, and sent once: the device is not asked. The label of input i
-    stands at i + h - 1.
-    """
-    inputs = {h: batch.trained[h].flatten().nonzero()[:, 0] for h in sorted(horizons)}
-    labels = torch.cat([at + h - 1 for h, at in inputs.items()]).unique()
-    among = {h: torch.searchsorted(labels, at + h - 1) for h, at in inputs.items()}
-    firsts = torch.arange(0, len(labels) + chunk, chunk)
-    ends = {h: torch.searchsorted(numbers, firsts).tolist() for h, numbers in among.items()}
-    all_of = [labels, *inputs.values(), *among.values()]
-    there, *more = sent(torch.cat(all_of), batch.labels_BTD.device).split([len(part) for part in all_of])
-    return _Rows(
-        there,
-        dict(zip(inputs, more[: len(inputs)], strict=True)),
-        dict(zip(among, more[len(inputs) :], strict=True)),
-        ends,
-    )
-
-
-def _following(batch: "Batch") -> Tensor:
-    """The token that each label's distribution is of (B, T), in the text itself: that after f_{i+1} is t_{i+2}."""
-    return batch.tokens_BT.roll(-1, 1)  # no position is trained whose next token does not exist
 
 
 def _regression(features: list[Tensor], label_MD: Tensor) -> Tensor:
