@@ -38,10 +38,13 @@ def revision() -> str:
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 @cache
 def code_of(module: str) -> str:
     """Of what a module computes: SHA-256 of its code and of all that it imports of this checkout, committed or not, and
-    of torch's and transformers' versions. A comment or a line broken elsewhere changes nothing.
+    of torch's and transformers' versions. A comment, a docstring or a line broken elsewhere changes nothing.
     """
     found: dict[str, str] = {}
     wanted = [module]
@@ -49,13 +52,16 @@ def code_of(module: str) -> str:
         name = wanted.pop()
         place = ROOT / name.replace(".", "/")
         path = next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
-        if path is None or name in found:
+        if not name or path is None or name in found:
             continue
         tree = ast.parse(path.read_bytes())
-        found[name] = ast.dump(tree)
+        wanted.append(name.rpartition(".")[0])  # what a package does when it is imported
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 wanted += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+        found[name] = ast.dump(tree)
     versions = [importlib.metadata.version(library) for library in ("torch", "transformers")]
     return hashlib.sha256(json.dumps([sorted(found.items()), versions]).encode()).hexdigest()
 

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 
-def accelerator() -> torch.device | None:
-    """This process's own, with its number; None where torch sees none."""
+def kind() -> torch.device | None:
+    """Of which kind this process's accelerator is; None where torch sees none, or Apple's, which has no float64 to draw
+    with. Nothing is set up for the answer: a process may still fork, or hide GPUs from itself.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "mps" else found
+
+
+def accelerator() -> torch.device | None:
+    """This process's own, with its number."""
+    found = kind()
     return found and torch.device(found.type, torch.accelerator.current_device_index())
 
 

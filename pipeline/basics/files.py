@@ -14,7 +14,22 @@ from filelock import FileLock, Timeout
 
 from pipeline.basics.errors import PipelineError
 
+SETTLED = 2.0  # seconds after which a file that changes again has another time of change: clocks are that coarse
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+def marks(path: Path) -> list[int]:
+    """What a file's content cannot change without, but for what a disk loses: its size; when its content and its inode
+    changed, in nanoseconds (a copy has its own); inode and device.
+    """
+    with path.open("rb") as file:  # opened, NFS asks its server
+        found = os.fstat(file.fileno())
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def settled(found: list[int], begin: float) -> bool:
+    """Whether a file with these `marks` was old enough, when it began to be read, for a later change to show."""
+    return begin - max(found[1:3]) / 1e9 > SETTLED
 
 
 @contextmanager

@@ -172,7 +172,9 @@ class MixtureOfExperts(nn.Module):
         """How many slots each expert has."""
         if detect_fake_mode(slots):  # an estimate of memory: there are no scores to go by
             return [len(slots) * (n + 1) // self.count - len(slots) * n // self.count for n in range(self.count)]
-        return (slots[:, None] == torch.arange(self.count, device=slots.device)).sum(0).tolist()
+        if slots.device.type == "cpu":
+            return torch.bincount(slots, minlength=self.count).tolist()
+        return (slots[:, None] == torch.arange(self.count, device=slots.device)).sum(0).tolist()  # waits once
 
     def _contrast(self, scores: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
         best, second = chosen[..., 0, :], chosen[..., 1, :]

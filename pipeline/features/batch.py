@@ -17,7 +17,9 @@ from pipeline.features.schema import Row, decoded
 
 @dataclass(frozen=True)
 class Noise:
-    """What an accelerator adds to one dialogue's input features: uniform, drawn there from a seed."""
+    """What an accelerator adds to one dialogue's input features: uniform, drawn there from a seed. Devices of another
+    kind may draw other numbers from it.
+    """
 
     row: int
     first: int  # input
@@ -101,8 +103,11 @@ class Batch:
         Worked out on the host, which knows the masks, and sent at once: the device is not asked.
         """
         inputs = {h: self.trained[h].flatten().nonzero()[:, 0] for h in sorted(horizons)}
-        labels = torch.cat([at + h - 1 for h, at in inputs.items()]).unique()
-        among = {h: torch.searchsorted(labels, at + h - 1) for h, at in inputs.items()}
+        answered = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool)
+        for h, at in inputs.items():
+            answered[at + h - 1] = True
+        labels, number = answered.nonzero()[:, 0], answered.cumsum(0) - 1
+        among = {h: number[at + h - 1] for h, at in inputs.items()}
         firsts = torch.arange(0, len(labels) + chunk, chunk)
         ends = {h: torch.searchsorted(numbers, firsts).tolist() for h, numbers in among.items()}
         all_of = [labels, *inputs.values(), *among.values()]

@@ -6,7 +6,6 @@ touching these is found by `preprocess.verify` alone, which always reads everyth
 damaged without harm: shards are then read again. (Whoever writes it by hand could write the manifest as well.)
 """
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,11 @@ from typing import Any
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, write_sealed
+from pipeline.basics.files import marks, read_sealed, settled, write_sealed
 from pipeline.features.shards import ShardRecord, damage
 
 CHECKED = "checked.json"
 THREADS = 8  # that hash: hashlib lets the others go on
-SETTLED = 2.0  # seconds that a file has to be old to be remembered: clocks of file systems are as coarse as that
 
 
 def checked(folder: Path, records: Iterable[ShardRecord]) -> Iterator[tuple[ShardRecord, str | None]]:
@@ -33,12 +31,11 @@ def checked(folder: Path, records: Iterable[ShardRecord]) -> Iterator[tuple[Shar
         reason = damage(folder, record, checksum=False)
         if reason:
             return record, reason
-        stamp = _stamp(folder / record.name)
+        begin, stamp = time.time(), _stamp(folder / record.name)
         if known.get(record.name) == [*stamp, record.sha256]:
             return record, None
         reason = damage(folder, record)
-        settled = time.time() - max(stamp[1:]) / 1e9 >= SETTLED
-        if not reason and settled and _stamp(folder / record.name) == stamp:
+        if not reason and settled(stamp, begin) and _stamp(folder / record.name) == stamp:
             found[record.name] = [*stamp, record.sha256]
         return record, reason
 
@@ -57,10 +54,8 @@ def forget(folder: Path) -> None:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Bytes; when its content and its inode changed, in nanoseconds."""
-    with path.open("rb") as file:  # opened, NFS asks its server
-        found = os.fstat(file.fileno())
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """The marks that all nodes see of a shared folder's file."""
+    return marks(path)[:3]
 
 
 def _known(folder: Path) -> dict[str, Any]:

@@ -55,8 +55,9 @@ def launch_command(launcher: list[str], script: str, ranks: int | None, device: 
     chosen = _chosen()
     hidden = ["env", *(f"--unset={name}" for name in chosen)] if chosen else []
     rank = [script]
+    if chosen:  # hidden, it would count all that there are
+        ranks = ranks or (1 if device == "cpu" else max(torch.accelerator.device_count(), 1))
     if chosen and device != "cpu":
-        ranks = ranks or torch.accelerator.device_count()
         choice = [f"{name}={value}" for name, value in chosen.items()]
         rank = ["--no_python", "--no_local_rank", "env", *choice, sys.executable, "-u", script]
     return [*hidden, *launcher, *(["--num_accelerators", str(ranks)] if ranks else []), *rank]

@@ -16,14 +16,13 @@ from typing import Any
 from filelock import FileLock
 
 from pipeline.basics import embedded
-from pipeline.basics.files import write_json
+from pipeline.basics.files import marks, settled, write_json
 from pipeline.basics.progress import Progress
 
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # no part of what a target is
 KEPT_FROM = 1 << 26  # bytes of a file from which on its sum is kept
 SHOWN_FROM = 1 << 30  # bytes of a file from which on its progress is shown
 PART = 1 << 24  # bytes that are read at once
-SETTLED = 2.0  # seconds after which a file that changes again has another time of change
 _BLOB = re.compile(r"[0-9a-f]{64}")  # not the 40 digits of a small file's git hash
 
 
@@ -65,19 +64,13 @@ def _blob_of_the_hub(path: Path) -> str | None:
 
 
 def _known_or_computed(path: Path, known: Path) -> str:
-    begin, marks = time.time(), _marks(path)
-    if (kept := _read(known)) is not None and kept["marks"] == marks:
+    begin, before = time.time(), marks(path)
+    if (kept := _read(known)) is not None and kept["marks"] == [str(path), *before]:
         return kept["sha256"]
     found = _computed(path)
-    # Times of files are coarse: one that changed a moment ago may change again without a sign.
-    if _marks(path) == marks and begin - path.stat().st_ctime > SETTLED:
-        write_json(known, {"marks": marks, "sha256": found})
+    if settled(before, begin) and marks(path) == before:
+        write_json(known, {"marks": [str(path), *before], "sha256": found})
     return found
-
-
-def _marks(path: Path) -> list[Any]:
-    found = path.stat()
-    return [str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 
 
 def _read(known: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline.basics import embedded
-from pipeline.basics.accelerator import accelerator
+from pipeline.basics.accelerator import accelerator, kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.public import scrubbed
@@ -30,7 +30,7 @@ from pipeline.target.states import Needs
 from pipeline.target.template import settle
 from pipeline.target.verifier import Verifier
 
-if accelerator() is None:
+if kind() is None:
     # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
     # not where a target is loaded, so that a process has one kernel from its start on.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")

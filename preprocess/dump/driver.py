@@ -144,9 +144,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
+    done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-    with Progress("dump", most, "tokens", start=manifest.total("train", "tokens")) as progress, ledger:
+    with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger:
         for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
             ledger.add(record)
             if 0 < most < plan.train_tokens:

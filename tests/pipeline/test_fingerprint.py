@@ -50,7 +50,7 @@ def counted(monkeypatch, tmp_path) -> list[Path]:
     read, compute = [], module._computed
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "KEPT_FROM", 0)
-    monkeypatch.setattr(module, "SETTLED", -1e9)
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", -1e9)
     monkeypatch.setattr(module, "_computed", lambda path: read.append(path) or compute(path))
     return read
 
@@ -77,7 +77,7 @@ def test_several_at_once_read_it_once(counted, tmp_path):
 
 def test_a_file_that_changed_a_moment_ago_is_read_again(counted, monkeypatch, tmp_path):
     """Its times are too coarse to show another change in the same moment."""
-    monkeypatch.setattr(module, "SETTLED", 1e9)
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", 1e9)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
     assert weights_sha256(path) == weights_sha256(path) and len(counted) == 2

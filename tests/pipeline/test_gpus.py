@@ -82,6 +82,9 @@ def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
     assert launch_command(["deepspeed"], "main.py", 2, "cpu") == [
         *("env", "--unset=CUDA_VISIBLE_DEVICES", "deepspeed", "--num_accelerators", "2", "main.py")
     ]
+    for device in ("cpu", "auto"):  # of which none is visible here
+        words = launch_command(["deepspeed"], "main.py", None, device)
+        assert words[words.index("--num_accelerators") + 1] == "1"
 
 
 def test_what_the_launcher_would_overwrite_is_known():

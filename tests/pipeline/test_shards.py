@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -314,7 +315,7 @@ def read(monkeypatch) -> list[str]:
     """The shards that were hashed since it was last cleared; a file is remembered however young it is."""
     names = list[str]()
     monkeypatch.setattr(shards, "sha256", lambda path: names.append(path.name) or sha256(path))
-    monkeypatch.setattr(checked, "SETTLED", 0)
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", 0)
     return names
 
 
@@ -362,7 +363,12 @@ def test_what_is_remembered_is_lost_or_damaged_without_harm(folder, read, text):
 
 def test_a_file_that_is_younger_than_its_clock_is_coarse_is_not_remembered(folder, read, monkeypatch):
     """A change in the same tick would not show in its time."""
-    monkeypatch.setattr(checked, "SETTLED", 2.0)
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", 2.0)
+    assert reasons(folder) == [None, None, None] and not (folder / checked.CHECKED).exists()
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", 0.5)  # nor one that was younger when reading it began
+    for record in Manifest.load(folder).shards:
+        (folder / record.name).touch()
+    monkeypatch.setattr(checked, "damage", lambda *_, checksum=True: time.sleep(0.6 * checksum))
     assert reasons(folder) == [None, None, None] and not (folder / checked.CHECKED).exists()
 
 

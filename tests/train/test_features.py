@@ -145,7 +145,7 @@ def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
         checked.extend([record.name] if checksum else [])
 
     monkeypatch.setattr(remembering, "damage", read)
-    monkeypatch.setattr(remembering, "SETTLED", math.inf)  # nothing is
+    monkeypatch.setattr("pipeline.basics.files.SETTLED", math.inf)  # nothing is
     features._require_whole(shared)
     assert sorted(checked) == names
     for count in (2, 3, 100):

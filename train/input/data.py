@@ -75,7 +75,7 @@ class Batches:
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
         """This rank's, as `Batch.to` takes them to a device: to an accelerator from pinned memory, with what it decodes
-        and draws itself. (Its noise is of its own generator, a function of the same seeds.)
+        and draws itself. (Its noise is its own generator's, from the same seeds.)
         """
         rows = self.rows_of(step)
         totals = self._totals([number for row in rows for number in row])
