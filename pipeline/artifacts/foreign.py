@@ -30,7 +30,7 @@ WEIGHTS = (
 )
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
 NESTED = ("eagle_config", "transformer_layer_config")
-FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}  # whose defaults are not Llama's
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}  # each with its own defaults
 
 # What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
 # tensors say as well.
@@ -47,6 +47,8 @@ SAYS_NOTHING = """
     speculators_config speculators_version target_hidden_size temperature tie_word_embeddings tokenizer_class top_k
     top_p torch_dtype transformers_version ttt_length ttt_steps typical_p use_cache version vocab_size
 """
+# What may differ beside a nested object and in it.
+APART = {AUXILIARY, *SAYS_NOTHING.split()} - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
 # Key -> the values that are computed here; none: any.
 KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING.split(), ()) | {
     "hidden_act": ("silu", "swish"),
@@ -76,12 +78,19 @@ def their_config(source: Path, target: Any) -> dict[str, Any]:
     """What config.json says: without nesting and what is null, layers counted as ours (1: the first one's output), a
     sliding window where the layer has one that is shorter than the longest text of the target's configuration.
 
-    Raises PipelineError for a RoPE or an attention that is not computed here.
+    Raises PipelineError for a RoPE or an attention that is not computed here, for contradictions, and for what is no
+    number where one is due.
     """
     path, raw = source / "config.json", raw_config(source)
-    inner = {key: _object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED}
-    merged = {key: value for part in (raw, *inner.values()) for key, value in part.items()}
-    theirs = {key: value for key, value in merged.items() if key not in NESTED and value is not None}
+    theirs: dict[str, Any] = {}
+    for part in (raw, *(_object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED)):
+        for key, value in part.items():
+            if key in NESTED or value is None:
+                continue
+            if key not in APART and theirs.get(key, value) != value:
+                raise PipelineError(f"{path} says {key}={theirs[key]!r} and, nested, {value!r}: which one is not known")
+            theirs[key] = value
+    _require_kinds(path, theirs)
     # An id is the number of the layer whose input is taken, counted from 0; in `eagle_config` alone, as SpecForge and
     # ModelOpt write it and SGLang reads it, of the one whose output is.
     ids = raw.get(AUXILIARY) or [number + 1 for number in _numbers(path, theirs.get(AUXILIARY) or [])]
@@ -114,13 +123,18 @@ def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -
     """
     if "hidden_size" not in theirs:
         return shapes_of(target)
-    family = FAMILIES.get(theirs.get("model_type", ""), LlamaConfig)
+    family = FAMILIES.get(theirs.get("model_type", "llama"))
+    if family is None:
+        raise PipelineError(
+            f"{source / 'config.json'} says model_type={theirs['model_type']!r}, and only {', '.join(FAMILIES)} are "
+            "known here: others have defaults of their own"
+        )
     known = {key: theirs[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in theirs}
     try:
-        config = family(**known)
-    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        shapes = shapes_of(family(**known))
+    except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
-    shapes = shapes_of(config) | {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
+    shapes |= {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
     if theirs.get("target_hidden_size", shapes["hidden_size"]) == target.hidden_size != shapes["hidden_size"]:
         raise PipelineError(
             f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
@@ -140,6 +154,21 @@ def _object(where: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
+    """Of the keys that are computed with."""
+    sizes = {*SHAPE_FIELDS, "num_hidden_layers", "max_window_layers"} - {"rms_norm_eps", "rope_parameters"}
+    texts, reals = ("model_type",), ("partial_rotary_factor", "rms_norm_eps", "rope_theta")
+    for key, value in theirs.items():
+        if key in sizes and (type(value) is not int or value < (0 if key == "max_window_layers" else 1)):
+            raise PipelineError(f"{path}: {key}={value!r}, expected a positive number without a fraction")
+        if key in reals and (type(value) not in (int, float) or value <= 0):
+            raise PipelineError(f"{path}: {key}={value!r}, expected a positive number")
+        if key in texts and not isinstance(value, str):
+            raise PipelineError(f"{path}: {key}={value!r}, expected a name")
+        if key == "layer_types" and not (isinstance(value, list) and all(isinstance(kind, str) for kind in value)):
+            raise PipelineError(f"{path}: {key}={value!r}, expected a list of names")
+
+
 def _numbers(path: Path, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
         raise PipelineError(f"{path}: {AUXILIARY}={value!r}, expected numbers of layers")
@@ -147,15 +176,23 @@ def _numbers(path: Path, value: Any) -> list[int]:
 
 
 def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
+    said = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
     for key in ("rope_scaling", "rope_parameters"):
         rope = _object(f"{path}: {key}", theirs.get(key) or {})
         kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
         if any(isinstance(value, dict) for value in rope.values()):
             raise PipelineError(f"{path}: {key} is given by kind of layer, and a draft here has one RoPE")
-        if kind not in ROPES:
+        if not isinstance(kind, str) or kind not in ROPES:
             raise PipelineError(f"{path}: {key} is of kind {kind!r}, and only {', '.join(ROPES)} are computed here")
         if part != 1:
-            raise PipelineError(f"{path}: {key} turns {part:g} of a head, and only whole heads are turned here")
+            raise PipelineError(f"{path}: {key} turns {part} of a head, and only whole heads are turned here")
+        for name, value in {name: value for name, value in rope.items() if name not in ("type", "rope_type")}.items():
+            positive = type(value) in (int, float) and value > 0
+            if name in ("factor", "rope_theta") and not positive:
+                raise PipelineError(f"{path}: {key} has {name}={value!r}, expected a positive number")
+        for name, value in (rope | ({"rope_type": kind} if rope.keys() - {"rope_theta"} else {})).items():
+            if name != "type" and said.setdefault(name, value) != value:
+                raise PipelineError(f"{path}: {key} says {name}={value!r}, and {said[name]!r} stands elsewhere")
 
 
 def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:

@@ -55,7 +55,11 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
     target, ends = load_config(recipe.target), load_ends(recipe.target)
     theirs, files = their_config(source, target), weights_files(source)
-    draft = build(recipe.draft[name], their_shapes(source, theirs, target, recipe.target.model))
+    shapes = their_shapes(source, theirs, target, recipe.target.model)
+    try:
+        draft = build(recipe.draft[name], shapes)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
     require_known(source, theirs, draft.released_keys)
     wanted = draft.state_dict()
@@ -100,13 +104,13 @@ def mapped(
         elif ours is None:
             found.dropped[name] = "its authors' code never reads it"
         elif ours == "d2t":
-            ids = _ids(tensor.long(), vocabulary)
+            ids = _ids(tensor.reshape(-1).long(), vocabulary)
             if torch.equal(ids, torch.arange(vocabulary)):
                 found.dropped[name] = "every token of the target is one of the draft's"
             else:
                 found.renamed[name], found.weights[IDS] = f"{IDS}: offsets become ids", ids
         elif ours == "t2d":
-            marked = tensor.bool().nonzero()[:, 0]
+            marked = tensor.reshape(-1).bool().nonzero()[:, 0]
             found.dropped[name] = "follows from d2t"
         elif ours == "embed_tokens.weight":
             _require_embedding(name, tensor, embedding_VD)

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):  # a trainer's checkpoint
         found = found["state_dict"]
     if not isinstance(found, dict):
-        sys.exit(f"it holds a {type(found).__name__}, expected tensors by name")
+        sys.exit(f"it holds a value of type {type(found).__name__}, expected tensors by name")
     if odd := [name for name, value in found.items() if not isinstance(value, torch.Tensor)]:
-        sys.exit(f"{odd[0]!r} is a {type(found[odd[0]]).__name__}, expected tensors by name")
+        sys.exit(f"{odd[0]!r} holds a value of type {type(found[odd[0]]).__name__}, expected tensors by name")
     save_file({name: tensor.contiguous().clone() for name, tensor in found.items()}, sys.argv[2])

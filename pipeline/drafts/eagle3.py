@@ -11,7 +11,7 @@ biases of the attention, norms of its queries and keys, a sliding window. Tensor
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -161,13 +161,15 @@ class Eagle3Frame(OneLayer):
     def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
         return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
 
-    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         """A flag that is not given is false, but `norm_before_residual` in speculators' form, which vLLM takes for true
         there; what has tensors is also told by them. Layers that are not given are the reference's.
         """
         last, own = self.shapes["target_layers"], list(self.needs.auxiliary)
         layers = theirs.get(AUXILIARY) or default_layers(last)
-        if layers == [*own, last]:  # some list the last one, too, which only training reads
+        fc = names.get("fc.weight")
+        room = fc is None or fc.shape[-1] == len(own) * self.shapes["hidden_size"]
+        if layers == [*own, last] and room:  # some list the last one, too, which only training reads
             layers = own
         biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
         stated = {

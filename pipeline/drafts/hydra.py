@@ -8,7 +8,7 @@ which the paper's recipe has, is left out: a training here is a function of its 
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -171,7 +171,7 @@ class Hydra(HeadsDraft):
 
         return {name: ours(name) for name in names}
 
-    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         """Raises PipelineError for heads that read an earlier layer's states."""
         if offset := theirs.get("hidden_state_offset", 0):
             raise PipelineError(

@@ -17,7 +17,7 @@ of the input's features are the draft's own. ``routing = "domain"``: one expert 
 but what its dialogue is: code, mathematics or chat (parts/domains.py).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -219,7 +219,7 @@ class Experts(OneLayer):
             return Heads([u + moe.experts[min(depth, moe.count - 1)](n)])
         return moe(u, n)
 
-    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         found, keys = super().released_facts(theirs, names), {"num_experts_per_tok": "experts_per_token"}
         return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
 

@@ -11,6 +11,7 @@ own: a turn's `reasoning_content` and its content.
 
 import hashlib
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -86,7 +87,8 @@ def encode(
     last_only: bool = False,
 ) -> list[Encoded]:
     """Ids and loss masks of a dialogue, each cut at `max_length` tokens (None: whole); what is cut before any answer is
-    left out. `tools` go to the template, which shows them; with `last_only` only the last assistant turn is marked.
+    left out. `tools` go to the template, which shows them; with `last_only` only the last assistant turn is marked, of
+    a dialogue that is cut the last one that begins before.
 
     An answer spans from the end of the rendering that asks for it to the end of the rendering that it ends, less
     trailing white space (which follows the closing marker and is never generated). The first has to be a prefix of the
@@ -98,7 +100,9 @@ def encode(
     Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
     """
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    renderings = _renderings(tokenizer, messages, turns[-1:] if last_only else turns, tools)
+    if last_only:
+        turns = _begun(tokenizer, messages, turns, tools, max_length)[-1:]
+    renderings = _renderings(tokenizer, messages, turns, tools)
     sequences = [_marked(tokenizer, text, spans, max_length) for text, spans in renderings]
     answered = [encoded for encoded in sequences if encoded.loss_mask.any()]
     if not answered:
@@ -106,6 +110,18 @@ def encode(
     if any(encoded.loss_mask.all() for encoded in answered):
         raise Unusable("only_assistant_tokens")
     return answered
+
+
+def _begun(
+    tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None, max_length: int | None
+) -> list[int]:
+    """Those of the answers `turns` whose prompts are shorter than `max_length`."""
+
+    def tokens(turn: int) -> int:
+        prompt = render(tokenizer, messages[:turn], True, tools)
+        return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+    return turns if max_length is None else turns[: bisect_left(turns, max_length, key=tokens)]
 
 
 def _renderings(

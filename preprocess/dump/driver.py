@@ -162,10 +162,9 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
-            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records "
-            f"({manifest.accounting['grouped']['dialogues']} of them are parts of "
-            f"{manifest.accounting['grouped']['conversations']} conversations, which stay together): raise it, or say "
-            "with data.group what belongs together ('id': nothing does)"
+            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
+            f"{f' ({together}, which stay together)' if (together := _together(manifest)) else ''}: "
+            "raise it, or say with data.group what belongs together ('id': nothing does)"
         )
     dialogues = [shard for shard in manifest.shards if shard.split != ANSWERS]
     rejected = [*plan.rejected, *(pair for shard in dialogues for pair in shard.rejected.items())]
@@ -181,6 +180,12 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
+
+
+def _together(manifest: Manifest) -> str:
+    """Empty where no dialogues are."""
+    parts, conversations = (manifest.accounting["grouped"][name] for name in ("dialogues", "conversations"))
+    return f"{parts} dialogues are parts of {conversations} conversations" if parts else ""
 
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
@@ -200,9 +205,8 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     )
     edits = ", ".join(f"{edit} {count}" for edit, count in counts["edits"].items()) or "none"
     lines.append(f"edits: {edits}; chat template: {manifest.spec.template_settings or 'no settings'}")
-    parts, conversations = counts["grouped"]["dialogues"], counts["grouped"]["conversations"]
-    if parts:
-        lines.append(f"split: {parts} dialogues are parts of {conversations} conversations, each on one side")
+    if together := _together(manifest):
+        lines.append(f"split: {together}, each on one side")
     for split in SPLITS:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")

@@ -29,7 +29,7 @@ from typing import Any
 
 from pipeline.recipe.sections import DataConfig
 from pipeline.target.chat import Encoded, Messages, Unusable
-from preprocess.sources.forms import ROLES, either, turns_of, without_turns
+from preprocess.sources.forms import ROLES, either, form_of
 from preprocess.sources.tools import calls_of, name_results, tools_of
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where data sets keep an answer's, if apart from its content
@@ -67,22 +67,20 @@ def record_id(record: Any) -> str:
 
 def clean(record: Any, repeated: str = DataConfig.model_fields["repeated"].default) -> Dialogue:
     """Raises Unusable(reason) by the rules above."""
-    turns = turns_of(record) if isinstance(record, dict) else None
-    if isinstance(record, dict) and turns is None:
-        raw = without_turns(record)
-        if raw is not None:
-            return _of_text(record_id(record), raw)
+    turns, raw = form_of(record) if isinstance(record, dict) else (None, None)
+    if raw is not None:
+        return _of_text(record_id(record), raw)
     if not isinstance(turns, list):
         raise Unusable("malformed")
     messages, tools = [_message(turn) for turn in turns], tools_of(record)
-    begun, edits = _from_the_first_question(messages)
-    kept, more, fault = _in_turns(begun, repeated)
-    edits += more
+    edits: list[str] = []
+    kept, fault = _in_turns(_from_the_first_question(messages, edits), repeated, edits)
     while kept and kept[-1]["role"] != "assistant":
         edits.append(f"trailing_{kept.pop()['role']}_dropped")
     if not kept:
         raise Unusable(fault or "no_exchange")
-    edits += ["later_system_turn"] * any(message["role"] == "system" for message in kept[1:])
+    if any(message["role"] == "system" for message in kept[1:]):
+        edits.append("later_system_turn")
     name_results(kept)
     return Dialogue(record_id(record), kept, tuple(edits), tools)
 
@@ -95,26 +93,25 @@ def _of_text(doc_id: str, raw: str | Encoded) -> Dialogue:
     return Dialogue(doc_id, [], (), raw=raw)
 
 
-def _from_the_first_question(messages: Messages) -> tuple[Messages, list[str]]:
-    """``(messages, edits)``: system turns before it stay."""
+def _from_the_first_question(messages: Messages, edits: list[str]) -> Messages:
+    """System turns before it stay."""
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
-    before = [message for message in messages[:first] if message["role"] == "system"]
-    edits = ["leading_assistant_dropped"] if len(before) < first else []
-    return before + messages[first:], edits
+    for role in sorted({*roles[:first]} - {"system"}):
+        edits.append(f"leading_{role}_dropped")
+    return [message for message in messages[:first] if message["role"] == "system"] + messages[first:]
 
 
-def _in_turns(messages: Messages, repeated: str) -> tuple[Messages, list[str], str | None]:
-    """``(messages, edits, the reason for which they were cut)``: as far as they are in turns. Raises Unusable."""
+def _in_turns(messages: Messages, repeated: str, edits: list[str]) -> tuple[Messages, str | None]:
+    """``(messages, the reason for which they were cut)``: as far as they are in turns. Raises Unusable."""
     if repeated == "reject":
         faults = [_fault(before, message) for before, message in pairwise([None, *messages])]
         faults += ["repeated_role" for message in messages[1:] if message["role"] == "system"]
         for reason in ("blank_turn", "stray_tool_result", "repeated_role"):
             if reason in faults:
                 raise Unusable(reason)
-        return messages, [], None
+        return messages, None
     kept: Messages = []
-    edits = []
     for message in messages:
         before = kept[-1] if kept else None
         fault = _fault(before, message)
@@ -126,8 +123,9 @@ def _in_turns(messages: Messages, repeated: str) -> tuple[Messages, list[str], s
             kept[-1] = _joined(before, message)
             edits.append("turns_joined")
         else:
-            return kept, [*edits, f"cut_before_{fault}"], fault
-    return kept, edits, None
+            edits.append(f"cut_before_{fault}")
+            return kept, fault
+    return kept, None
 
 
 def _fault(before: dict | None, message: dict) -> str | None:

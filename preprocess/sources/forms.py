@@ -30,18 +30,20 @@ def either(columns: dict, one: str, other: str) -> Any:
     return columns.get(other) if columns.get(one) is None else columns[one]
 
 
-def turns_of(record: dict) -> Any:
-    """Of the first column with an exchange, else of the first that is filled; None where the record has no turns."""
+def form_of(record: dict) -> tuple[Any, str | Encoded | None]:
+    """``(turns, text or tokens)``, one of them None. Turns are of the first column with an exchange, else of the first
+    that is filled. Raises Unusable("malformed_tokens").
+    """
     columns = [record.get("conversations"), record.get("messages"), _prompted(record), _instructed(record)]
     given = [column for column in columns if column is not None]
     filled = [column for column in given if column != []]
-    if not filled and without_turns(record) is not None:
-        return None
-    return next((column for column in filled if _has_exchange(column)), next(iter([*filled, *given]), None))
+    if not filled and (raw := _without_turns(record)) is not None:
+        return None, raw
+    return next((column for column in filled if _has_exchange(column)), next(iter([*filled, *given]), None)), None
 
 
-def without_turns(record: dict) -> str | Encoded | None:
-    """Its tokens, else its text. Raises Unusable("malformed_tokens")."""
+def _without_turns(record: dict) -> str | Encoded | None:
+    """Its tokens, else its text."""
     mask = next((record[name] for name in MASKS if record.get(name) is not None), None)
     if record.get("input_ids") is not None and mask is not None:
         return _tokens(record["input_ids"], mask, record.get("attention_mask"))

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+from pipeline.basics.errors import PipelineError
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import record_id
 from preprocess.sources.read import Tail, read_records
@@ -13,38 +14,62 @@ from preprocess.sources.read import Tail, read_records
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
 LOOKED_AT = 1000  # records by which a source is judged
 MOST_PARTS = 8  # of a conversation, on average: ShareGPT's have 1.9. More, and the ids only count: example_0, example_1
+LONGEST = 128  # parts of one conversation: ShareGPT's longest has 89. Those behind are of an id that only counts
 
 
 class Groups:
     """By `data.group`: a record's key, or a regular expression on its id (its first group, else all that it matches).
-    Without it, by ShareGPT's ids of parts (hRPPgZT_0, hRPPgZT_11), as long as the source's first records look like it.
+    Without it, by ShareGPT's ids of parts (hRPPgZT_0, hRPPgZT_11) that follow each other, as long as the source's first
+    records look like it. Records come in the source's order.
     """
 
     def __init__(self, data: DataConfig):
         """Reads the source's first records. Raises PipelineError for an unusable source."""
-        self._key, pattern = data.group_key, data.group
-        if data.group is None and _holds_parts(data):
-            pattern = _PART.pattern
-        self._pattern = re.compile(pattern) if pattern is not None and self._key is None else None
+        self._data, self._key = data, data.group_key
+        self._pattern = re.compile(data.group) if data.group is not None and self._key is None else None
+        self._parts = data.group is None and _holds_parts(data)
+        self._before: str | None = None  # the conversation of which the part before was
+        self._lengths: Counter = Counter()  # parts by conversation
+        self._asked = self._matched = 0  # records; those of which `data.group` says something
         self._seen: Counter = Counter()  # of those whose group is not their id
 
     def of(self, record: Any, doc_id: str) -> str:
         """The name of the record's group; its id where it is a conversation of its own."""
+        if self._parts:
+            return self._conversation(doc_id) or doc_id
+        self._asked += 1
+        name = None
         if self._key is not None:
             value = record.get(self._key) if isinstance(record, dict) else None
-            named = isinstance(value, str | int) and str(value)
-            return str(value).encode(errors="replace").decode() if named else doc_id
-        if self._pattern is None:
-            return doc_id
-        found = self._pattern.search(doc_id)
-        return doc_id if found is None else (found[1] if self._pattern.groups else found[0]) or doc_id
+            name = str(value).encode(errors="replace").decode() if isinstance(value, str | int) else None
+        elif self._pattern is not None and (found := self._pattern.search(doc_id)):
+            name = found[1] if self._pattern.groups else found[0]
+        self._matched += bool(name)
+        return name or doc_id
+
+    def _conversation(self, doc_id: str) -> str | None:
+        found = _PART.search(doc_id)
+        name = found[1] if found else None
+        if name is None or (name != self._before and name in self._lengths):  # it was over
+            self._before = None
+            return None
+        self._before = name
+        self._lengths[name] += 1
+        return name if self._lengths[name] <= LONGEST else None
 
     def count(self, group: str, doc_id: str) -> None:
         if group != doc_id:
             self._seen[group] += 1
 
     def counts(self) -> dict[str, int]:
-        """``{"conversations", "dialogues"}``: of those with more than one dialogue."""
+        """``{"conversations", "dialogues"}``: of those with more than one dialogue. Raises PipelineError for a
+        `data.group` that no record has.
+        """
+        if self._data.group not in (None, "id") and self._asked and not self._matched:
+            raise PipelineError(
+                f"data.group={self._data.group!r} is in none of {self._asked} records: expected a key of theirs "
+                "(letters, digits and _) or a regular expression on their ids"
+            )
         several = [parts for parts in self._seen.values() if parts > 1]
         return {"conversations": len(several), "dialogues": sum(several)}
 
@@ -52,7 +77,7 @@ class Groups:
 def _holds_parts(data: DataConfig) -> bool:
     ids = map(record_id, islice(read_records(data, Tail()), LOOKED_AT))
     parts = Counter(found[1] for found in map(_PART.search, ids) if found)
-    return parts.total() <= MOST_PARTS * len(parts)
+    return len(parts) < parts.total() <= MOST_PARTS * len(parts)
 
 
 def held_out(group: str, fraction: float) -> bool:

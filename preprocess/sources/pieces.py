@@ -76,16 +76,20 @@ def _longest(sequences: list[Encoded]) -> int:
 
 def _tools_shown(tokenizer, messages: Messages, tools: list[dict] | None) -> list[str]:
     """Edits. Raises Unusable("template_hides_tools") where the template leaves out a call or a tool's result: the
-    answer would be trained as one to something else.
+    answer would be trained as one to something else. Of several calls, and of results in a row, one that leaves out any
+    leaves out the first or the last.
     """
-    for end, message in enumerate(messages, 1):
-        calls = message.get("tool_calls", [])
-        others = [[*messages[: end - 1], _less(message, place)] for place in range(len(calls))]
-        if message["role"] == "tool":
-            others.append([*messages[: end - 1], message | {"content": message["content"] + "?"}])
-        for other in others:
-            if _rendered(tokenizer, other, tools) == chat.render(tokenizer, messages[:end], False, tools):
-                raise Unusable("template_hides_tools")
+    first = 0  # of results in a row
+    for at, message in enumerate(messages):
+        through, calls = messages[: at + 1], message.get("tool_calls", [])
+        others = [[*messages[:at], _less(message, place)] for place in {0, len(calls) - 1} if calls]
+        if message["role"] != "tool":
+            first = at + 1
+        elif messages[at + 1 : at + 2] == [] or messages[at + 1]["role"] != "tool":
+            others = [_otherwise(through, place) for place in {first, at}]
+        shown = chat.render(tokenizer, through, False, tools) if others else None
+        if any(_rendered(tokenizer, other, tools) == shown for other in others):
+            raise Unusable("template_hides_tools")
     hidden = tools and _rendered(tokenizer, messages, None) == chat.render(tokenizer, messages, False, tools)
     return ["tools_not_shown"] if hidden else []
 
@@ -95,6 +99,12 @@ def _less(message: dict, place: int) -> dict:
     calls = [call for number, call in enumerate(message["tool_calls"]) if number != place]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return rest | ({"tool_calls": calls} if calls else {})
+
+
+def _otherwise(messages: Messages, place: int) -> Messages:
+    """With another text of one turn."""
+    turn = messages[place] | {"content": messages[place]["content"] + "?"}
+    return [*messages[:place], turn, *messages[place + 1 :]]
 
 
 def _rendered(tokenizer, messages: Messages, tools: list[dict] | None) -> str | None:

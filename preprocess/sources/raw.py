@@ -41,8 +41,7 @@ def _whole(tokenizer, raw: str | Encoded) -> Encoded:
 
 
 def _part(whole: Encoded, at: int, length: int) -> Encoded:
-    """Nothing comes before a part's first token: it is only trained where something answers to it."""
+    """Nothing comes before a part's first token, so nothing is trained on it."""
     ids, mask = whole.input_ids[at : at + length], whole.loss_mask[at : at + length].copy()
-    if mask.all():
-        mask[:1] = 0
+    mask[:1] = 0
     return Encoded(ids, mask)

@@ -12,13 +12,15 @@ from pipeline.target.chat import Messages, Unusable
 from preprocess.sources.json_records import too_deep
 
 LONGEST = 1 << 20  # characters, as JSON, of a record's tools, or of a turn's calls
+MOST_CALLS = 64  # of a turn
 BAD_TOOLS, BAD_CALL = "malformed_tools", "malformed_tool_call"
 
 
 def tools_of(record: dict) -> list[dict] | None:
     """None for a record without tools. Raises Unusable("malformed_tools" | "not_unicode")."""
-    given = next((record[name] for name in ("tools", "functions") if record.get(name)), None)
-    tools = _read(given, BAD_TOOLS)
+    tools, older = record.get("tools"), record.get("functions")  # a name that other columns have, too
+    listed = isinstance(older, list) or (isinstance(older, str) and older.lstrip().startswith("["))
+    tools = _read(tools or (older if listed else None), BAD_TOOLS)
     tools = [tools] if isinstance(tools, dict) and tools else tools
     if not tools:
         return None
@@ -31,22 +33,23 @@ def calls_of(turn: dict) -> list[dict]:
     """Raises Unusable("malformed_tool_call" | "not_unicode")."""
     calls = _read(turn.get("tool_calls") or turn.get("function_call"), BAD_CALL)
     calls = [calls] if isinstance(calls, dict) and calls else calls or []
-    if not isinstance(calls, list):
+    if not isinstance(calls, list) or len(calls) > MOST_CALLS:
         raise Unusable(BAD_CALL)
     return [_call(call) for call in calls]
 
 
 def name_results(messages: Messages) -> None:
-    """Gives tool turns the name that some templates ask for: by the call's id, else in the order of the calls."""
+    """Gives tool turns the name that some templates ask for: by the call's id; where one has none, in their order."""
     waiting: list[dict] = []
     for message in messages:
         if message["role"] == "assistant":
             waiting = list(message.get("tool_calls", []))
         elif message["role"] == "tool" and waiting:
             mark = message.get("tool_call_id")
-            call = next((call for call in waiting if mark is not None and call.get("id") == mark), waiting[0])
-            waiting.remove(call)
-            message.setdefault("name", call["function"]["name"])
+            call = next((call for call in waiting if mark is None or call.get("id", mark) == mark), None)
+            if call is not None:
+                waiting.remove(call)
+                message.setdefault("name", call["function"]["name"])
 
 
 def _read(value: Any, reason: str) -> Any:
@@ -90,7 +93,8 @@ def _wrapped(tool: Any) -> dict:
 
 def _call(call: Any) -> dict:
     function = _named(call, BAD_CALL)
-    arguments = _read(function.get("arguments"), BAD_CALL) or {}
+    arguments = _read(function.get("arguments"), BAD_CALL)
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise Unusable(BAD_CALL)
     mark = {"id": call["id"]} if isinstance(call.get("id"), str) else {}

@@ -18,6 +18,7 @@ from pipeline.target.attention import additive
 from tests.pipeline.taught import make_draft, prompt_of
 
 EAGLE, EAGLE_3 = {"kind": "eagle"}, {"kind": "eagle3"}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
 
 
@@ -30,7 +31,40 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
         (EAGLE, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "given by kind of layer"),
         (EAGLE, {"rope_scaling": {"rope_type": "linear"}}, "makes no layer: .*factor"),
         (EAGLE, {"rope_scaling": [2]}, "rope_scaling holds a list, expected an object"),
-        (EAGLE, {"hidden_size": "32"}, "makes no layer: .*hidden_size"),
+        (EAGLE, {"hidden_size": "32"}, "hidden_size='32', expected a positive number"),
+        (EAGLE, {"num_hidden_layers": "1"}, "num_hidden_layers='1', expected"),
+        (EAGLE, {"num_attention_heads": 0}, "num_attention_heads=0, expected"),
+        (EAGLE, {"num_attention_heads": 3, "head_dim": None}, "makes no "),
+        (EAGLE, {"intermediate_size": -1}, "intermediate_size=-1, expected"),
+        (EAGLE, {"rope_theta": "x"}, "rope_theta='x', expected"),
+        (EAGLE, {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "has factor='2', expected"),
+        (EAGLE, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "has factor=0, expected"),
+        (EAGLE, {"rope_scaling": {"rope_type": ["linear"]}}, r"is of kind \['linear'\]"),
+        (EAGLE, {"rope_parameters": {"partial_rotary_factor": "0.5"}}, "turns 0.5 of a head"),
+        (EAGLE, {"rope_parameters": {"partial_rotary_factor": [1]}}, r"turns \[1\] of a head"),
+        (EAGLE, {"partial_rotary_factor": [1]}, r"partial_rotary_factor=\[1\], expected"),
+        (EAGLE, {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4.0}}, "factor=4.0, and 2.0 stands"),
+        (
+            EAGLE,
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+            "'default', and 'linear' stands",
+        ),
+        (EAGLE, {"rope_parameters": {"rope_theta": 7.0}}, "rope_theta=7.0, and 5000.0 stands elsewhere"),
+        (
+            EAGLE,
+            {"model_type": "mistral", "sliding_window": 4096},
+            "model_type='mistral', and only llama, qwen2, qwen3",
+        ),
+        (EAGLE, {"model_type": ["llama"]}, r"model_type=\['llama'\], expected a name"),
+        (EAGLE, {"layer_types": [{"a": 1}]}, r"layer_types=\[\{'a': 1\}\], expected a list of names"),
+        (EAGLE, {"layer_types": 3}, "layer_types=3, expected a list of names"),
+        (
+            EAGLE_3,
+            {"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}},
+            "=True and, nested, F",
+        ),
+        (EAGLE_3, {"norm_output": True, "eagle_config": {"norm_output": None}}, "norm_output=True: set draft"),
+        (EAGLE_3, {"hidden_act": "gelu", "transformer_layer_config": {"hidden_act": None}}, "hidden_act='gelu', and"),
         (EAGLE_3, SLIDING, r"sliding_window=16: set draft\.theirs\.sliding_window \(it is None\)"),
         (EAGLE_3 | {"sliding_window": 16}, {}, r"sliding_window=None: set draft\.theirs\.sliding_window \(it is 16\)"),
         (EAGLE, SLIDING, "sliding_window=16, which is not known here for this kind of draft"),
@@ -162,6 +196,20 @@ def test_layers_are_counted_as_their_form_counts_them(released, mine, config, th
     else:
         with pytest.raises(PipelineError, match=re.escape(f"auxiliary_layers={theirs}: set draft.theirs.auxiliary_la")):
             import_draft(folder, recipe, "theirs")
+
+
+def test_a_last_layer_that_is_fused_is_one_of_the_draft(released):
+    recipe, folder, _ = released(EAGLE_3 | {"auxiliary_layers": [1, 2]}, **{AUXILIARY: [1, 2]})
+    fewer = {"draft": {"theirs": EAGLE_3 | {"auxiliary_layers": [1]}}}
+    with pytest.raises(PipelineError, match=r"auxiliary_layers=\[1, 2\]: set draft"):
+        import_draft(folder, Recipe.model_validate(recipe.model_dump(mode="json") | fewer), "theirs")
+
+
+def test_a_t2d_of_no_dimension_is_refused(released):
+    recipe, folder, _ = released(EAGLE_3)
+    changed(folder, lambda weights: weights | {"t2d": torch.tensor(True)})
+    with pytest.raises(PipelineError, match="t2d names 1 tokens, but there is no d2t"):
+        import_draft(folder, recipe, "theirs")
 
 
 def test_layers_that_are_no_numbers_are_refused(released):
@@ -302,9 +350,12 @@ def test_an_index_that_leads_elsewhere_or_to_nothing_is_refused(released):
     ("saved", "complaint"),
     [
         (lambda weights: {"state_dict": weights, "epoch": 3}, None),
-        (lambda weights: weights | {"epoch": 3}, r"'epoch' is a int, expected tensors by name"),
-        (lambda weights: {"model": {"state_dict": weights}}, r"'model' is a dict, expected tensors by name"),
-        (lambda weights: list(weights.values()), "it holds a list, expected tensors by name"),
+        (lambda weights: weights | {"epoch": 3}, r"'epoch' holds a value of type int, expected tensors by name"),
+        (
+            lambda weights: {"model": {"state_dict": weights}},
+            r"'model' holds a value of type dict, expected tensors by name",
+        ),
+        (lambda weights: list(weights.values()), "it holds a value of type list, expected tensors by name"),
     ],
 )
 def test_a_pickle_of_a_trainer_is_read_or_told_apart(released, saved, complaint):

@@ -187,6 +187,7 @@ def test_white_space_around_a_turn_is_kept():
         ([A, Q, A], [Q, A], ("leading_assistant_dropped",)),
         ([A, A, Q, A], [Q, A], ("leading_assistant_dropped",)),
         ([("gpt", " "), Q, A], [Q, A], ("leading_assistant_dropped",)),
+        ([("tool", "x"), Q, A], [Q, A], ("leading_tool_dropped",)),
         ([("system", "s"), A, Q, A], [("system", "s"), Q, A], ("leading_assistant_dropped",)),
         ([Q, A, Q], [Q, A], ("trailing_user_dropped",)),
         ([A, Q, A, Q], [Q, A], ("leading_assistant_dropped", "trailing_user_dropped")),

@@ -93,8 +93,8 @@ def test_tokens_are_dumped_as_they_are(name):
     padded = record | {"attention_mask": [1, 1, 1, 1, 0]}
     assert encoded(padded) == ([([5, 6, 7, 8], [0, 0, 1, 0])], ["tokens"])
     assert encoded(record, max_length=3) == ([([5, 6, 7], [0, 0, 1])], ["tokens"])
-    windows, edits = encoded(record, max_length=2, long="windows")
-    assert windows == [([7, 8], [1, 0])]  # the first has no answer, and nothing comes before the last one's
+    windows, edits = encoded(record | {name: [1, 1, 1, 0, 1]}, max_length=2, long="windows")
+    assert windows == [([5, 6], [0, 1])]  # nothing comes before a window's first token
     assert edits == ["tokens", "cut_into_windows", "window_without_answer", "window_without_answer"]
 
 

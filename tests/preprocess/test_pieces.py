@@ -77,6 +77,13 @@ def test_cut_takes_the_first_tokens():
     )
 
 
+def test_the_last_answer_that_begins_before_the_cut_is_the_one_that_is_trained():
+    (((_, piece),), _) = encode_pieces(
+        TOKENIZER, dialogue(LONG), DataConfig(source="", max_length=60, train_turns="last")
+    )
+    assert TOKENIZER.decode(piece.input_ids[piece.loss_mask == 1]) == "B" * 5 + "<|end|>"
+
+
 def test_turns_keeps_whole_exchanges():
     assert pieces_of(dialogue(LONG), max_length=60, long="turns") == ([("doc", TEXTS[0] + TEXTS[1])], ["cut_at_a_turn"])
     with pytest.raises(Unusable, match=r"^too_long$"):

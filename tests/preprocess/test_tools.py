@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pipeline.recipe.sections import DataConfig
+from pipeline.target import chat
 from pipeline.target.chat import Unusable
 from pipeline.target.config import TargetConfig
 from pipeline.target.template import settle
@@ -196,14 +197,55 @@ def test_hostile_tools_cost_their_record(tools):
         clean(asked(QUESTION, CALL | {"tool_calls": [turn]}, RESULT, ANSWER))
 
 
-@FORMS
+def test_20_000_calls_of_a_turn_cost_their_record():
+    with pytest.raises(Unusable, match=r"^malformed_tool_call$"):
+        calls_of({"tool_calls": [{"name": "f"}] * 20_000})
+
+
+def test_calls_and_results_are_looked_for_in_as_many_renderings_as_there_are_turns(monkeypatch):
+    """However many they are: these had been 130."""
+    rendered = []
+    render = chat.render
+    monkeypatch.setattr(chat, "render", lambda *arguments: rendered.append(1) or render(*arguments))
+    turn = CALL | {"tool_calls": [call(str(number)) for number in range(64)]}
+    pieces(asked(QUESTION, turn, *[RESULT] * 64, ANSWER), QWEN_3)
+    assert len(rendered) < 16
+
+
+@pytest.mark.parametrize("arguments", [0, False, [], "0", "[]"])
+def test_arguments_that_are_no_object_cost_their_record(arguments):
+    with pytest.raises(Unusable, match=r"^malformed_tool_call$"):
+        calls_of({"tool_calls": [{"name": "f", "arguments": arguments}]})
+
+
+def test_a_column_that_is_called_functions_and_lists_none_is_another():
+    for other in ("algebra", 3, {"a": 1}, "{}"):
+        assert tools_of({"functions": other}) is None
+        assert tools_of({"tools": [WEATHER], "functions": other}) == [TOOL]
+    assert tools_of({"functions": json.dumps([WEATHER])}) == [TOOL]
+
+
+def test_a_result_of_no_call_gets_no_name():
+    turn = CALL | {"tool_calls": [call(id="a")]}
+    for mark, name in (("a", "weather"), (None, "weather"), ("b", None)):
+        dialogue = clean(asked(QUESTION, turn, RESULT | {"tool_call_id": mark}, ANSWER))
+        assert dialogue.messages[2].get("name") == name
+
+
 @pytest.mark.parametrize(
-    "function",
-    [{"name": "f"}, {"name": "f", "parameters": 3}, {"name": "f", "parameters": {"properties": {"a": {"type": 3}}}}],
+    ("function", "refused_by"),
+    [
+        ({"name": "f"}, (GPT_OSS, HERMES)),
+        ({"name": "f", "parameters": 3}, (GPT_OSS, HERMES)),
+        ({"name": "f", "parameters": {"properties": {"a": {"type": 3}}}}, (HERMES,)),
+    ],
     ids=["no parameters", "parameters that are none", "a type that is none"],
 )
-def test_tools_that_a_template_cannot_show_are_a_reason(template, function):
-    try:
-        pieces(asked(QUESTION, CALL, RESULT, ANSWER, tools=[function]), template)
-    except Unusable as reason:
-        assert str(reason) == "template_refuses"
+@FORMS
+def test_tools_that_a_template_cannot_show_are_a_reason(template, function, refused_by):
+    record = asked(QUESTION, CALL, RESULT, ANSWER, tools=[function])
+    if template in refused_by:
+        with pytest.raises(Unusable, match=r"^template_refuses$"):
+            pieces(record, template)
+    else:
+        assert pieces(record, template)[0]

@@ -8,7 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -215,7 +215,7 @@ class TrainedDraft(ByLevels, nn.Module):
         """Our name of each of a released checkpoint's tensors; None for one that its authors' code never reads."""
         return {name: name for name in names}
 
-    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         """What a released config, or what tensors there are (by our names), says of the draft's settings: our key ->
         (its value, ours).
         """

@@ -1,11 +1,11 @@
 """Drafts of one head for each token ahead (Medusa, Hydra): their settings, and LM heads of their own."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Term, named
@@ -62,7 +62,7 @@ class HeadsDraft(TrainedDraft):
     def terms(self, step: int) -> dict[str, Term]:
         return self.config.terms()
 
-    def released_facts(self, theirs: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
         config, since a file may hold those once that its authors' code repeats.
         """
