@@ -171,7 +171,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _is_ours(kwargs.get("device")):
         raw_kwargs["device"] = torch.device("cpu")
     raw_kwargs.pop("pin_memory", None)
-    out = func(*_mapped(_raw, args), **raw_kwargs)
+    raw_args = _mapped(_raw, args)
+    if name == "histc" and not raw_args[0].is_floating_point():  # a GPU counts whole numbers, a CPU does not
+        return Strict(func(raw_args[0].double(), *raw_args[1:], **raw_kwargs).to(raw_args[0].dtype))
+    out = func(*raw_args, **raw_kwargs)
     own = args[0] if args and isinstance(args[0], Strict) else None
     if func._schema.is_mutable and "out" not in kwargs and own is not None:
         return own  # in place

@@ -15,6 +15,7 @@ from pipeline.target.states import Needs
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, rehearsal
 from train.acceptance import estimate
+from train.engine.engine import Engine
 from train.input.data import Batches, validation_batches
 
 WIDTH, LAYERS = 8, (1, 3)
@@ -135,6 +136,6 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_ta
         draft.to(DEVICE)
         draft.move_ends(DEVICE, torch.float32)
         twin = draft.twin()
-        twin.load_state_dict(draft.state_dict(keep_vars=True), assign=True)
+        Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), twin)
         assert twin.device == DEVICE
         assert estimate(twin, {"tree": grown(twin, **tree)}, Answers(), 0, 1) == want
