@@ -18,10 +18,10 @@ from eval.measure.prompts import HELDOUT, load_prompts
 from pipeline.basics.accelerator import now
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.lm.model import DTYPES, Target, load_config, parameter_count_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.model import DTYPES, Target, load_config, parameter_count_of
 
 CONTEXT = 256  # tokens before those that are timed
 

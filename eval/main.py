@@ -16,7 +16,7 @@ import torch
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.units import Job, Measured, decode_all, job_of, method_facts, read_tuned
+from eval.measure.tasks import Job, Measured, decode_all, job_of, method_facts, read_tuned
 from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
@@ -26,12 +26,12 @@ from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, kind_of, parameter_count
+from pipeline.lm.chat import template_fingerprint
+from pipeline.lm.model import load_tokenizer, parameter_count_of
+from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.chat import template_fingerprint
-from pipeline.target.model import load_tokenizer, parameter_count_of
-from pipeline.target.template import template_settings
 
 
 def measured_already(path: Path, key: str) -> bool:

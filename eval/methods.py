@@ -25,14 +25,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Verified
+from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import TrainedDraft
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import DTYPES, load_config, load_ends, parameter_count_of
+from pipeline.lm.states import Needs
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import DEEPEST, Recipe
 from pipeline.running import entry, markdown
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import DTYPES, load_config, load_ends, parameter_count_of
-from pipeline.target.states import Needs
 
 TABLE, PLOT = "methods.md", "methods.png"
 HEADS = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
@@ -78,7 +78,7 @@ def round_of(draft: TrainedDraft, tree: TreeConfig) -> Read:
     states_TSD = torch.randn(PROMPT, states, draft.shapes["hidden_size"], generator=generator)
     tokens = torch.randint(0, draft.target_vocabulary, (PROMPT + 1,), generator=generator).tolist()
     with reading(draft.packable()) as found:
-        draft.propose(draft.open(), Verified(tokens, states_TSD), draft.config.settle(tree), None)
+        draft.propose(draft.open(), RoundInput(tokens, states_TSD), draft.config.resolve(tree), None)
     return found
 
 

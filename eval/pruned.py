@@ -32,10 +32,10 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import Skipper, SkipperConfig
 from pipeline.features.shards import FeatureStore, some_texts
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.target.model import Target, fingerprint
 
 WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "random tokens"
 DROPPED = "blocks dropped"

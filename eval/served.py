@@ -1,6 +1,6 @@
 """Measures a running server that speaks OpenAI's API: acceptance length and tokens a second.
 
-    python -m eval.served RECIPE --url http://127.0.0.1:8000 [--plain-url URL] [--at-once 1 4 16] [--model NAME]
+    python -m eval.served RECIPE --url http://127.0.0.1:8000 [--plain-url URL] [--concurrency 1 4 16] [--model NAME]
 
 The recipe's benchmarks go to ``/v1/chat/completions`` with its temperatures, sampling and `max_new_tokens`.
 `--plain-url` names a server of the same target without a draft; the two take turns. A key, where the server wants one,
@@ -30,19 +30,19 @@ from typing import Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from eval.measure.harness import Unit
+from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
-from eval.measure.units import units_of
+from eval.measure.tasks import units_of
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import load_tokenizer
 
 SERVED = "served.json"
 TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
@@ -89,12 +89,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadPoint:
     """A benchmark's answers at one temperature, so many at once, by one server."""
 
     benchmark: str
     temperature: float
-    at_once: int
+    concurrency: int
     draft: bool
     refused: int  # prompts that the server does not take: too long for it, say
     answers: int
@@ -229,7 +229,7 @@ def counts_of(found: dict[str, Any]) -> Counts | None:
     return None
 
 
-def converse(server: Server, unit: Unit, level: str) -> list[Answer] | Refused:
+def converse(server: Server, unit: EvalTask, level: str) -> list[Answer] | Refused:
     """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
     messages: list[dict[str, str]] = []
     found = []
@@ -243,15 +243,17 @@ def converse(server: Server, unit: Unit, level: str) -> list[Answer] | Refused:
     return found
 
 
-def level(server: Server, units: list[Unit], at_once: int, draft: bool, progress: Progress) -> tuple[Level, list]:
+def level(
+    server: Server, units: list[EvalTask], concurrency: int, draft: bool, progress: Progress
+) -> tuple[LoadPoint, list]:
     """Measures one. Also its answers, by unit."""
-    name = f"{units[0].benchmark} {units[0].temperature} {at_once} {time.time()}"
+    name = f"{units[0].benchmark} {units[0].temperature} {concurrency} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(concurrency) as pool:
         found = []
         for answers in pool.map(lambda unit: converse(server, unit, name), units):
             found.append(answers)
-            progress.advance(1, benchmark=units[0].benchmark, at_once=at_once)
+            progress.advance(1, benchmark=units[0].benchmark, concurrency=concurrency)
     seconds, after = time.perf_counter() - begin, server.counters()
     flat = [answer for answers in found if not isinstance(answers, Refused) for answer in answers]
     refused = [one for one in found if isinstance(one, Refused)]
@@ -261,20 +263,20 @@ def level(server: Server, units: list[Unit], at_once: int, draft: bool, progress
     counts = sum(told, Counts()) if told else after - before if after and before else Counts()
     size = len(refused), len(flat), sum(answer.tokens for answer in flat)
     known = counts if counts.drafted else None
-    return Level(units[0].benchmark, units[0].temperature, at_once, draft, *size, seconds, known), found
+    return LoadPoint(units[0].benchmark, units[0].temperature, concurrency, draft, *size, seconds, known), found
 
 
-def measure(recipe: Recipe, servers: dict[bool, Server], at_once: list[int], out: Path) -> dict[str, Any]:
+def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int], out: Path) -> dict[str, Any]:
     """All levels, written to `out` after each."""
     units, lengths, differ = units_of(recipe), _lengths(recipe), set()
     for server in servers.values():
         converse(server, units[0], "warm-up")  # a server's first answer pays for what it compiles
-    levels: list[Level] = []
+    levels: list[LoadPoint] = []
     # of this machine, which asks; the server's is not known
     origin = {key: value for key, value in provenance(recipe).items() if key != "hardware"}
     found = {"provenance": origin, "model": public_name(servers[True].model)}
-    with Progress("served", len(units) * len(at_once) * len(servers), "prompts") as progress:
-        for group, size, (draft, server) in product(_groups(units), at_once, servers.items()):
+    with Progress("served", len(units) * len(concurrency) * len(servers), "prompts") as progress:
+        for group, size, (draft, server) in product(_groups(units), concurrency, servers.items()):
             one, answers = level(server, group, size, draft, progress)
             levels.append(one)
             for unit, said in zip(group, answers, strict=True):
@@ -296,23 +298,23 @@ def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
     return cache(lambda prompt: len(prompt_ids(tokenizer, [{"role": "user", "content": prompt.turns[0]}])))
 
 
-def _groups(units: list[Unit]) -> Iterator[list[Unit]]:
+def _groups(units: list[EvalTask]) -> Iterator[list[EvalTask]]:
     for key in dict.fromkeys((unit.benchmark, unit.temperature) for unit in units):
         yield [unit for unit in units if (unit.benchmark, unit.temperature) == key]
 
 
-def table(levels: list[Level]) -> str:
+def table(levels: list[LoadPoint]) -> str:
     """As Markdown."""
-    plain = {(one.benchmark, one.temperature, one.at_once): one.per_second for one in levels if not one.draft}
+    plain = {(one.benchmark, one.temperature, one.concurrency): one.per_second for one in levels if not one.draft}
     heads = ["benchmark", "T", "at once", "answers", "tau", "accepted by place", "tokens/s", "plain", "speed-up"]
     rows = []
     for one in (one for one in levels if one.draft):
-        base = plain.get((one.benchmark, one.temperature, one.at_once))
+        base = plain.get((one.benchmark, one.temperature, one.concurrency))
         tau = one.counts.tau if one.counts else None
         shares = [n / one.counts.passes for n in one.counts.by_place.values()] if one.counts and tau else []
         said = [f"{tau:.3f}" if tau else "not told", ", ".join(f"{share:.2f}" for share in shares)]
         speeds = [f"{one.per_second:.1f}", *([f"{base:.1f}", f"{one.per_second / base:.2f}x"] if base else ["", ""])]
-        rows.append([one.benchmark, f"{one.temperature:g}", one.at_once, one.answers, *said, *speeds])
+        rows.append([one.benchmark, f"{one.temperature:g}", one.concurrency, one.answers, *said, *speeds])
     return markdown.table(heads, rows)
 
 
@@ -322,11 +324,13 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="the server that drafts")
     parser.add_argument("--plain-url", help="a server of the same target without a draft")
     parser.add_argument("--model", help="of the server's models; needed where it serves several")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16], help="answers asked for at the same time")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16], help="answers asked for at the same time"
+    )
     parser.add_argument("--out", type=Path, help="default: served.json in the run's eval folder")
     arguments = parser.parse_args()
-    if min(arguments.at_once) < 1:
-        raise PipelineError(f"--at-once {arguments.at_once}: expected numbers from 1 on")
+    if min(arguments.concurrency) < 1:
+        raise PipelineError(f"--concurrency {arguments.concurrency}: expected numbers from 1 on")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.eval.repetition_penalty != 1:
         raise PipelineError(
@@ -337,7 +341,7 @@ def main() -> None:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
     out = arguments.out or recipe.eval_dir / SERVED
     out.parent.mkdir(parents=True, exist_ok=True)
-    found = measure(recipe, servers, arguments.at_once, out)
+    found = measure(recipe, servers, arguments.concurrency, out)
     print(found["table"])
     refused = sum(one["refused"] for one in found["levels"])
     if refused:

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from eval.measure.harness import Harness, Unit
+from eval.measure.harness import EvalTask, Harness
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.units import fits, make_harness, read_tuned, untuned
+from eval.measure.tasks import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
 from eval.tuning.choose import Replays, choose, largest, of_sized, tune
 from eval.tuning.costs import Costs, measure_costs
@@ -43,7 +43,7 @@ from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import entry
 
 
-def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
+def calibration_units(recipe: Recipe, count: int) -> list[EvalTask]:
     """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
     used = max(
         [b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.source == HELDOUT]
@@ -56,7 +56,7 @@ def calibration_units(recipe: Recipe, count: int) -> list[Unit]:
             f"which the benchmarks use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
         )
     firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
-    return [Unit("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
+    return [EvalTask("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Text:
     number: int  # of the prompt
 
 
-def answered(harness: Harness, units: list[Unit]) -> list[Text]:
+def answered(harness: Harness, units: list[EvalTask]) -> list[Text]:
     """Raises PipelineError when there are none."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(unit.prompt for unit in units))}
     found = []

@@ -255,7 +255,7 @@ def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None])
 
 
 def _estimate(stage: str, recipe: tuple[list[str], dict[str, str]], more: list[str]) -> dict:
-    """Runs a stage's estimate: shows its text, returns its figures. Ends with its status where it fails."""
+    """Runs a stage's estimate: shows its text, returns its figures. EmbeddingAndHead with its status where it fails."""
     arguments, environment = recipe
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, "-m", f"{stage}.estimate", *arguments, *more]

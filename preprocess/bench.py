@@ -26,10 +26,10 @@ from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
+from pipeline.lm.model import load_tokenizer, resolve_device
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.model import load_tokenizer, resolve_device
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker, length_sorted_batches, padded

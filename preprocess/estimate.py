@@ -32,12 +32,12 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.schema import FP8, token_bytes
+from pipeline.lm import chat
+from pipeline.lm.model import DTYPES, load_config, load_tokenizer, parameter_count_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry
-from pipeline.target import chat
-from pipeline.target.model import DTYPES, load_config, load_tokenizer, parameter_count_of
 from preprocess.dump.task import ShardTask, in_flight
 from preprocess.dump.worker import Document, FeatureWorker
 from preprocess.sources.groups import Groups, held_out

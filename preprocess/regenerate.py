@@ -30,11 +30,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import scrubbed
+from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
+from pipeline.lm.model import fingerprint, load_tokenizer
+from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.chat import template_fingerprint, tokenizer_fingerprint
-from pipeline.target.model import fingerprint, load_tokenizer
-from pipeline.target.template import template_settings
 from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.driver import REJECTED, require_lasting
 from preprocess.dump.pool import Pool

@@ -35,9 +35,9 @@ from pipeline.features.shards import (
     open_shard,
     prompts_damage,
 )
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.running import entry
-from pipeline.target.model import Target, fingerprint
 from preprocess.dump.driver import dump
 
 # Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token

@@ -10,10 +10,10 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # as for the commands: the first who asks 
 
 import pytest
 
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends
-from pipeline.target.model import Target, fingerprint
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 
 
@@ -36,7 +36,7 @@ def loaded_target(tiny_target) -> Target:
 
 
 @pytest.fixture(scope="session")
-def ends(loaded_target, tiny_target) -> Ends:
+def ends(loaded_target, tiny_target) -> EmbeddingAndHead:
     return loaded_target.ends(fingerprint(TargetConfig(model=str(tiny_target))))
 
 

@@ -2,8 +2,8 @@
 turns.
 """
 
-from pipeline.target.config import TargetConfig
-from pipeline.target.template import settle
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.template import apply_settings
 from tests.kit import byte_tokenizer
 
 LLAMA_3_2 = """{{- bos_token }}
@@ -173,5 +173,5 @@ def settled(template: str, **keywords):
     """As `load_tokenizer` gives it for a recipe with these keywords; `template_date` is the date."""
     config = {key: keywords.pop(key) for key in ("template_date",) if key in keywords}
     tokenizer = unsettled(template)
-    settle(tokenizer, TargetConfig(model="some/model", template_keywords=keywords, **config))
+    apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords=keywords, **config))
     return tokenizer

@@ -20,11 +20,11 @@ from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.features.schema import VERSION
+from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import MethodConfig, TrainConfig
 from pipeline.serving.export import LAUNCH
-from pipeline.target.config import TargetConfig
 from tests.kit import ROOT
 from tests.pipeline.families import FAMILIES
 from tests.test_docs import PAGES
@@ -204,7 +204,7 @@ def test_each_folder_of_the_code_is_listed():
         ),
         ("docs/trees.md", r"\(`agreement = \"(\w+)\"`, the default\)", MethodConfig().agreement),
         ("docs/trees.md", r"The longest run of at most (\d+) tokens", PromptLookupConfig().longest),
-        ("docs/training.md", r"rollout = (\d+)", Eagle3Config().rollout),
+        ("docs/training.md", r"ttt_steps = (\d+)", Eagle3Config().ttt_steps),
         ("docs/training.md", r"decay = ([\d.]+)", Eagle3Config().decay),
         ("docs/training.md", r"global_batch = (\d+)", TrainConfig().global_batch),
         ("docs/training.md", r"micro_batch = (\d+)", TrainConfig().micro_batch),

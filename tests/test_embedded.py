@@ -14,11 +14,11 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate, trained
 from pipeline.features.shards import ANSWERS, FeatureStore
+from pipeline.lm.chat import Unusable, encode
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import load_config, load_ends, load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Unusable, encode
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import load_config, load_ends, load_tokenizer
 from preprocess.dump.plan import Plan
 from preprocess.sources.dialogues import clean
 from preprocess.sources.read import Tail, read_records

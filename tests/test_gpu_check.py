@@ -13,8 +13,8 @@ from infra import gpu_check
 from infra.gpu.parts import DEMO, PARTS, demo_sets, in_turns, shape_that_fits
 from infra.gpu.shapes import SHAPES, Given
 from pipeline.basics.errors import PipelineError
+from pipeline.lm.model import Target, load_ends
 from pipeline.recipe.load import load_recipe
-from pipeline.target.model import Target, load_ends
 from tests.kit import run_command
 
 COMMAND = [sys.executable, "-m", "infra.gpu_check"]

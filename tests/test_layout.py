@@ -45,7 +45,7 @@ def test_each_heavy_engine_is_imported_in_one_file_a_stage():
         assert users == allowed
 
 
-LAYERS = ["basics", "features", "target", "decoding", "drafts", "recipe", "artifacts", "serving", "running"]
+LAYERS = ["basics", "features", "lm", "decoding", "drafts", "recipe", "artifacts", "serving", "running"]
 
 
 def test_the_pipelines_rooms_import_those_before_them_only():

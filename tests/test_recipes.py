@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.lm.chat import encode
 from pipeline.recipe.load import load_recipe
-from pipeline.target.chat import encode
 from tests.kit import ROOT, byte_tokenizer
 
 RECIPES = ROOT / "infra/recipes"
@@ -205,7 +205,7 @@ def test_drafts_on_eagle_3s_frame(name):
     mlp = recipe.draft["eagle3"].mlp_width or shapes_here["intermediate_size"]
     assert counts == ON_EAGLE_3[name] == on_eagle_3_by_hand(shapes_here, vocabulary, mlp)
     assert vocabulary == 32_000 and recipe.stored_dtype == "float8_e4m3fn"
-    assert recipe.draft["eagle3"].rollout == recipe.draft["jakiro"].rollout == 7
+    assert recipe.draft["eagle3"].ttt_steps == recipe.draft["jakiro"].ttt_steps == 7
 
 
 def others_by_hand(target: dict) -> dict[str, int]:

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.measure.units import make_harness, methods_of
+from eval.measure.tasks import make_harness, methods_of
 from eval.methods import main as side_by_side
 from eval.release import publish
 from eval.release.folder import files_in
@@ -32,9 +32,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe
-from pipeline.target.ends import Ends
-from pipeline.target.model import Target, fingerprint
 from preprocess.dump.driver import dump
 from tests.hub import Hub
 from tests.kit import (
@@ -444,13 +444,13 @@ def test_mended_code_releases_no_old_figures(copied, monkeypatch):
     recipe, run = copied
     sets, records = [f"output={run}"], run / "eval/records.jsonl"
     before = records.read_text().splitlines()
-    for mended, again in (("eval.main", 0), ("eval.measure.units", len(before))):
-        for where in ("eval.main", "eval.measure.units", "pipeline.__main__"):
+    for mended, again in (("eval.main", 0), ("eval.measure.tasks", len(before))):
+        for where in ("eval.main", "eval.measure.tasks", "pipeline.__main__"):
             monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
         found = load_recipe(recipe, sets)
         assert eval_state(found) == (False, "release of other code, torch or transformers")
         if mended == "eval.main":  # what decodes is as it was
-            monkeypatch.setattr("eval.measure.units.code_of", code_of)
+            monkeypatch.setattr("eval.measure.tasks.code_of", code_of)
         call(evaluate, str(recipe), "--set", sets[0])
         assert len(records.read_text().splitlines()) == len(before) + again
         assert eval_state(found)[0]
@@ -579,7 +579,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     assert_each_figure_names_its_method(run / "release")
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
-    draft.bind(Ends(target.embedding_VD, target.head, mark))
+    draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, mark))
     method = checkpoint.read_config(run / "release").method(draft)
     assert method.tree.to_json() == kept["tree"] and isinstance(method.draft, Sources)
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2

@@ -16,10 +16,10 @@ import pytest
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.store import Store
+from pipeline.lm.model import source
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running import entry
-from pipeline.target.model import source
 from preprocess.sources.read import Tail, read_records
 from tests.kit import free_port, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
 from tests.train.runs import train_here

@@ -21,10 +21,10 @@ from pipeline.decoding.sources import Sources
 from pipeline.drafts import TrainedDraft, make_untrained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
+from pipeline.lm.model import Target, load_tokenizer
+from pipeline.lm.states import States
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads, cores
-from pipeline.target.model import Target, load_tokenizer
-from pipeline.target.states import States
 
 TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
 
@@ -90,7 +90,7 @@ class Decoder:
         self._target = Target(recipe.target, recipe.target.dtype)
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
-        self._draft = draft.twin().to(self._target.dtype).to_empty(device=self._target.device)
+        self._draft = draft.validation_copy().to(self._target.dtype).to_empty(device=self._target.device)
         self._method, self._fingerprint = Method(self._draft, tree), draft.ends.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:

@@ -34,13 +34,8 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
-from pipeline.recipe.load import add_recipe_arguments, load_recipe
-from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import TrainConfig
-from pipeline.running import entry
-from pipeline.running.expect import steps_of
-from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import (
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from pipeline.lm.model import (
     DTYPES,
     empty_decoder,
     load_config,
@@ -48,6 +43,11 @@ from pipeline.target.model import (
     parameter_count_of,
     resolve_device,
 )
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TrainConfig
+from pipeline.running import entry
+from pipeline.running.expect import steps_of
 
 VALIDATION = 1 / 3  # of a token's training
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
@@ -128,7 +128,7 @@ def _activation_bytes(
 ) -> int:
     width, shape = draft.shapes["hidden_size"], (config.micro_batch, count)
     embedding = torch.empty(draft.shapes["vocab_size"], width)
-    draft.bind(Ends(embedding, LMHead(embedding), "", decoder))
+    draft.bind(EmbeddingAndHead(embedding, LMHead(embedding), "", decoder))
     draft.recompute = recompute
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)

@@ -22,9 +22,9 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
+from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
+from pipeline.lm.model import DTYPES, load_config, load_ends, load_tokenizer
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends, known_tokens
-from pipeline.target.model import DTYPES, load_config, load_ends, load_tokenizer
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
@@ -38,7 +38,9 @@ SAID = {"agree": "agreement", "accept": "acceptance"}
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
+def train(
+    recipe: Recipe, name: str, ends: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
+) -> str:
     """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and
     is called only where something is to be trained.
     """
@@ -59,7 +61,9 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
     return True
 
 
-def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores], rank: int, ranks: int) -> str:
+def _train(
+    recipe: Recipe, name: str, ends: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
+) -> str:
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
     require_shared(state if recipe.train.resume else folder)
@@ -83,7 +87,7 @@ def _train(recipe: Recipe, name: str, ends: Ends, features: Callable[[], Stores]
     return said if run.cut_short is None else f"{said}; {run.cut_short}"
 
 
-def new_draft(recipe: Recipe, name: str, ends: Ends, store: FeatureStore) -> TrainedDraft:
+def new_draft(recipe: Recipe, name: str, ends: EmbeddingAndHead, store: FeatureStore) -> TrainedDraft:
     """The draft at step 0: a function of the recipe, its seed and the shards."""
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
@@ -126,7 +130,7 @@ class _Run:
         self._best: dict[str, Any] | None = engine.progress.get("best")
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
-        self._twin: TrainedDraft | None = None  # validates; made once
+        self._validation_copy: TrainedDraft | None = None  # validates; made once
         self._watched: dict[str, Method] = {}  # of the twin, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = self._pace = None
@@ -246,9 +250,9 @@ class _Run:
         """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks
         take part.
         """
-        self._twin = self._twin or self._draft.twin()
-        self._engine.fill(self._twin)
-        return self._twin
+        self._validation_copy = self._validation_copy or self._draft.validation_copy()
+        self._engine.fill(self._validation_copy)
+        return self._validation_copy
 
     def _acceptance(self) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""

@@ -17,9 +17,9 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from pipeline.artifacts.features import feature_spec
+from pipeline.lm.model import load_ends
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
-from pipeline.target.model import load_ends
 from train.engine.engine import start_distributed
 from train.input.features import bring, open_checked
 from train.loop import train

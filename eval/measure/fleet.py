@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from eval.measure.harness import Harness, Outcome, Unit
-from eval.measure.units import Method, make_harness
+from eval.measure.harness import EvalTask, Harness, Outcome
+from eval.measure.tasks import Method, make_harness
 from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
@@ -57,7 +57,7 @@ class _Employee:
         """Loads. A call of its own: what goes wrong in a constructor on another machine loses its message."""
         self._harness = self._make()
 
-    def decode(self, unit: Unit) -> Outcome:
+    def decode(self, unit: EvalTask) -> Outcome:
         return self._harness.decode(unit, self._tell)
 
 
@@ -69,14 +69,14 @@ class _Worker:
     actor: Any
     # the reference of what it does now: loading, then one unit after the other; None where it has nothing to do
     answer: Any
-    unit: Unit | None = None
+    unit: EvalTask | None = None
     beat: int = 0  # signs of life seen
     since: float = field(default_factory=lambda: time.monotonic())  # when the last one was new
 
 
 def decode(
-    recipe: Recipe, methods: dict[str, Method], units: list[Unit], make: Make = make_harness
-) -> Iterator[tuple[Unit, Outcome]]:
+    recipe: Recipe, methods: dict[str, Method], units: list[EvalTask], make: Make = make_harness
+) -> Iterator[tuple[EvalTask, Outcome]]:
     """(unit, outcome) as they are finished, in any order. Joins the cluster of RAY_ADDRESS, else starts Ray on this
     machine.
     """
@@ -105,7 +105,7 @@ def _start_ray(workers: int) -> None:
 
 
 class _Fleet:
-    def __init__(self, recipe: Recipe, make: Callable[[], Harness], units: list[Unit], gpus: float):
+    def __init__(self, recipe: Recipe, make: Callable[[], Harness], units: list[EvalTask], gpus: float):
         self._config, self._make, self._gpus = recipe.eval, make, gpus
         self._left = deque(units)
         self._attempts: Counter[tuple[str, str, float]] = Counter()  # that were lost, by unit
@@ -121,7 +121,7 @@ class _Fleet:
         actor = remote.remote(self._make, self._hired, self._beats, self._gpus)
         return _Worker(self._hired, actor, actor.ready.remote())
 
-    def outcomes(self) -> Iterator[tuple[Unit, Outcome]]:
+    def outcomes(self) -> Iterator[tuple[EvalTask, Outcome]]:
         while self._left or any(worker.unit for worker in self._workers):
             for worker in self._workers:
                 if worker.answer is None and self._left:
@@ -135,7 +135,7 @@ class _Fleet:
                 yield from self._collect(busy[answer])
             self._look_for_hangs()
 
-    def _collect(self, worker: _Worker) -> Iterator[tuple[Unit, Outcome]]:
+    def _collect(self, worker: _Worker) -> Iterator[tuple[EvalTask, Outcome]]:
         try:
             outcome = ray.get(worker.answer)
         except ray.exceptions.RayTaskError as error:  # it would happen again

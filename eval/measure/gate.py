@@ -22,8 +22,8 @@ from pipeline.decoding.accept import Sampler, log_odds
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
 from pipeline.decoding.tree import Tree, build_tree
-from pipeline.target.model import Target
-from pipeline.target.verifier import rounding
+from pipeline.lm.model import Target
+from pipeline.lm.verifier import rounding
 
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
 EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
@@ -97,10 +97,10 @@ class Gatekeeper:
         method: str,
         ids: list[int],
         answers: list[tuple[Sampling, list[int], list[int]]],
-        told: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """One prompt's answers of plain decoding and of the draft, one pair a repeat; `told` is called after each that
-        differs.
+        """One prompt's answers of plain decoding and of the draft, one pair a repeat; `on_progress` is called
+        after each that differs.
         """
         gate.checked += 1
         differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
@@ -109,7 +109,7 @@ class Gatekeeper:
                 gate.places += self._places(ids, sampling, got)
         if not differing:
             gate.identical += 1
-        elif not gate.drawn and all(told() or self._rounding_decides(method, ids, *pair) for pair in differing):
+        elif not gate.drawn and all(on_progress() or self._rounding_decides(method, ids, *pair) for pair in differing):
             gate.near_ties += 1
 
     def _places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
@@ -223,7 +223,7 @@ class Gatekeeper:
             return len(new) if gate.rounds >= until else None
 
         few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
-        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, heard=enough)
+        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, on_tokens=enough)
 
     def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
         """One round of the gate. A figure that is not a number fails it."""

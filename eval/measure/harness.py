@@ -20,14 +20,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.contract import Draft, Method, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
+from pipeline.lm.chat import as_message, prompt_ids
+from pipeline.lm.model import Target
+from pipeline.lm.verifier import fixed_capacity, rounding
 from pipeline.recipe.recipe import PLAIN, Recipe
-from pipeline.target.chat import as_message, prompt_ids
-from pipeline.target.model import Target
-from pipeline.target.verifier import fixed_capacity, rounding
 
 
 @dataclass(frozen=True)
-class Unit:
+class EvalTask:
     """One prompt at one temperature."""
 
     benchmark: str
@@ -85,9 +85,9 @@ class Harness:
         self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
-    def decode(self, unit: Unit, told: Callable[[], None] = lambda: None) -> Outcome:
-        """All of a unit's answers, and what the gate says of them; `told` is called after each answer, those of a
-        warm-up, too.
+    def decode(self, unit: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
+        """All of a unit's answers, and what the gate says of them; `on_progress` is called after each answer, also of
+        a warm-up.
         """
         encoded = self.with_histories(unit.prompt)
         if encoded is None:
@@ -95,8 +95,8 @@ class Harness:
         gates = {name: Gate.of(method, unit.temperature) for name, method in self.methods.items()}
         outcome = Outcome([], gates, hardware=self._hardware)
         for turn, ids in enumerate(encoded):
-            self._warm_up(ids, told)
-            self._decode_turn(unit, turn, ids, outcome, told)
+            self._warm_up(ids, on_progress)
+            self._decode_turn(unit, turn, ids, outcome, on_progress)
         return outcome
 
     @property
@@ -112,11 +112,11 @@ class Harness:
         stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
         return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
 
-    def sampling_of(self, unit: Unit, turn: int, repeat: int) -> Sampling:
+    def sampling_of(self, unit: EvalTask, turn: int, repeat: int) -> Sampling:
         """The same for every method."""
         return self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
 
-    def plain_answers(self, unit: Unit) -> Iterator[tuple[list[int], list[int]]]:
+    def plain_answers(self, unit: EvalTask) -> Iterator[tuple[list[int], list[int]]]:
         """The target's own answers that `decode` compares with, of two tokens and more: (prompt, answer) of each turn
         and repeat.
         """
@@ -154,7 +154,7 @@ class Harness:
             found = self._prefilled[plainly] = prefill(self.target, ids, room, tuple(sorted(wanted)))
         return found
 
-    def _warm_up(self, ids: list[int], told: Callable[[], None]) -> None:
+    def _warm_up(self, ids: list[int], on_progress: Callable[[], None]) -> None:
         """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for
         compiling.
         """
@@ -167,12 +167,12 @@ class Harness:
         for _ in range(self._config.warmups):
             for method in (PLAIN, *self.methods):
                 self._one(method, ids, self.sampling(0.0, "warm-up"))
-                told()
+                on_progress()
         for method in self.methods.values() if self.target.compiled else ():
-            self._compile_widths(method, ids, told)
+            self._compile_widths(method, ids, on_progress)
 
     @torch.inference_mode()
-    def _compile_widths(self, method: Method, ids: list[int], told: Callable[[], None]) -> None:
+    def _compile_widths(self, method: Method, ids: list[int], on_progress: Callable[[], None]) -> None:
         """Also those that no warm-up happened to have."""
         room, layers = self._config.max_new_tokens + method.room(True), method.draft.needs.auxiliary
         begun, on, past = prefill(self.target, ids, room, layers), self.target.device, len(ids)
@@ -181,7 +181,7 @@ class Harness:
             for _ in range(3):  # a CUDA graph's first run warms up, the second records it
                 cache = begun.taken()[0]
                 self.target.forward(root, cache, torch.tensor([past], device=on), seen, width, layers)
-                told()
+                on_progress()
 
     def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
         """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too
@@ -205,7 +205,9 @@ class Harness:
                 messages.append(as_message(self.target.tokenizer, answer))
         return encoded
 
-    def _decode_turn(self, unit: Unit, turn: int, ids: list[int], outcome: Outcome, told: Callable[[], None]) -> None:
+    def _decode_turn(
+        self, unit: EvalTask, turn: int, ids: list[int], outcome: Outcome, on_progress: Callable[[], None]
+    ) -> None:
         methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
@@ -214,18 +216,18 @@ class Harness:
             for number in range(len(methods)):
                 method = methods[(shift + number + repeat) % len(methods)]
                 found[method] = self._one(method, ids, sampling)
-                told()
+                on_progress()
             outcome.records += [Record(*place, method, repeat, found[method]) for method in methods]
             repeats.append((sampling, {method: one.tokens for method, one in found.items()}))
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
-            self._gatekeeper.compare(gate, method, ids, pairs, told)
+            self._gatekeeper.compare(gate, method, ids, pairs, on_progress)
             # Greedily in fp32 on a CPU, an answer is its own proof.
             if unit.temperature > 0 or rounding(self.target.dtype, self.target.device):
                 sampling, answers = repeats[0]
                 begun = self._begun(ids, False)
                 self._gatekeeper.look_at_rounds(gate, method, ids, sampling, answers[PLAIN], begun)
-            told()
+            on_progress()
 
 
 def pooled(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Source
-from pipeline.target.model import Target
+from pipeline.lm.model import Target
 
 # Children of one module that transformers' decoders, and the drafts, give one and the same tensor.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -9,9 +9,9 @@ import jinja2
 
 from eval.measure import report
 from eval.measure.harness import Record
-from eval.measure.units import Job
+from eval.measure.tasks import Job
+from pipeline.lm.chat import pieces_of
 from pipeline.recipe.sections import BenchmarkConfig
-from pipeline.target.chat import pieces_of
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")

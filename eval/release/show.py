@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from eval.measure.units import Measured, make_harness
+from eval.measure.tasks import Measured, make_harness
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
 from pipeline.artifacts.published import fetch
@@ -20,10 +20,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
 from pipeline.basics.public import public_name
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.lm.chat import pieces_of, prompt_ids
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.chat import pieces_of, prompt_ids
 
 QUESTION = "What is a prime number? Give three examples."
 COLUMNS, CELL, LINE, MARGIN = 92, 8.4, 24, 20  # characters of a line; pixels

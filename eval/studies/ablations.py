@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from eval.measure import plots
-from eval.measure.harness import Harness, Unit
-from eval.measure.units import Measured, make_harness, methods_of, units_of
+from eval.measure.harness import EvalTask, Harness
+from eval.measure.tasks import Measured, make_harness, methods_of, units_of
 from eval.studies.compare import compared
 from pipeline.artifacts.provenance import ROOT, provenance
 from pipeline.basics.errors import PipelineError
@@ -42,7 +42,7 @@ Counts = dict[str, tuple[int, int]]  # by prompt: tokens and rounds, over all se
 class Answered:
     """A prompt's answer by the target."""
 
-    unit: Unit
+    unit: EvalTask
     prompt: list[int]
     answer: list[int]
 

@@ -20,20 +20,20 @@ from itertools import product, zip_longest
 import torch
 
 from eval.measure import report
-from eval.measure.harness import Harness, Unit, pooled
-from eval.measure.units import make_harness, methods_of, units_of
+from eval.measure.harness import EvalTask, Harness, pooled
+from eval.measure.tasks import make_harness, methods_of, units_of
 from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
+from pipeline.lm.model import Target
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.model import Target
 
 
-def chosen_units(recipe: Recipe, count: int) -> list[Unit]:
+def chosen_units(recipe: Recipe, count: int) -> list[EvalTask]:
     """The first prompts of the benchmarks in turn, until there are `count`."""
-    by_benchmark: dict[str, list[Unit]] = {}
+    by_benchmark: dict[str, list[EvalTask]] = {}
     for unit in units_of(recipe):
         by_benchmark.setdefault(unit.benchmark, []).append(unit)
     return [unit for row in zip_longest(*by_benchmark.values()) for unit in row if unit][:count]

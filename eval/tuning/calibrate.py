@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.stats import t as students_t
 
-from pipeline.decoding.calibration import Calibration, Chance, Curve, levels
+from pipeline.decoding.calibration import AcceptProbability, Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
 from pipeline.decoding.replay import Together
@@ -178,7 +178,7 @@ def _jackknife(without: np.ndarray, whole: float) -> float:
     return (len(without) - 1) / len(without) * ((without - whole) ** 2).sum()
 
 
-def reliability(each: Each, chance_of: Callable[[str], Chance]) -> list[Bin]:
+def reliability(each: Each, chance_of: Callable[[str], AcceptProbability]) -> list[Bin]:
     """Of all candidates, predicted from the other half of the prompts; the halves apart, since what one half has too
     much of, the other has too little of. ``chance_of(source)`` is its default.
     """
@@ -211,7 +211,7 @@ def reliability(each: Each, chance_of: Callable[[str], Chance]) -> list[Bin]:
 
 
 def _predicted(
-    fits: list[Calibration], temperature: float, source: str, level: str, scores: np.ndarray, default: Chance
+    fits: list[Calibration], temperature: float, source: str, level: str, scores: np.ndarray, default: AcceptProbability
 ) -> np.ndarray:
     """Chances [a fit, a candidate]."""
     curves = [one.curves.get(temperature, {}).get(source, {}).get(level) for one in fits]

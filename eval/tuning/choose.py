@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from eval.measure.harness import PLAIN, Harness, Unit, pooled
-from eval.measure.units import tuned_for, untuned
+from eval.measure.harness import PLAIN, EvalTask, Harness, pooled
+from eval.measure.tasks import tuned_for, untuned
 from eval.tuning.calibrate import Answer, Bin, count, fit, reliability, said
 from eval.tuning.costs import Costs
 from eval.tuning.pace import Paced, paced
@@ -14,11 +14,11 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Settled
+from pipeline.decoding.contract import Method, TreeSupport
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.recipe import Recipe
 
-Told = Callable[[str], None]  # hears what was found, line by line
+Say = Callable[[str], None]  # prints what was found, line by line
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
 PACED_K = (3, 6, 10)  # of rounds of the size that pays
 COMPILED = (1, 4, 8, 16, 32, 64, 128)  # nodes that such rounds may have where each number is compiled
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def predict(
-    counters: list[replay.Counter], costs: Costs, settled: Settled, depth: int, sizes: list[int], candidates: str
+    counters: list[replay.Counter], costs: Costs, settled: TreeSupport, depth: int, sizes: list[int], candidates: str
 ) -> list[Prediction]:
     """Every tree's prediction, fastest first. In units of plain decoding: the machine's own speed drifts while it is
     measured.
@@ -56,7 +56,7 @@ def predict(
     return sorted(out, key=lambda one: -one.speedup)
 
 
-def shapes(settled: Settled, depth: int, candidates: str) -> Iterator[TreeConfig]:
+def shapes(settled: TreeSupport, depth: int, candidates: str) -> Iterator[TreeConfig]:
     """All that are considered, but for the number of nodes: that is the least here."""
     for top_k in TOP_K:
         for levels in range(1, depth + 1):
@@ -80,7 +80,7 @@ class Replays:
 
 
 def calibrate(
-    name: str, sources: Sources, found: Replays, depth: int, candidates: str, told: Told
+    name: str, sources: Sources, found: Replays, depth: int, candidates: str, say: Say
 ) -> tuple[Calibration, list[Bin]]:
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
@@ -98,7 +98,7 @@ def calibrate(
         by_answers[f", without {circles} answers in circles"] = reliability(straight, chances.__getitem__)
     for which, found_bins in by_answers.items():
         for line in said(found_bins):
-            told(f"{name}, chances on other prompts{which}: {line}")
+            say(f"{name}, chances on other prompts{which}: {line}")
     return calibration, bins
 
 
@@ -112,7 +112,7 @@ def best_paced(draft: Sources, found: Replays, costs: Costs, depth: int, candida
 
 
 def measure(
-    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[Unit]
+    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[EvalTask]
 ) -> dict[str, dict[str, float | None]]:
     """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
     PipelineError where the losslessness gate fails.
@@ -156,22 +156,20 @@ def of_sized(recipe: Recipe, name: str, costs: Costs) -> Costs | None:
     return few if few.sizes and 1 in few.verify else None
 
 
-def choose(
-    name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: Costs | None, told: Told
-) -> Choice:
+def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: Costs | None, say: Say) -> Choice:
     """`sized`: the costs of rounds of the size that pays, where these are looked at, too."""
     draft, candidates, calibration, bins, rule = given.draft, given.tree.candidates, None, [], None
     if isinstance(draft, Sources):
-        calibration, bins = calibrate(name, draft, found, depth, candidates, told)
+        calibration, bins = calibrate(name, draft, found, depth, candidates, say)
         draft = draft.tuned(calibration)
     ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
-    told(f"{name}, fastest trees by prediction:")
+    say(f"{name}, fastest trees by prediction:")
     for one in ranked[:5]:
-        told(f"  {one.said()}")
+        say(f"  {one.said()}")
     methods = {"tuned": Method(draft, ranked[0].tree)}
     if sized and isinstance(draft, Sources):
         rule = best_paced(draft, found, sized, depth, candidates)
-        told(
+        say(
             f"  rounds of the size that pays ({rule.forwards:.1f} draft forwards, {rule.nodes:.1f} nodes a round): tau "
             f"{rule.tau:.2f}, {rule.speedup:.2f}x"
         )
@@ -183,22 +181,22 @@ def tune(
     recipe: Recipe,
     harness: Harness,
     name: str,
-    units: list[Unit],
+    units: list[EvalTask],
     found: Replays,
     costs: Costs,
     depth: int,
-    told: Told,
+    say: Say,
 ) -> dict:
     """Chooses, measures and describes one method's tree."""
     given = harness.methods[name]
-    told(costs.said())
-    chosen = choose(name, given, found, costs, depth, of_sized(recipe, name, costs), told)
+    say(costs.said())
+    chosen = choose(name, given, found, costs, depth, of_sized(recipe, name, costs), say)
     took = measure(recipe, harness, chosen.methods | {"given": given}, units)
     plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
     best = chosen.best
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]
-    told(
+    say(
         f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {tuned['speedup']:.2f}x at "
         f"{tuned['tau']:.2f} ({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the "
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
@@ -222,15 +220,15 @@ def tune(
     }
     if chosen.sized is None:
         return out
-    return out | faster(name, chosen.sized, took["sized"], tuned, out["tree"], plainly["ms_per_token"], told)
+    return out | faster(name, chosen.sized, took["sized"], tuned, out["tree"], plainly["ms_per_token"], say)
 
 
-def faster(name: str, sized: Paced, took: dict, fixed: dict, tree: dict, plain_ms: float, told: Told) -> dict:
+def faster(name: str, sized: Paced, took: dict, fixed: dict, tree: dict, plain_ms: float, say: Say) -> dict:
     """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster. Both are
     written down, whichever is kept.
     """
     kept = took["speedup"] > fixed["speedup"]
-    told(
+    say(
         f"{name}, rounds of the size that pays: predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured "
         f"{took['speedup']:.2f}x at {took['tau']:.2f}; the fixed tree {fixed['speedup']:.2f}x: "
         f"{'kept' if kept else 'not kept'}"

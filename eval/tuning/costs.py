@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from pipeline.basics.accelerator import now
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Frontier, Method, Settled, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, Method, RoundInput, TreeSupport
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.target.attention import behind
-from pipeline.target.model import Target
+from pipeline.lm.attention import behind
+from pipeline.lm.model import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
@@ -103,11 +103,11 @@ class _Parts:
         self._experts = {name: method.tree.candidates != "plain" for name, method in methods.items()}
         # By stepwise draft: its states behind the context and behind each forward of one node, and what these answered.
         self._states: dict[str, list[Any]] = {}
-        self._answers: dict[str, list[Answer]] = {}
+        self._answers: dict[str, list[DraftOutput]] = {}
         for name, method in methods.items():
             if method.draft.stepwise:
-                state, seen = method.draft.open(), Verified(self._text[: context + 1], given.of(method.draft.needs))
-                self._answers[name] = [method.draft.start(state, seen, Wanted(1, self._experts[name]))]
+                state, seen = method.draft.open(), RoundInput(self._text[: context + 1], given.of(method.draft.needs))
+                self._answers[name] = [method.draft.start(state, seen, DraftRequest(1, self._experts[name]))]
                 self._states[name] = [copy.deepcopy(state)]
                 for number in range(1, kinds_of(method.draft.config)):
                     self._states[name].append(copy.deepcopy(state))
@@ -142,23 +142,23 @@ class _Parts:
 
     def _start(self, name: str, levels: int, state: Any) -> None:
         draft = self._methods[name].draft
-        seen = Verified(self._text[: self._context + 3], self._two.of(draft.needs))
-        draft.start(state, seen, Wanted(levels, self._experts[name])).logits_LWU[-1].argmax(-1).tolist()
+        seen = RoundInput(self._text[: self._context + 3], self._two.of(draft.needs))
+        draft.start(state, seen, DraftRequest(levels, self._experts[name])).logits_LWU[-1].argmax(-1).tolist()
 
     def _step(self, name: str, number: int, levels: int, width: int, state: Any) -> None:
         self._stepped(name, number, width, state, levels).logits_LWU[-1].argmax(-1).tolist()
 
-    def _stepped(self, name: str, number: int, width: int, state: Any, levels: int = 1) -> Answer:
+    def _stepped(self, name: str, number: int, width: int, state: Any, levels: int = 1) -> DraftOutput:
         """The round's forward of this number, over `width` nodes below forwards of one node."""
         device = self._target.device
         above = torch.ones(width, number - 1, dtype=torch.bool, device=device)
         seen = torch.cat([above, torch.eye(width, dtype=torch.bool, device=device)], dim=1)
         carry = self._answers[name][number - 1].carry_WD[-1:].expand(width, -1)
         frontier = Frontier(self._tokens[:width], carry, seen, number)
-        return self._methods[name].draft.step(state, frontier, Wanted(levels, self._experts[name]))
+        return self._methods[name].draft.step(state, frontier, DraftRequest(levels, self._experts[name]))
 
 
-def kinds_of(draft: Settled) -> int:
+def kinds_of(draft: TreeSupport) -> int:
     """How many of a round's forwards, the first included, differ from those that follow; at most the second where all
     after the first are alike.
     """
@@ -211,7 +211,7 @@ def measure_costs(
     return found
 
 
-def _levels(median: dict[tuple, float], name: str, config: Settled) -> list[float]:
+def _levels(median: dict[tuple, float], name: str, config: TreeSupport) -> list[float]:
     """What each further level of a forward adds, by its number."""
     found = []
     for number in range(kinds_of(config)):

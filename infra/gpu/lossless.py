@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eval.measure import report
-from eval.measure.harness import Harness, Unit, pooled
+from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from infra.gpu.shapes import Given, new_methods, recipe_of, save_small_target
 from pipeline.decoding.config import TreeConfig
@@ -16,9 +16,9 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import Target
 
 TEACHING = 150  # steps that teach a draft the small target's answers, so that candidates are accepted
 
@@ -52,7 +52,7 @@ def lossless(given: Given) -> dict[str, Any]:
 def decoded(recipe: Recipe, target: Target, methods: dict[str, Method], count: int) -> list[dict[str, Any]]:
     """The report's entries for so many random prompts."""
     harness = Harness(recipe, target, methods)
-    units = [Unit("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
+    units = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
     records, gates, _ = pooled([(unit.benchmark, harness.decode(unit)) for unit in units])
     return report.results(records, gates)
 

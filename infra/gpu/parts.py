@@ -37,9 +37,9 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.lm.model import DTYPES, Target, load_config
 from pipeline.recipe.load import override_arguments
 from pipeline.running import children, entry
-from pipeline.target.model import DTYPES, Target, load_config
 from preprocess.bench import Methods
 from train.engine.engine import start_distributed
 from train.estimate import step_bytes

@@ -24,10 +24,10 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
 from pipeline.features.shards import Manifest, write_shard
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import DTYPES, Target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends
-from pipeline.target.model import DTYPES, Target
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 
@@ -248,7 +248,7 @@ def new_methods(
 ) -> dict[str, Method]:
     """Of the recipe, bound to the target, in its dtype: with random weights, or with these."""
     found: dict[str, Method] = {}
-    ends = Ends(target.embedding_VD, target.head, "random")
+    ends = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
         draft = build(config, shapes_of(target.config))
         draft.initialise(recipe.seed)

@@ -13,16 +13,16 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eval.measure.units import units_of
+from eval.measure.tasks import units_of
 from infra.serving import one_line
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.model import load_tokenizer, source
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import load_tokenizer, source
 
 
 def prompts(recipe: Recipe) -> list[list[int]]:

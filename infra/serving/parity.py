@@ -23,12 +23,12 @@ from pipeline.basics.files import write_json
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.model import Target, fingerprint, load_tokenizer, source
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
 from pipeline.serving.export import export
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import Target, fingerprint, load_tokenizer, source
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20

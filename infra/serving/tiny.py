@@ -17,9 +17,9 @@ from pipeline.drafts import TrainedDraft, build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.lm.model import Target, fingerprint, source
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import Target, fingerprint, source
 
 DRAFT = "eagle3"
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
@@ -37,7 +37,7 @@ def tiny(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[l
     """
     folder = work / f"tiny-{kind}"
     words = _save(Path(source(load_recipe(path).target).name), folder, kind)
-    draft = f'{{kind="eagle3", rollout=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+    draft = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
     sets = [f"target.model={folder}", f"output={folder / 'run'}", f"draft.{DRAFT}={draft}"]
     recipe = load_recipe(path, sets)
     generator = torch.Generator().manual_seed(0)

@@ -166,7 +166,7 @@ def read_config(folder: Path) -> Saved:
         config = settings_from(raw["draft"])
         together = Together.from_json(raw["together"]) if raw.get("together") else None
         settled = SettledTogether(config, bool(together.beside)) if together else config
-        tree = settled.settle(from_json(TreeConfig, raw["tree"]))
+        tree = settled.resolve(from_json(TreeConfig, raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}
         return Saved(config, raw["shapes"], tree, raw["target"], together=together, **rest)

@@ -10,11 +10,11 @@ from pipeline.basics.progress import Progress
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, prompts_damage
 from pipeline.features.store import Store, lacking
+from pipeline.lm.attention import most_positions
+from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
+from pipeline.lm.model import fingerprint, load_config, load_tokenizer
+from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.attention import most_positions
-from pipeline.target.chat import template_fingerprint, tokenizer_fingerprint
-from pipeline.target.model import fingerprint, load_config, load_tokenizer
-from pipeline.target.template import template_settings
 
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:

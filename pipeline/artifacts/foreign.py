@@ -22,7 +22,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.drafts.eagle3 import AUXILIARY
 from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
-from pipeline.target.attention import FULL, SLIDING, most_positions
+from pipeline.lm.attention import FULL, SLIDING, most_positions
 
 WEIGHTS = (
     *("model.safetensors", "pytorch_model.bin", "model.ckpt"),

@@ -19,8 +19,8 @@ from pipeline.artifacts.foreign import read_weights, require_known, their_config
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.drafts import build, parameter_count
+from pipeline.lm.model import load_config, load_ends
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import load_config, load_ends
 
 IDS = "draft_token_ids"
 

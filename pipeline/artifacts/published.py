@@ -18,8 +18,8 @@ from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive
 from pipeline.basics.public import scrubbed
+from pipeline.lm.model import load_ends
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import load_ends
 
 ELSEWHERE = "elsewhere.json"  # a release's figures of other machines
 CARRIED = (REPORT, ELSEWHERE)  # what a release of ours says of itself

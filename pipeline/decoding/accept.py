@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.accelerator import sent
-from pipeline.decoding.contract import Chance
+from pipeline.decoding.contract import Randomness
 from pipeline.decoding.tree import Tree
 
 HALVINGS = 32  # random numbers that a token is chosen with: enough for any vocabulary below 2 ** 32
@@ -122,7 +122,7 @@ def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int],
         node = match
 
 
-def accept_drawn(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], int]:
+def accept_drawn(tree: Tree, p_NV: Tensor, randomness: Randomness) -> tuple[list[int], int]:
     """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
     assert tree.proposals is not None
     path: list[int] = []
@@ -132,14 +132,14 @@ def accept_drawn(tree: Tree, p_NV: Tensor, chance: Chance) -> tuple[list[int], i
         p_V, accepted = p_NV[node], -1
         for child in children[node]:
             token, q_V = tree.tokens[child], tree.proposals[child]
-            if chance.accept(min(1.0, (p_V[token] / q_V[token]).item())):
+            if randomness.accept(min(1.0, (p_V[token] / q_V[token]).item())):
                 accepted = child
                 break
             rest_V = (p_V - q_V).clamp_min(0)
             if (mass := rest_V.sum()) > 0:  # otherwise p is q but for rounding, and this rejection has no probability
                 p_V = rest_V / mass
         if accepted < 0:
-            return path, int(chance.draw_rows(p_V[None])[0])
+            return path, int(randomness.draw_rows(p_V[None])[0])
         path.append(accepted)
         node = accepted
 

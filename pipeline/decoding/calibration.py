@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 
-Chance = Callable[[int, float], float]  # of a candidate, by depth and score
+AcceptProbability = Callable[[int, float], float]  # of a candidate, by depth and score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Calibration(Settings):
         # JSON's keys are strings
         self._set("curves", {float(temperature): found for temperature, found in self.curves.items()})
 
-    def of(self, source: str, temperature: float, tree: TreeConfig, default: Chance) -> Chance:
+    def of(self, source: str, temperature: float, tree: TreeConfig, default: AcceptProbability) -> AcceptProbability:
         """What `source`'s candidates in such a tree are worth, at the temperature that is nearest of those counted."""
         nearest = min(self.curves, key=lambda counted: (abs(counted - temperature), counted), default=None)
         found = {} if nearest is None else self.curves[nearest].get(source, {})

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.tree import Tree
-from pipeline.target.states import Needs, States
+from pipeline.lm.states import Needs, States
 
 
 @dataclass
-class Verified:
+class RoundInput:
     """What a round begins with: the text so far and, of its tokens that the draft has not seen, the target's states."""
 
     tokens: list[int]  # t_0 .. t_n, prompt and answer; the last one is the tree's root and has no states yet
@@ -36,7 +36,7 @@ class Frontier:
 
 
 @dataclass
-class Answer:
+class DraftOutput:
     """A forward's answer for W nodes; logits are over the draft's vocabulary."""
 
     carry_WD: Tensor  # for the forward of each row's children; a tree only indexes it by row
@@ -51,14 +51,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DraftRequest:
     """What a tree wants of a forward."""
 
     levels: int = 1  # so many tokens ahead, or as many as this forward can answer
     experts: bool = False  # and each expert's own next token
 
 
-class Chance(Protocol):
+class Randomness(Protocol):
     """Where randomness enters: one seeded generator when decoding, every outcome in turn when proving."""
 
     def accept(self, probability: float) -> bool: ...
@@ -81,7 +81,7 @@ class Draws:
     """What a tree wants whose siblings are drawn."""
 
     processing: Processing
-    chance: Chance
+    randomness: Randomness
 
 
 @dataclass
@@ -102,17 +102,17 @@ class Pool:
 class Forwards(Protocol):
     """A draft's forwards, as a tree asks for them."""
 
-    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
 
-    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
 
 
-class Settled(Protocol):
+class TreeSupport(Protocol):
     """A draft's settings, as far as trees go."""
 
-    def settle(self, tree: TreeConfig) -> TreeConfig:
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
 
     def most(self, tree: TreeConfig) -> int:
@@ -145,7 +145,7 @@ class Draft(Forwards, Protocol):
         """Target ids of its vocabulary; None where it has the target's own."""
 
     @property
-    def config(self) -> Settled: ...
+    def config(self) -> TreeSupport: ...
 
     @property
     def needs(self) -> Needs: ...
@@ -154,7 +154,7 @@ class Draft(Forwards, Protocol):
         """A state of one sequence."""
 
     def propose(
-        self, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
     ) -> Tree:
         """A tree below the last emitted token: a function of the text and of the draft alone, but for what is drawn.
 
@@ -168,7 +168,9 @@ class Source(Draft, Protocol):
     def packable(self) -> list[torch.nn.Module]:
         """What decodes: modules whose linear layers may be laid out anew."""
 
-    def pool(self, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None) -> Pool:
+    def pool(
+        self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards | None = None
+    ) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
 
     def chance(self, depth: int, score: float) -> float:
@@ -217,7 +219,7 @@ class Method:
     tree: TreeConfig
 
     def __post_init__(self):
-        object.__setattr__(self, "tree", self.draft.config.settle(self.tree))
+        object.__setattr__(self, "tree", self.draft.config.resolve(self.tree))
 
     def room(self, compiled: bool) -> int:
         """Positions behind the last token of an answer that its last round may need; a compiled target writes all of a

@@ -21,7 +21,7 @@ from transformers import (
 from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
-from pipeline.decoding.contract import Answer, Cache, Draft, Draws, Method, States, TargetModel, Verified
+from pipeline.decoding.contract import Cache, Draft, DraftOutput, Draws, Method, RoundInput, States, TargetModel
 from pipeline.decoding.tree import Tree
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
@@ -153,8 +153,8 @@ class _Timed:
     """A draft's forwards, timed."""
 
     def __init__(self, draft: Draft, watch: Stopwatch):
-        self.start: Callable[..., Answer] = partial(watch, "draft", draft.start)
-        self.step: Callable[..., Answer] = partial(watch, "draft", draft.step)
+        self.start: Callable[..., DraftOutput] = partial(watch, "draft", draft.start)
+        self.step: Callable[..., DraftOutput] = partial(watch, "draft", draft.step)
 
 
 @dataclass
@@ -201,7 +201,7 @@ def plain(
     prompt: list[int],
     sampling: Sampling,
     prefilled: Prefilled | None = None,
-    heard: Listener = lambda _: None,
+    on_tokens: Listener = lambda _: None,
 ) -> Generation:
     """Autoregressive decoding, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
@@ -211,7 +211,7 @@ def plain(
     while True:
         before = sampling.before(prompt, tokens, None, target.device)
         chosen = sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist()
-        new, done = _heard(heard, *sampling.trimmed(chosen, len(tokens)))
+        new, done = _ended_by(on_tokens, *sampling.trimmed(chosen, len(tokens)))
         tokens += new
         if done:
             return Generation(tokens, watch.total(), depths=[0] * len(tokens))
@@ -227,11 +227,11 @@ def speculative(
     observe: Observer | None = None,
     exact_split: bool = False,
     prefilled: Prefilled | None = None,
-    heard: Listener = lambda _: None,
+    on_tokens: Listener = lambda _: None,
 ) -> Generation:
     """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
     drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
-    time. `heard` is told the tokens of every round.
+    time. `on_tokens` is told the tokens of every round.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
@@ -241,11 +241,11 @@ def speculative(
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
-    out.tokens, done = _heard(heard, *sampling.trimmed([first], 0))
+    out.tokens, done = _ended_by(on_tokens, *sampling.trimmed([first], 0))
     out.depths = [0] * len(out.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
-        tree = draft.propose(state, Verified(text, states.of(draft.needs)), spec, draws, timed)
+        tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, timed)
         past = cache.length
         positions, seen = _layout(tree, past, target.device)
         width = method.width(len(tree.tokens))
@@ -257,7 +257,7 @@ def speculative(
         states = states.rows([0, *path])
         emitted = [*(tree.tokens[node] for node in path), bonus]
         text += emitted
-        new, done = _heard(heard, *sampling.trimmed(emitted, len(out.tokens)))
+        new, done = _ended_by(on_tokens, *sampling.trimmed(emitted, len(out.tokens)))
         out.tokens += new
         out.depths += [*range(1, len(path) + 1), 0][: len(new)]
         out.untrimmed_tokens += len(emitted)
@@ -266,9 +266,9 @@ def speculative(
     return out
 
 
-def _heard(heard: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
+def _ended_by(on_tokens: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
     """What a listener keeps of a round's tokens, and whether decoding ends."""
-    end = heard(new)
+    end = on_tokens(new)
     return (new, done) if end is None else (new[:end], True)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, static_paths
-from pipeline.decoding.contract import Answer, Draft, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.contract import Draft, DraftOutput, DraftRequest, Draws, Forwards, Frontier, Pool, RoundInput
 from pipeline.decoding.tree import Tree, build_tree
 
 
-def grow(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards) -> Tree:
+def grow(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards) -> Tree:
     """Grows the draft's tree below the last emitted token, from its `forwards`.
 
     `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises PipelineError
@@ -38,7 +38,7 @@ class _Grower:
     """The forwards of one round, and what the last of them answered."""
 
     def __init__(
-        self, draft: Draft, state: Any, seen: Verified, tree: TreeConfig, forwards: Forwards, any_last: bool = False
+        self, draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, forwards: Forwards, any_last: bool = False
     ):
         """`any_last`: any forward may turn out to be the last one."""
         self.draft, self.tree, self._state, self._forwards, self._any_last = draft, tree, state, forwards, any_last
@@ -47,9 +47,9 @@ class _Grower:
         self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
         self._seen_WC = torch.zeros(1, 0, dtype=torch.bool, device=self.device)
 
-    def _wanted(self, depth: int) -> Wanted:
+    def _wanted(self, depth: int) -> DraftRequest:
         levels = self.tree.depth - self.last if self._any_last or depth == self.last else 1
-        return Wanted(levels, self.tree.candidates != "plain")
+        return DraftRequest(levels, self.tree.candidates != "plain")
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
         """Forwards W nodes at `depth`, whose parents were rows of the forward before."""
@@ -71,7 +71,7 @@ def seen_by(seen: Tensor, rows_W: Tensor) -> Tensor:
     return torch.cat([seen[rows_W], itself], dim=1)
 
 
-def ranking(answer: Answer, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+def ranking(answer: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. None is
     above 0, where rounding would let a mixture's be: a child must not outrank its parent.
     """
@@ -91,7 +91,7 @@ def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -
     return tokens, scored_WU.gather(1, chosen)
 
 
-def ahead_scores(answer: Answer, level: int) -> Tensor:
+def ahead_scores(answer: DraftOutput, level: int) -> Tensor:
     """Log-probabilities of the token `level` levels below the last forward's own candidates."""
     return answer.logits_LWU[level].float().log_softmax(-1)
 
@@ -110,7 +110,7 @@ class _Level:
     first: int  # number of the first one in the pool
 
 
-def best_pool(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards) -> Pool:
+def best_pool(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards) -> Pool:
     """The best `count` candidates of a dynamic tree. Per level the `top_k` best nodes by cumulative log-probability are
     forwarded and each proposes `top_k` children. A child never outranks its parent, so what stays is connected.
 
@@ -124,7 +124,7 @@ def best_pool(draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count:
 
 
 def stages(
-    draft: Draft, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards
+    draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards
 ) -> Iterator[Pool]:
     """`best_pool` of the trees that end after the first forward, the second, ...: each pool costs the forward before
     it, which is made when it is asked for.
@@ -223,10 +223,10 @@ class _Siblings:
     """Siblings drawn one after the other without replacement: from one distribution, or from each expert's in turn."""
 
     def __init__(self, tree: TreeConfig, draws: Draws):
-        self._processing, self._chance = draws.processing, draws.chance
+        self._processing, self._randomness = draws.processing, draws.randomness
         self._by_expert, self._mixed = tree.siblings == "drawn-by-expert", tree.candidates == "mixture"
 
-    def of(self, draft: Draft, answer: Answer, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+    def of(self, draft: Draft, answer: DraftOutput, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
         """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
         ``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each
         parent draws for itself.
@@ -251,7 +251,7 @@ class _Siblings:
             q_WV = q_WKV[:, rank % q_WKV.shape[1]] * free
             mass = q_WV.sum(-1, keepdim=True)
             q_WV = q_WV / mass.clamp_min(torch.finfo(q_WV.dtype).tiny)
-            drawn = self._chance.draw_rows(q_WV)
+            drawn = self._randomness.draw_rows(q_WV)
             free = free.scatter(1, drawn[:, None], 0.0)
             tokens.append(torch.where(mass[:, 0] > 0, drawn, -1))
             proposals.append(q_WV)

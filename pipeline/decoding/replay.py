@@ -19,7 +19,17 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draft, Draws, Frontier, Method, Pool, States, Verified, Wanted
+from pipeline.decoding.contract import (
+    Draft,
+    DraftOutput,
+    DraftRequest,
+    Draws,
+    Frontier,
+    Method,
+    Pool,
+    RoundInput,
+    States,
+)
 from pipeline.decoding.grow import ahead_scores, candidates, not_finite, ranking, seen_by
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
@@ -52,7 +62,7 @@ def decoded(method: Method, states: States, tokens: list[int], begin: int, tempe
     state, states_TSD = draft.open(), states.of(draft.needs)
     draws = Draws(_At(temperature), _At(temperature)) if isinstance(draft, Sources) else None
     while end < len(tokens) - 1:  # `end`: the last emitted token
-        seen = Verified(tokens[: end + 1], states_TSD[fed:end])
+        seen = RoundInput(tokens[: end + 1], states_TSD[fed:end])
         tree, following = draft.propose(state, seen, method.tree, draws), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
         fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
@@ -151,7 +161,7 @@ class Together:
 
     def __init__(self, sources: Sources, walk: Walk, tokens: list[int], begin: int):
         self.walk, ends, state = walk, range(begin, len(tokens) - 1), sources.open()
-        seen = (Verified(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
+        seen = (RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
         self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
         deepest = max(CHAIN, walk.following_AS.shape[1])
         self.following = [tokens[end + 1 : end + 1 + deepest] for end in ends]
@@ -185,7 +195,7 @@ def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: T
     for first in range(0, len(ends), block := max(1, FORWARDED // tree.top_k)):
         block_ends = ends[first : first + block]
         upto = block_ends[-1]
-        seen = Verified(tokens[: upto + 1], states_TSD[fed:upto])
+        seen = RoundInput(tokens[: upto + 1], states_TSD[fed:upto])
         answer = draft.start(state, seen, _wanted(tree), len(block_ends))
         fed = upto
         prefix_A = torch.tensor(list(block_ends), device=answer.carry_WD.device)
@@ -194,12 +204,12 @@ def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: T
     return Walk(levels, np.stack([padded[end + 1 : end + 1 + tree.depth] for end in ends]))
 
 
-def _wanted(tree: TreeConfig) -> Wanted:
+def _wanted(tree: TreeConfig) -> DraftRequest:
     """Of every forward, since any may be a smaller tree's last."""
-    return Wanted(tree.parallel or 1, tree.candidates != "plain")
+    return DraftRequest(tree.parallel or 1, tree.candidates != "plain")
 
 
-def _levels(draft: Draft, state: Any, answer: Answer, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
+def _levels(draft: Draft, state: Any, answer: DraftOutput, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
     """As `grow.best_pool` grows its levels, at A places at a time and each level with all its branches ahead.
     Raises PipelineError where a logit is not finite.
     """

@@ -13,13 +13,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.decoding.calibration import Calibration, Chance
+from pipeline.decoding.calibration import AcceptProbability, Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Settled, Source, Verified, Wanted
+from pipeline.decoding.contract import (
+    DraftOutput,
+    DraftRequest,
+    Draws,
+    Forwards,
+    Frontier,
+    Pool,
+    RoundInput,
+    Source,
+    TreeSupport,
+)
 from pipeline.decoding.grow import stages
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.decoding.worth import Worth
-from pipeline.target.states import Needs
+from pipeline.lm.states import Needs
 
 POOL = 127  # candidates of the draft that are looked at: its best ones
 CHAIN = 10  # tokens that are copied at once, at most
@@ -96,7 +106,7 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
     return Merged(tokens, parents, chances, order)
 
 
-def stages_of(tree: TreeConfig, draft: Settled) -> list[TreeConfig]:
+def stages_of(tree: TreeConfig, draft: TreeSupport) -> list[TreeConfig]:
     """The trees that end after its first forward, its second, ..."""
     levels = [min(tree.parallel or 1, draft.levels_of(number)) for number in range(tree.forwards)]
     depths = [number + ahead for number, ahead in enumerate(levels)]
@@ -119,20 +129,20 @@ class _Whole:
     def __init__(self, forwards: Forwards, state: Any):
         self._forwards, self._state = forwards, state
 
-    def start(self, _: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, _: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         return self._forwards.start(self._state, seen, wanted, places)
 
-    def step(self, _: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, _: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         return self._forwards.step(self._state, frontier, wanted)
 
 
 class SettledTogether:
     """A draft's settings where chances choose the nodes: trees of best candidates, larger where others stand beside."""
 
-    def __init__(self, draft: Settled, beside: bool, worth: Worth | None = None):
+    def __init__(self, draft: TreeSupport, beside: bool, worth: Worth | None = None):
         self._draft, self._beside, self._worth = draft, beside, worth
 
-    def settle(self, tree: TreeConfig) -> TreeConfig:
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
             raise ValueError(
                 "tree.paths: nodes that are chosen by chances (beside, sized) have no ranks for a static tree: give "
@@ -140,7 +150,7 @@ class SettledTogether:
             )
         if tree.nodes > self.most(tree):
             raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
-        settled = self._draft.settle(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
+        settled = self._draft.resolve(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
         return replace(settled, nodes=tree.nodes)
 
     def most(self, tree: TreeConfig) -> int:
@@ -173,7 +183,7 @@ class Sources:
         """`worth`: each round has the nodes and the draft forwards that pay; without it, all that the tree says."""
         self.draft, self.beside, self.agreement, self.worth = draft, beside, agreement, worth
         self._calibration = calibration or Calibration()
-        self._known: dict[tuple[str, float, TreeConfig], Chance] = {}
+        self._known: dict[tuple[str, float, TreeConfig], AcceptProbability] = {}
         self.name = " + ".join([draft.name, *beside])
         self.config, self.stepwise = SettledTogether(draft.config, bool(beside), worth), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
@@ -193,14 +203,14 @@ class Sources:
     def open(self) -> _State:
         return _State(self.draft.open(), {name: source.open() for name, source in self.beside.items()}, [])
 
-    def start(self, state: _State, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: _State, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         return self.draft.start(state.draft, seen, wanted, places)
 
-    def step(self, state: _State, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: _State, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         return self.draft.step(state.draft, frontier, wanted)
 
     def propose(
-        self, state: _State, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self, state: _State, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
     ) -> Tree:
         temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
         grows, copied = _Whole(forwards, state) if forwards else None, self.copied(state, seen)
@@ -215,14 +225,14 @@ class Sources:
             if not self.worth.pays(number, value):
                 break
             if number == 0:  # the first forward takes in all that waited for it
-                whole = Verified(seen.tokens, torch.cat(state.waiting))
+                whole = RoundInput(seen.tokens, torch.cat(state.waiting))
                 pools = stages(self.draft, state.draft, whole, tree, POOL, grows or self.draft)
                 state.waiting.clear()
             found = self.merged(next(pools), copied, stage, temperature)
             nodes, value = self.worth.size(found.sorted())
         return found.tree(seen.tokens[-1], nodes, device)
 
-    def copied(self, state: _State, seen: Verified) -> dict[str, Pool]:
+    def copied(self, state: _State, seen: RoundInput) -> dict[str, Pool]:
         """What those beside the draft propose."""
         count = COPIED.nodes - 1
         return {name: one.pool(state.beside[name], seen, COPIED, count) for name, one in self.beside.items()}

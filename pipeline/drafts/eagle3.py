@@ -23,8 +23,8 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Teacher
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
-from pipeline.target.ends import Ends
-from pipeline.target.states import Needs
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.states import Needs
 
 AUXILIARY = "eagle_aux_hidden_state_layer_ids"
 LATER = ("norm_before_fc", "attention_bias", "qk_norm", "sliding_window")
@@ -34,7 +34,7 @@ LATER = ("norm_before_fc", "attention_bias", "qk_norm", "sliding_window")
 class Eagle3FrameConfig(OneLayerConfig):
     next: Weights = Weights(regression=0.0, classification=1.0)
     ahead: Weights = Weights(regression=0.0, classification=0.5)
-    rollout: int = 7
+    ttt_steps: int = 7
     own: Weights = Weights(regression=0.0, classification=1.0)
     decay: float = 0.8
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
@@ -54,7 +54,7 @@ class Eagle3FrameConfig(OneLayerConfig):
         layers = self.auxiliary_layers
         if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
             raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
-        self.at_least(self.rollout, "sliding_window")  # own features are in it
+        self.at_least(self.ttt_steps, "sliding_window")  # own features are in it
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
         if told := [name for name, term in self.terms().items() if term.weights.get("regression")]:
@@ -65,10 +65,10 @@ class Eagle3FrameConfig(OneLayerConfig):
         found = super().to_json()
         return {key: value for key, value in found.items() if value or key not in LATER}
 
-    def settle(self, tree: TreeConfig) -> TreeConfig:
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
         if self.sliding_window and tree.depth > self.sliding_window:
             raise ValueError(f"tree.depth={tree.depth} is more than this draft's sliding_window={self.sliding_window}")
-        return super().settle(tree)
+        return super().resolve(tree)
 
     def needs(self, target_layers: int) -> Needs:
         layers = self.auxiliary_layers or default_layers(target_layers)
@@ -197,7 +197,7 @@ class Eagle3Frame(OneLayer):
     def _asks_whole(self) -> bool:
         return self.config.vocabulary is not None and self.config.teacher != "renormalised"
 
-    def bind(self, ends: Ends) -> None:
+    def bind(self, ends: EmbeddingAndHead) -> None:
         """Its logits are its own head's: the target's is its teacher's, whole where the teacher is."""
         super().bind(ends)
         if self._asks_whole:

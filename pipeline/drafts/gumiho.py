@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Prediction, Term, named
@@ -50,7 +50,7 @@ class GumihoConfig(EagleFrameConfig):
         self.at_least(0, "regression_steps")
         if not 0 < self.later_decay <= 1:
             raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
-        for key in ("ahead", "own", "decay", "rollout"):
+        for key in ("ahead", "own", "decay", "ttt_steps"):
             if getattr(self, key) != getattr(type(self), key):
                 raise ValueError(
                     f"{key}: Gumiho's serial part is trained on true features, for the next token; the MLPs have later "
@@ -136,19 +136,19 @@ class Gumiho(Dense, EagleFrame):
     # -- decoding: a carry is F and, behind it, fc of the node whose forward it was ---------------------------------
 
     @torch.inference_mode()
-    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         answer = super().start(state, seen, replace(wanted, levels=1), places)
         return replace(answer, carry_WD=nn.functional.pad(answer.carry_WD, (0, answer.carry_WD.shape[1])))
 
     @torch.inference_mode()
-    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         feature_WD, before_WD = frontier.carry_WD.chunk(2, dim=-1)
         joined_WD = self._joined(feature_WD, frontier.tokens_W)
         if frontier.depth < SERIAL:
             answer = super().step(state, replace(frontier, carry_WD=feature_WD), replace(wanted, levels=1))
             return replace(answer, carry_WD=torch.cat([answer.carry_WD, joined_WD], dim=-1))
         found = self.mlp(torch.cat([before_WD, joined_WD], dim=-1), wanted.levels)
-        return Answer(frontier.carry_WD, list(self.logits(torch.stack(found))))
+        return DraftOutput(frontier.carry_WD, list(self.logits(torch.stack(found))))
 
     # -- checkpoints that others released -----------------------------------------------------------------------
 

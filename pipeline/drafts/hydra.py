@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import Objective, Prediction
-from pipeline.target.attention import additive, behind
-from pipeline.target.cache import TreeCache
+from pipeline.lm.attention import additive, behind
+from pipeline.lm.cache import TreeCache
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -126,12 +126,12 @@ class Hydra(HeadsDraft):
     def open(self) -> HydraState:
         return HydraState()
 
-    def _answer(self, input_WD: Tensor, number: int) -> Answer:
+    def _answer(self, input_WD: Tensor, number: int) -> DraftOutput:
         """Of head `number`, from 0; its children's forward appends a token to the same input."""
-        return Answer(input_WD, [self.logits(self.heads[number](input_WD), number)])
+        return DraftOutput(input_WD, [self.logits(self.heads[number](input_WD), number)])
 
     @torch.inference_mode()
-    def start(self, state: HydraState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: HydraState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         f_TD, past, mask = seen.states_TSD[:, 0], state.verified, None
         count, device = len(f_TD), f_TD.device
         if past and count > 1:
@@ -144,7 +144,7 @@ class Hydra(HeadsDraft):
         return self._answer(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
 
     @torch.inference_mode()
-    def step(self, state: HydraState, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: HydraState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         embedded_WD = self._embedded(frontier.tokens_W, frontier.carry_WD)
         return self._answer(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
 

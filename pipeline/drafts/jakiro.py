@@ -71,8 +71,8 @@ class ExpertsConfig(Settings):
                     f"routing={self.routing!r} runs one expert a token, and nobody chooses among several: expert_loss, "
                     "mixture_loss and balance_loss are not for it"
                 )
-        if self.routing == "depth" and self.rollout == 1:
-            raise ValueError("routing='depth' with rollout=1: there is but one depth; set rollout to 2 or more")
+        if self.routing == "depth" and self.ttt_steps == 1:
+            raise ValueError("routing='depth' with ttt_steps=1: there is but one depth; set ttt_steps to 2 or more")
         if self.routing == "domain" and self.experts != len(DOMAINS):
             raise ValueError(f"routing='domain' has an expert for each of {', '.join(DOMAINS)}: set experts=3")
         if self.contrast == "experts" and (own or self.experts_per_token > 5):

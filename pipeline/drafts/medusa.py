@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import Objective, Prediction
@@ -60,12 +60,12 @@ class Medusa(HeadsDraft):
         return None
 
     @torch.inference_mode()
-    def start(self, state: None, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: None, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         f_WD = seen.states_TSD[-places:, 0]
         features = [head(f_WD) for head in list(self.heads)[: wanted.levels]]
-        return Answer(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
+        return DraftOutput(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
 
-    def step(self, state: None, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: None, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         raise AssertionError("its settings say that there is no second forward")
 
     @classmethod

@@ -34,13 +34,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Answer
+from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, TextState, whole_texts
-from pipeline.target.attention import behind, masks, windows
-from pipeline.target.cache import TreeCache
-from pipeline.target.states import Needs
+from pipeline.lm.attention import behind, masks, windows
+from pipeline.lm.cache import TreeCache
+from pipeline.lm.states import Needs
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -360,5 +360,5 @@ class Skipper(ReadsText, TrainedDraft):
         cache.length = past + count
         return out.last_hidden_state[0]
 
-    def _answer(self, hidden_WD: Tensor) -> Answer:
-        return Answer(hidden_WD, [self.logits(hidden_WD)])
+    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+        return DraftOutput(hidden_WD, [self.logits(hidden_WD)])

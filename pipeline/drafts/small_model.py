@@ -14,14 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
-from pipeline.decoding.contract import Answer
+from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
 from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
 from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
-from pipeline.target.attention import FULL, GROUPED
-from pipeline.target.ends import known_tokens
-from pipeline.target.states import Needs
-from pipeline.target.verifier import Verifier
+from pipeline.lm.attention import FULL, GROUPED
+from pipeline.lm.embedding_head import known_tokens
+from pipeline.lm.states import Needs
+from pipeline.lm.verifier import Verifier
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -116,8 +116,8 @@ class SmallLlama(ReadsText, TrainedDraft):
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
-    def _answer(self, hidden_WD: Tensor) -> Answer:
-        return Answer(hidden_WD, [self.logits(hidden_WD)])
+    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+        return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
 
 
 # -- somebody else's ---------------------------------------------------------------------------------------------------
@@ -179,6 +179,6 @@ class SmallModel(ReadsText, ByLevels):
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
-    def _answer(self, hidden_WD: Tensor) -> Answer:
+    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
         size = self.target_vocabulary if self.token_ids_U is None else len(self.token_ids_U)
-        return Answer(hidden_WD, [self._reads().head(hidden_WD)[:, :size]])
+        return DraftOutput(hidden_WD, [self._reads().head(hidden_WD)[:, :size]])

@@ -99,6 +99,11 @@ def _taken_over() -> list[str]:
     return json.loads(text)
 
 
+# Keys that recipes once had: what they are called now, and why others are gone.
+RENAMED_KEYS = {"rollout": "ttt_steps"}
+REMOVED_KEYS: dict[str, str] = {}
+
+
 def _apply(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator:
@@ -131,6 +136,10 @@ def _explain(error: Any) -> str:
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
         return scrubbed(f"{where or 'recipe'}: {what}{got}", *_texts(error["input"]))
+    if (key := str(location[-1])) in RENAMED_KEYS:
+        return f"{where}: that key is called {RENAMED_KEYS[key]!r} now"
+    if key in REMOVED_KEYS:
+        return f"{where}: that key is gone: {REMOVED_KEYS[key]}"
     known = _fields_at(location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"

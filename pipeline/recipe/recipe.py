@@ -14,11 +14,12 @@ from pydantic import AfterValidator, Field, model_validator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Name, Section
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Settled
+from pipeline.decoding.contract import TreeSupport
 from pipeline.decoding.sources import SettledTogether
 from pipeline.drafts.lookup.corpus import corpus_sha256
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
+from pipeline.lm.config import TargetConfig
 from pipeline.recipe.sections import (
     AnyDraft,
     DataConfig,
@@ -30,7 +31,6 @@ from pipeline.recipe.sections import (
     RegenerateConfig,
     TrainConfig,
 )
-from pipeline.target.config import TargetConfig
 
 
 def _folder(value: str) -> str:
@@ -195,10 +195,10 @@ class Recipe(Section):
             raise ValueError(f"eval.methods.{name}: {error}") from None
 
     def _settled(self, method: MethodConfig, draft: str) -> TreeConfig:
-        config: Settled = self.draft[draft]
+        config: TreeSupport = self.draft[draft]
         if method.together:
             config = SettledTogether(config, bool(method.beside))
-        return config.settle(method.tree or self.eval.tree)
+        return config.resolve(method.tree or self.eval.tree)
 
     def tree(self, method: str) -> TreeConfig:
         """A method's tree, settled by its draft."""

@@ -77,7 +77,7 @@ def _told(error: Exception) -> int:
 
 
 def _interrupted(number: int, silent: bool = False, begin: str = "") -> None:
-    """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
+    """EmbeddingAndHead the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
     if not silent and CHILD not in os.environ:
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
         sys.stderr.write(f"{begin}{what}: what is finished is kept; run the same command again to continue\n")

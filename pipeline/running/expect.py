@@ -25,9 +25,9 @@ from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import MANIFEST, Manifest
+from pipeline.lm.model import load_config
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
-from pipeline.target.model import load_config
 
 SHIPPED = ROOT / "infra/speeds.json"
 KEPT = 100  # entries of speeds.json

@@ -5,8 +5,8 @@ python -m pipeline chat RECIPE-or-RELEASE [--plain]
 
 import sys
 
+from pipeline.lm.chat import as_message
 from pipeline.serving.load import Answered, Loaded
-from pipeline.target.chat import as_message
 
 GREEN, GREY, OFF = "\033[30;48;5;151m", "\033[90m", "\033[0m"
 END = ("", "/quit")
@@ -25,11 +25,13 @@ def chat(loaded: Loaded, max_new_tokens: int, temperature: float, beside_plain: 
             return
         messages.append({"role": "user", "content": question})
         shown = Shown(loaded, GREEN if colours else "")
-        found = loaded.generate(messages, max_new_tokens, temperature, heard=shown)
+        found = loaded.generate(messages, max_new_tokens, temperature, on_tokens=shown)
         shown.end()
         print(f"\n{GREY if colours else ''}{foot(found)}", end="")
         if beside_plain:
-            plainly = loaded.generate(messages, max_new_tokens, temperature, plainly=True, heard=Shown(loaded, None))
+            plainly = loaded.generate(
+                messages, max_new_tokens, temperature, plainly=True, on_tokens=Shown(loaded, None)
+            )
             same = "the same tokens" if plainly.tokens == found.tokens else "OTHER tokens"
             print(f"; plain decoding {plainly.tokens_per_second:.1f} tokens/s, {same}", end="")
         print(OFF if colours else "")

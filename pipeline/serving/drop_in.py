@@ -22,8 +22,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, prefill, speculative
 from pipeline.drafts.parts.base import TrainedDraft
-from pipeline.target.attention import require_tree_attention, use_masks
-from pipeline.target.verifier import Verifier
+from pipeline.lm.attention import require_tree_attention, use_masks
+from pipeline.lm.verifier import Verifier
 
 OPENED = "_opened_drafts"  # on the model
 FIRST_ROOM = 1024  # positions that a cache takes at once; it grows
@@ -103,7 +103,7 @@ def decode(model: Any, released: Released, **arguments: Any) -> Any:
         listener = _Listener(ids, _criteria(config, criteria, tokenizer), streamer)
         room = min(sampling.max_new_tokens + method.room(False), FIRST_ROOM)
         begun = prefill(verifier, text, room, method.draft.needs.auxiliary)
-        found = speculative(verifier, method, text, sampling, prefilled=begun, heard=listener)
+        found = speculative(verifier, method, text, sampling, prefilled=begun, on_tokens=listener)
     finally:
         verifier.unhook()
         if model.config._attn_implementation != before:

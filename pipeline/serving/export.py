@@ -24,10 +24,10 @@ from pipeline.basics.files import write_json
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
+from pipeline.lm.attention import SLIDING
+from pipeline.lm.model import source
 from pipeline.serving.gguf import convert
 from pipeline.serving.load import target_of
-from pipeline.target.attention import SLIDING
-from pipeline.target.model import source
 
 PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"

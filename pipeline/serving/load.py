@@ -11,12 +11,12 @@ from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.target.chat import Messages, prompt_ids
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target, fingerprint
+from pipeline.lm.chat import Messages, prompt_ids
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target, fingerprint
 
 TEMPLATE = "chat_template.jinja"
-Heard = Callable[[list[int]], None]  # hears the tokens of each round
+OnTokens = Callable[[list[int]], None]  # hears the tokens of each round
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Loaded:
         repetition_penalty: float = 1.0,
         seed: int = 0,
         plainly: bool = False,
-        heard: Heard = lambda _: None,
+        on_tokens: OnTokens = lambda _: None,
     ) -> Answered:
         """Answers a question or a conversation ({"role", "content"}, the user's turn last); `plainly` without the
         draft. At temperature 0 in float32 the two give the same tokens.
@@ -68,12 +68,12 @@ class Loaded:
         ids = prompt_ids(tokenizer, messages)
 
         def listen(new: list[int]) -> None:  # what it returns would end the answer
-            heard(new)
+            on_tokens(new)
 
         if plainly:
-            found = plain(self.target, ids, sampling, heard=listen)
+            found = plain(self.target, ids, sampling, on_tokens=listen)
         else:
-            found = speculative(self.target, self.method, ids, sampling, heard=listen)
+            found = speculative(self.target, self.method, ids, sampling, on_tokens=listen)
         tau = found.acceptance.tau if found.acceptance.passes else 1.0
         text = tokenizer.decode(found.tokens, skip_special_tokens=True)
         return Answered(text, found.tokens, found.depths, tau, found.seconds)

@@ -21,9 +21,9 @@ from transformers import (
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import repeats_itself
+from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
+from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
-from pipeline.target.model import Target
 from preprocess.dump.task import ShardTask, Tell, nobody_listens
 from preprocess.dump.worker import take_threads
 from preprocess.sources.dialogues import Dialogue

@@ -30,8 +30,8 @@ from pipeline.features.shards import (
     prompts_damage,
 )
 from pipeline.features.store import Store
+from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import load_tokenizer
 from preprocess.dump.plan import Plan
 from preprocess.dump.pool import Pool
 from preprocess.dump.worker import FeatureWorker

@@ -22,13 +22,13 @@ import numpy as np
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import scrubbed
 from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
+from pipeline.lm import chat
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running.cores import require_few
 from pipeline.running.signals import deaf_children
-from pipeline.target import chat
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import load_tokenizer
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 from preprocess.sources.dialogues import Dialogue

@@ -17,9 +17,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
+from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
-from pipeline.target.model import Target
 from preprocess.dump.task import ShardTask, Tell, in_flight, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")

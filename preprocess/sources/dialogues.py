@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from pipeline.lm.chat import Encoded, Messages, Unusable
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Encoded, Messages, Unusable
 from preprocess.sources.forms import ROLES, either, form_of
 from preprocess.sources.tools import calls_of, name_results, tools_of
 

@@ -5,7 +5,7 @@ import re
 
 from rensa import RMinHash, RMinHashLSH
 
-from pipeline.target.chat import Unusable
+from pipeline.lm.chat import Unusable
 from preprocess.sources.dialogues import Dialogue
 
 PERMUTATIONS, BANDS, SHINGLE = 128, 32, 5  # words a shingle

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.target.chat import Encoded, Unusable
+from pipeline.lm.chat import Encoded, Unusable
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeline.lm import chat
 from pipeline.recipe.sections import DataConfig
-from pipeline.target import chat
 from preprocess.sources.dialogues import Dialogue, clean, record_id
 from preprocess.sources.duplicates import Duplicates
 from preprocess.sources.groups import Groups

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import py3langid
 
+from pipeline.lm import chat
+from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
 from pipeline.recipe.sections import DataConfig
-from pipeline.target import chat
-from pipeline.target.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.raw import encode_raw
 

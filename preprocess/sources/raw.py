@@ -7,8 +7,8 @@ but the first, which nothing comes before. Of the recipe's rules for long dialog
 
 import numpy as np
 
+from pipeline.lm.chat import Encoded, Unusable
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Encoded, Unusable
 
 
 def encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[Encoded], list[str]]:

@@ -8,7 +8,7 @@ is read. A null in what is no string is taken for the filling of a Parquet colum
 import json
 from typing import Any
 
-from pipeline.target.chat import Messages, Unusable
+from pipeline.lm.chat import Messages, Unusable
 from preprocess.sources.json_records import too_deep
 
 LONGEST = 1 << 20  # characters, as JSON, of a record's tools, or of a turn's calls

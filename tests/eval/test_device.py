@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.measure.harness import Harness, Unit, pooled
+from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from eval.tuning import costs
 from pipeline.artifacts.features import feature_spec
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.lm.attention import GROUPED
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+from pipeline.lm.verifier import rounding
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.attention import GROUPED
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target
-from pipeline.target.verifier import rounding
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document, FeatureWorker
 from tests.kit import recipe_tree, write_sharegpt
@@ -102,7 +102,7 @@ def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(ti
         }
         made = Harness(recipe, there, methods)
         prompt = Prompt("one", "", ("Why? Because of that?",))
-        _, gates, _ = pooled([("bench", made.decode(Unit("bench", prompt, t))) for t in (0.0, 1.0)])
+        _, gates, _ = pooled([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
     assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())
     assert all(gate.rounds for gate in gates.values())  # looked at closely in float32 and greedily, too
 

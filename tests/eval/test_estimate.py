@@ -3,9 +3,9 @@
 import json
 
 from eval.estimate import answers, memory_bytes
+from pipeline.lm.model import parameter_count_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
-from pipeline.target.model import parameter_count_of
 
 
 def evaluating(recipe: Recipe, **changes) -> Recipe:

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from eval.measure import fleet
-from eval.measure.harness import Outcome, Unit
+from eval.measure.harness import EvalTask, Outcome
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
 
@@ -92,7 +92,7 @@ class Scripted:
     def __init__(self, script: dict[str, list[str]]):
         self._script = script
 
-    def decode(self, unit: Unit, told) -> Outcome:
+    def decode(self, unit: EvalTask, told) -> Outcome:
         told()
         left = self._script.get(unit.prompt.question_id, [])
         act(left.pop(0) if left else "decode")
@@ -106,8 +106,8 @@ def act(what: str) -> None:
         ]
 
 
-def unit(name: str) -> Unit:
-    return Unit("bench", Prompt(name, "", (name,)), 0.0)
+def unit(name: str) -> EvalTask:
+    return EvalTask("bench", Prompt(name, "", (name,)), 0.0)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ class Faulty:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def decode(self, unit: Unit, told) -> Outcome:
+    def decode(self, unit: EvalTask, told) -> Outcome:
         mark = self._folder / unit.prompt.question_id
         if not mark.exists():
             mark.touch()

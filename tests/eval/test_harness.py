@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.measure import exact, harness, units
+from eval.measure import exact, harness, tasks
 from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
-from eval.measure.harness import PLAIN, Harness, Outcome, Unit, pooled
+from eval.measure.harness import PLAIN, EvalTask, Harness, Outcome, pooled
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
@@ -22,10 +22,10 @@ from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.target.chat import prompt_ids
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends
-from pipeline.target.model import Target
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import Target
 from tests.pipeline.taught import VARIANTS, make_draft, prompt_of
 from tests.templates import GPT_OSS, QWEN_3, settled
 
@@ -53,7 +53,7 @@ def harness_of(recipe, loaded_target, drafts, **changes) -> Harness:
 
 
 def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
-    found = [("bench", made.decode(Unit("bench", prompt, t))) for t in temperatures for prompt in prompts]
+    found = [("bench", made.decode(EvalTask("bench", prompt, t))) for t in temperatures for prompt in prompts]
     return pooled(found)
 
 
@@ -263,7 +263,7 @@ def half(tiny_target, ends):
     made = {}
     for name in ("eagle", "jakiro"):
         draft = make_draft(target, ends, VARIANTS[name]).to(torch.bfloat16)
-        draft.bind(Ends(target.embedding_VD, target.head, ends.fingerprint))
+        draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, ends.fingerprint))
         made[name] = Method(draft, TreeConfig(depth=3, top_k=4, nodes=12))
     return target, made
 
@@ -337,18 +337,18 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_counted(tiny_recipe
 
 
 def test_an_outcome_survives_being_written(tiny_recipe, loaded_target, drafts):
-    outcome = harness_of(tiny_recipe, loaded_target, drafts).decode(Unit("bench", PROMPTS[1], 1.0))
+    outcome = harness_of(tiny_recipe, loaded_target, drafts).decode(EvalTask("bench", PROMPTS[1], 1.0))
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
 def finished(tmp_path, key="k"):
-    return units.Finished(tmp_path, key)
+    return tasks.Finished(tmp_path, key)
 
 
 def test_a_finished_unit_is_kept_and_a_torn_line_is_dropped(tmp_path):
-    unit, outcome = Unit("bench", PROMPTS[0], 0.0), Outcome([], {"eagle": Gate(0.0, checked=1)}, False)
+    unit, outcome = EvalTask("bench", PROMPTS[0], 0.0), Outcome([], {"eagle": Gate(0.0, checked=1)}, False)
     finished(tmp_path).add(unit, outcome)
-    path = tmp_path / units.RECORDS
+    path = tmp_path / tasks.RECORDS
     whole = path.read_text()
     path.write_text(whole + whole[: len(whole) // 2])
     assert finished(tmp_path).outcomes == {unit.name: outcome}
@@ -362,8 +362,8 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     """Whatever stops the command, each prompt is decoded once."""
     asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
     recipe = tiny_recipe.model_copy(update={"eval": config})
-    all_units = [Unit("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
-    job = units.Job(recipe, {}, all_units, "key")
+    all_units = [EvalTask("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
+    job = tasks.Job(recipe, {}, all_units, "key")
 
     def fleet(_, __, missing, stop_after):
         for place, unit in enumerate(reversed(missing)):  # in any order
@@ -373,7 +373,7 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe):
             yield unit, Outcome([], {}, left_out=unit.temperature > 0)
 
     with pytest.raises(KeyboardInterrupt):
-        units.decode_all(job, lambda *given: fleet(*given, stop_after=3))
-    found = units.decode_all(job, lambda *given: fleet(*given, stop_after=None))
+        tasks.decode_all(job, lambda *given: fleet(*given, stop_after=3))
+    found = tasks.decode_all(job, lambda *given: fleet(*given, stop_after=None))
     assert sorted(asked) == sorted(unit.name for unit in all_units)
     assert [outcome.left_out for _, outcome in found] == [False, False, True, True]  # in the recipe's order

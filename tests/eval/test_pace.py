@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eval.measure.harness import Harness, Unit
+from eval.measure.harness import EvalTask, Harness
 from eval.measure.prompts import Prompt
 from eval.tuning.calibrate import Answer, count, fit
 from eval.tuning.choose import COMPILED, Replays, calibrate, predict
@@ -16,15 +16,15 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Line
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Verified
+from pipeline.decoding.contract import Method, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
 from pipeline.decoding.worth import Worth
 from pipeline.drafts import make
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
 FLAT = Line(x=[0.0], y=[0.5])
@@ -140,11 +140,11 @@ def test_a_draft_that_was_left_out_takes_in_what_it_missed(loaded_target, drafts
     text = [*range(40, 60), *range(45, 55), 200, 201, *range(50, 58), 203, 204, 205]
     states, state, fed, asked = loaded_target.states(text).of(draft.needs), ruled.open(), 0, []
     for end in (20, 22, 24, 29, 31, 34, 38, 40, 42):
-        found = ruled.propose(state, Verified(text[: end + 1], states[fed:end]), tree, None)
+        found = ruled.propose(state, RoundInput(text[: end + 1], states[fed:end]), tree, None)
         fed = end
         asked.append(not state.waiting)
         if asked[-1]:
-            fresh = draft.pool(draft.open(), Verified(text[: end + 1], states[:end]), tree, 3)
+            fresh = draft.pool(draft.open(), RoundInput(text[: end + 1], states[:end]), tree, 3)
             assert found.tokens[1:] == fresh.tokens
     assert asked.count(True) > 2 and any(a and not b for a, b in zip(asked[1:], asked, strict=False))
 
@@ -195,6 +195,6 @@ def test_a_compiled_targets_rounds_have_a_few_sizes_each_compiled_before_an_answ
     made._warm_up(made.with_histories(prompt)[0], lambda: None)
     assert compiled_widths[-1] is method
     compiled_widths.clear()
-    outcome = made.decode(Unit("bench", prompt, 0.0))
+    outcome = made.decode(EvalTask("bench", prompt, 0.0))
     assert outcome.gates["sized"].passed and outcome.gates["sized"].identical == 1
     assert set(compiled_widths) <= {1, 4, 8}

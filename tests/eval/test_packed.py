@@ -9,9 +9,9 @@ from eval.measure.packed import PackedLinear, pack_linears, products, rows_of_on
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends
-from pipeline.target.model import Target
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import Target
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, make_draft, prompt_of
 
 
@@ -63,7 +63,7 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     monkeypatch.setattr(packed, "rows_of_one", lambda _: packed.FILLED)
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     want = greedy(target, prompt_of(1), 16)
-    ends = Ends(target.embedding_VD, target.head, "x")
+    ends = EmbeddingAndHead(target.embedding_VD, target.head, "x")
     draft = make_draft(target, ends, VARIANTS["reduced"])
     packed.pack(target, {"one": draft})
     for module in (target.decoder, target.head, draft, draft.ends.head):

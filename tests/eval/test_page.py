@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.measure.harness import PLAIN, Record, Unit
+from eval.measure.harness import PLAIN, EvalTask, Record
 from eval.measure.prompts import Prompt
-from eval.measure.units import Job, Measured
+from eval.measure.tasks import Job, Measured
 from eval.release.page import page, samples
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
@@ -37,7 +37,7 @@ def recipe(tmp_path) -> Recipe:
 def job(recipe) -> Job:
     methods = {"jakiro": Measured("jakiro", "0", TreeConfig()), "eagle": Measured("eagle", "0", TreeConfig())}
     prompts = [Prompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
-    units = [Unit(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
+    units = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
     return Job(recipe, methods, units, "key")
 
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from eval.measure.harness import Gate, Outcome, Unit
+from eval.measure.harness import EvalTask, Gate, Outcome
 from eval.measure.prompts import Prompt
-from eval.measure.units import RECORDS, Finished, read_tuned
+from eval.measure.tasks import RECORDS, Finished, read_tuned
 from eval.studies import table
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
@@ -75,8 +75,8 @@ def test_a_changed_tuned_tree_is_refused(tiny_recipe):
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def unit(number: int) -> Unit:
-    return Unit("set", Prompt(f"q{number}", "code", ("why?",)), 0.0)
+def unit(number: int) -> EvalTask:
+    return EvalTask("set", Prompt(f"q{number}", "code", ("why?",)), 0.0)
 
 
 def test_a_changed_record_does_not_count_and_is_told(tmp_path, caplog):

@@ -103,8 +103,8 @@ def refusal(recipe: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llama.cpp"])
 def test_tau_is_of_the_servers_own_counts(recipe, kind):
     with Engine(kind) as engine:
-        levels = measured(recipe, "--url", f"{engine.url}/v1/", "--at-once", "1", "2")["levels"]
-    assert [(one["temperature"], one["at_once"]) for one in levels] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
+        levels = measured(recipe, "--url", f"{engine.url}/v1/", "--concurrency", "1", "2")["levels"]
+    assert [(one["temperature"], one["concurrency"]) for one in levels] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
     for one in levels:  # the warm-up's answers and those before it are not among them
         assert (one["answers"], one["tokens"], one["tau"]) == (3, 3 * TOKENS, 2.0)
         expected = {"passes": 9, "drafted": 27, "accepted": 9}
@@ -113,7 +113,7 @@ def test_tau_is_of_the_servers_own_counts(recipe, kind):
 
 def test_a_server_that_does_not_tell_gets_no_tau(recipe, capsys):
     with Engine("silent") as engine:
-        levels = measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
     assert [one["tau"] for one in levels] == [None, None]
     assert "not told" in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_a_server_that_does_not_tell_gets_no_tau(recipe, capsys):
 def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
     more = ["--set", "eval.top_k=5", "--set", "eval.top_p=0.9", "--set", "eval.max_new_tokens=11"]
     with Engine("silent") as engine:
-        measured(recipe, "--url", engine.url, "--at-once", "1", *more)
+        measured(recipe, "--url", engine.url, "--concurrency", "1", *more)
     last = engine.bodies[-1]
     plain = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert plain.items() <= last.items() and {body["top_k"] for body in engine.bodies} == {5}
@@ -131,7 +131,7 @@ def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
 
 def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
     with Engine("vllm") as engine, Engine("silent") as plain:
-        levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--at-once", "2")["levels"]
+        levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--concurrency", "2")["levels"]
     assert [one["draft"] for one in levels] == [True, False, True, False]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| b | 0 |"))
     speed, base = (one["tokens"] / one["seconds"] for one in levels[:2])
@@ -140,14 +140,14 @@ def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
 
 def test_another_template_on_the_server_is_told(recipe, capsys):
     with Engine("silent") as engine:
-        found = measured(recipe, "--url", engine.url, "--at-once", "1")
+        found = measured(recipe, "--url", engine.url, "--concurrency", "1")
     assert found["prompts_of_other_lengths"] == 2
     assert "chat template is another one" in capsys.readouterr().out
 
 
 def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
     with Engine("silent") as engine:
-        measured(recipe, "--url", engine.url, "--at-once", "1")
+        measured(recipe, "--url", engine.url, "--concurrency", "1")
         assert engine.most_at_once == 1
         answer, both, begun = engine.answer, Event(), len(engine.bodies)
 
@@ -157,7 +157,7 @@ def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
             return answer(body) if len(engine.bodies) <= begun + 1 or both.wait(30) else {}
 
         monkeypatch.setattr(engine, "answer", wait_for_the_other)
-        measured(recipe, "--url", engine.url, "--at-once", "2")
+        measured(recipe, "--url", engine.url, "--concurrency", "2")
         assert both.is_set() and engine.most_at_once == 2
 
 
@@ -168,13 +168,13 @@ def test_refusals(recipe, monkeypatch):
         assert "lists no models" in refusal(recipe, "--url", engine.url)
     with Engine("silent", models=("a", "b")) as engine:
         assert "choose one with --model" in refusal(recipe, "--url", engine.url)
-        assert "--at-once [0]" in refusal(recipe, "--url", engine.url, "--at-once", "0")
+        assert "--concurrency [0]" in refusal(recipe, "--url", engine.url, "--concurrency", "0")
         wrong = refusal(recipe, "--url", engine.url, "--set", "eval.repetition_penalty=1.1")
         assert "eval.repetition_penalty" in wrong
     with Engine("silent", key="sk-secret") as engine:
         assert "401" in (said := refusal(recipe, "--url", engine.url)) and "Set OPENAI_API_KEY" in said
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-        assert measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+        assert measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
     gone = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
     assert "cannot be read" in gone and "hunter2" not in gone
 
@@ -188,7 +188,7 @@ def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):
 def test_a_prompt_that_the_server_does_not_take_is_left_out_and_told(recipe, capsys):
     with Engine("llama.cpp") as engine:
         engine.longest = 1  # the second turn has three messages
-        levels = measured(recipe, "--url", engine.url, "--at-once", "1")["levels"]
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
         assert [(one["refused"], one["answers"]) for one in levels] == [(1, 1), (1, 1)]
         assert "2 prompts were refused" in capsys.readouterr().out
         engine.longest = 0
@@ -200,9 +200,11 @@ def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch, t
     with Engine("vllm") as engine:
         answer = engine.answer
         monkeypatch.setattr(engine, "answer", lambda body: answer(body) if body["temperature"] == 0 else {})
-        assert "does not answer as" in refusal(recipe, "--url", engine.url, "--at-once", "1", "2", "--out", str(out))
+        assert "does not answer as" in refusal(
+            recipe, "--url", engine.url, "--concurrency", "1", "2", "--out", str(out)
+        )
         salts = [body["cache_salt"] for body in engine.bodies]
-    assert [one["at_once"] for one in json.loads(out.read_text())["levels"]] == [1, 2]
+    assert [one["concurrency"] for one in json.loads(out.read_text())["levels"]] == [1, 2]
     assert len(set(salts)) == 4 and salts[0] == "warm-up" and {body["top_k"] for body in engine.bodies} == {-1}
 
 

@@ -14,8 +14,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import plain
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.target.chat import pieces_of
-from pipeline.target.model import load_config
+from pipeline.lm.chat import pieces_of
+from pipeline.lm.model import load_config
 from tests.kit import byte_tokenizer
 
 SVG = "{http://www.w3.org/2000/svg}"

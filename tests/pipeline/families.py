@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.target.config import TargetConfig
+from pipeline.lm.config import TargetConfig
 from tests.kit import byte_tokenizer
 
 SMALL = {

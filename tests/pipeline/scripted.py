@@ -3,7 +3,7 @@
 import torch
 
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draws, Verified
+from pipeline.decoding.contract import DraftOutput, Draws, RoundInput
 from pipeline.decoding.grow import grow
 
 
@@ -32,7 +32,7 @@ class ScriptedDraft:
         ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits[: wanted.levels - 1]]
         hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
         found = [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
-        return Answer(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *found)
+        return DraftOutput(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *found)
 
     def start(self, state, seen, wanted, places=1):
         return self._answer([0], wanted)
@@ -55,7 +55,7 @@ class ScriptedDraft:
     def grow(self, root=0, processing=None, chance=None, **spec):
         self.tree = TreeConfig(**{"parallel": 1, **spec})
         draws = Draws(processing, chance) if processing else None
-        return grow(self, None, Verified([root], torch.zeros(0, 0, 1)), self.tree, draws, self)
+        return grow(self, None, RoundInput([root], torch.zeros(0, 0, 1)), self.tree, draws, self)
 
 
 def paths_of(tree):

@@ -30,18 +30,18 @@ VARIANTS = {
     "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
     "dense-ahead": EagleConfig(kind="eagle", horizons=2),
-    "eagle3": Eagle3Config(rollout=3),
-    "eagle3, 3.1's norms": Eagle3Config(rollout=2, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle3": Eagle3Config(ttt_steps=3),
+    "eagle3, 3.1's norms": Eagle3Config(ttt_steps=2, fc_norm=True, norm_output=True, norm_before_residual=True),
     "eagle3, others' options": Eagle3Config(
-        rollout=2, norm_before_fc=True, qk_norm=True, attention_bias=True, sliding_window=6
+        ttt_steps=2, norm_before_fc=True, qk_norm=True, attention_bias=True, sliding_window=6
     ),
-    "eagle3, reduced": Eagle3Config(rollout=2, vocabulary=100, auxiliary_layers=[1, 2]),
-    "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", rollout=3),
+    "eagle3, reduced": Eagle3Config(ttt_steps=2, vocabulary=100, auxiliary_layers=[1, 2]),
+    "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", ttt_steps=3),
     "sparse on eagle-3": JakiroOnEagle3Config(
-        frame="eagle-3", experts=8, expert_width=16, rollout=4, vocabulary=100, balance_loss=0.01
+        frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
     "by depth on eagle-3": JakiroOnEagle3Config(
-        frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", rollout=3
+        frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", ttt_steps=3
     ),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
@@ -54,7 +54,7 @@ VARIANTS = {
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
-    "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=2),
+    "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", ttt_steps=2),
     "by-domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
 }
 # Kinds of trees beside the dynamic ones above: (draft, its tree)

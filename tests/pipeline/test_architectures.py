@@ -20,11 +20,11 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
+from pipeline.lm import attention
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.model import Target, fingerprint, load_config, load_ends
 from pipeline.recipe.recipe import Recipe
-from pipeline.target import attention
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends
-from pipeline.target.model import Target, fingerprint, load_config, load_ends
 from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
 from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
 from tests.pipeline.taught import CPU, NEVER, logits_after, prompt_of
@@ -68,7 +68,7 @@ def small_recipe(config: TargetConfig, source, output) -> Recipe:
     tree = recipe_tree(config.model, source, output)
     tree["data"] |= {"max_length": 96, "validation_dialogues": 1, "heldout_prompts": 2, "calibration_prompts": 1}
     tree["features"] |= {"answer_tokens": 2, "stored_dtype": "bfloat16"}
-    tree["draft"]["eagle3"] = {"kind": "eagle3", "rollout": 2, "vocabulary": 64}
+    tree["draft"]["eagle3"] = {"kind": "eagle3", "ttt_steps": 2, "vocabulary": 64}
     return Recipe.model_validate(tree)
 
 
@@ -94,7 +94,7 @@ def trained(recipe: Recipe, target: Target, name: str):
     assert losses[-1] < losses[0]
     checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
     loaded = checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
-    loaded.bind(Ends(target.embedding_VD, target.head, ends.fingerprint))
+    loaded.bind(EmbeddingAndHead(target.embedding_VD, target.head, ends.fingerprint))
     return loaded
 
 
@@ -303,9 +303,9 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
         return forward(self, tokens_N, cache, torch.arange(len(tokens_N)) + cache.length, *rest)
 
     if fault == "mask":
-        monkeypatch.setattr("pipeline.target.verifier.masks", causal)
+        monkeypatch.setattr("pipeline.lm.verifier.masks", causal)
     elif fault == "window":
-        monkeypatch.setattr("pipeline.target.verifier.windows", lambda text: {"sliding_attention": 2})
+        monkeypatch.setattr("pipeline.lm.verifier.windows", lambda text: {"sliding_attention": 2})
     else:
         monkeypatch.setattr(Target, "forward", in_a_row)
     with pytest.raises(PipelineError, match="ignores the tree's mask or its positions"):
@@ -313,9 +313,9 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
 
 
 def test_a_target_that_takes_no_mask_is_refused(families, monkeypatch):
-    monkeypatch.setattr("pipeline.target.verifier.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
+    monkeypatch.setattr("pipeline.lm.verifier.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
     with pytest.raises(
-        PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/target/attention.py"
+        PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/lm/attention.py"
     ):
         Target(families["llama-3.1"].config, "float32")
 
@@ -347,7 +347,7 @@ def test_a_tokenizer_without_a_template_is_refused_and_a_template_file_helps(tmp
 
 
 def test_moving_the_ends_leaves_the_target_as_it_was(loaded_target):
-    ends = Ends(loaded_target.embedding_VD, loaded_target.head, "mark")
+    ends = EmbeddingAndHead(loaded_target.embedding_VD, loaded_target.head, "mark")
     moved = ends.to(torch.device("cpu"), torch.bfloat16)
     assert moved.head.linear.weight.dtype == moved.embedding_VD.dtype == torch.bfloat16
     assert loaded_target.head.linear.weight.dtype == ends.embedding_VD.dtype == torch.float32

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.target.cache import FIRST_CAPACITY, TreeCache
+from pipeline.lm.cache import FIRST_CAPACITY, TreeCache
 
 
 class Model:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target import chat
-from pipeline.target.chat import Encoded, Unusable
+from pipeline.lm import chat
+from pipeline.lm.chat import Encoded, Unusable
 from tests.kit import TEMPLATE, byte_tokenizer
 
 CHATML = (  # SmolLM2's, which puts a system turn where there is none

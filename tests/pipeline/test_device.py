@@ -14,7 +14,7 @@ from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, prefill, speculative
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import Row
-from pipeline.target.verifier import Verifier
+from pipeline.lm.verifier import Verifier
 from tests.pipeline.taught import KINDS, NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, Mixed, Strict, rehearsal
 
@@ -111,7 +111,7 @@ def waits_of(name: str) -> int:
     """Of a micro-batch. Which experts have how many tokens is asked once in each pass, where not all are kept."""
     config = VARIANTS[name]
     sparse = getattr(config, "experts", 0) > getattr(config, "experts_per_token", 0) and config.routing != "depth"
-    return config.rollout if sparse else 0
+    return config.ttt_steps if sparse else 0
 
 
 @pytest.mark.parametrize(("packed", "chunk"), [(False, 1 << 20), (True, 7)], ids=["plain", "packed, in chunks"])

@@ -10,7 +10,7 @@ from pipeline.drafts import build, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
 from pipeline.drafts.parts.layers import layer_config, shapes_of
-from pipeline.target.ends import Ends, LMHead
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 
 
 def shapes(width, mlp, heads, kv, vocabulary=32000, **more):
@@ -118,7 +118,9 @@ def test_what_the_options_add_to_the_tensors():
 
 def tiny_ends(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Ends(torch.randn(50, 16, generator=generator), LMHead(torch.randn(50, 16, generator=generator)), "tiny")
+    return EmbeddingAndHead(
+        torch.randn(50, 16, generator=generator), LMHead(torch.randn(50, 16, generator=generator)), "tiny"
+    )
 
 
 @pytest.mark.parametrize("config", [EagleConfig(kind="eagle"), JakiroConfig(kind="jakiro", vocabulary=20)])
@@ -396,7 +398,7 @@ def test_branches_of_the_experts_look_as_far_ahead_as_there_are_kept_experts(kep
 
 @torch.no_grad()
 def test_experts_routed_by_depth_answer_alone():
-    config = JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", rollout=3)
+    config = JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", ttt_steps=3)
     draft = build(config, shapes(*TINY))
     draft.initialise(0)
     u, layer = inputs(5), draft.layers[0]

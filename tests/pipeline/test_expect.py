@@ -8,11 +8,11 @@ import pytest
 from pipeline.artifacts.provenance import hardware
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.lm.model import load_config
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import expect
-from pipeline.target.model import load_config
 from tests.kit import ROOT, dump_here
 
 

@@ -16,10 +16,10 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import PLUG_IN, export
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target, fingerprint
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
 from tests.pipeline.families import LLAMA_3, YARN, save
 from tests.pipeline.taught import NEVER, make_draft, prompt_of
@@ -251,7 +251,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (JakiroConfig(), "sglang", "sglang loads no draft with experts"),
         (JakiroConfig(), "gguf", "gguf loads no draft with experts"),
         (
-            JakiroConfig(routing="depth", experts_per_token=1, contrast="none", rollout=2),
+            JakiroConfig(routing="depth", experts_per_token=1, contrast="none", ttt_steps=2),
             "vllm",
             "does not tell a draft which guess",
         ),

@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.target import fingerprint as module
-from pipeline.target.config import TargetConfig
-from pipeline.target.fingerprint import weights_sha256
-from pipeline.target.model import fingerprint, load_config, source
+from pipeline.lm import fingerprint as module
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.fingerprint import weights_sha256
+from pipeline.lm.model import fingerprint, load_config, source
 from tests.kit import save_tiny_target
 
 OLD = 1_600_000_000
@@ -147,7 +147,7 @@ def test_a_folder_that_is_not_there_is_said_so_and_the_hub_is_not_asked(monkeypa
     def asked(*arguments, **_):
         raise AssertionError(arguments)
 
-    monkeypatch.setattr("pipeline.target.model.AutoConfig.from_pretrained", asked)
+    monkeypatch.setattr("pipeline.lm.model.AutoConfig.from_pretrained", asked)
     with pytest.raises(PipelineError, match=r"does not exist: expected a folder .* or OWNER/NAME of the Hub"):
         load_config(TargetConfig(model=model.format(tmp_path)))
 

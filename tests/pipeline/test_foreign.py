@@ -12,9 +12,9 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
 from pipeline.drafts.eagle3 import AUXILIARY, Eagle3Config
-from pipeline.drafts.parts.one_layer import rollout_sees
+from pipeline.drafts.parts.one_layer import ttt_sees
+from pipeline.lm.attention import additive
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.attention import additive
 from tests.pipeline.taught import make_draft, prompt_of
 
 EAGLE, EAGLE_3 = {"kind": "eagle"}, {"kind": "eagle3"}
@@ -408,7 +408,7 @@ def by_hand(w, states_TSD, embedded_TD, rope, window):
 @torch.inference_mode()
 def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, ends):
     flags = {"norm_before_fc": True, "qk_norm": True, "attention_bias": True, "norm_before_residual": True}
-    draft = make_draft(loaded_target, ends, Eagle3Config(rollout=1, sliding_window=3, **flags))
+    draft = make_draft(loaded_target, ends, Eagle3Config(ttt_steps=1, sliding_window=3, **flags))
     for weight in draft.parameters():
         if weight.ndim == 1:
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 4
@@ -418,7 +418,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, end
     rope = draft._rope[0](embedded[None], torch.arange(len(tokens))[None])
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
-    mask = additive(rollout_sees(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
+    mask = additive(ttt_sees(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
     torch.testing.assert_close(draft.logits(draft.heads(u, 0).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 
@@ -445,7 +445,7 @@ def test_options_that_make_no_draft_are_refused(settings, complaint):
 
 
 def test_a_tree_is_not_deeper_than_the_window():
-    config = Eagle3Config(rollout=1, sliding_window=4)
-    config.settle(checkpoint.TreeConfig(depth=4, top_k=2, nodes=8))
+    config = Eagle3Config(ttt_steps=1, sliding_window=4)
+    config.resolve(checkpoint.TreeConfig(depth=4, top_k=2, nodes=8))
     with pytest.raises(ValueError, match=r"tree\.depth=5 is more than this draft's sliding_window=4"):
-        config.settle(checkpoint.TreeConfig(depth=5, top_k=2, nodes=8))
+        config.resolve(checkpoint.TreeConfig(depth=5, top_k=2, nodes=8))

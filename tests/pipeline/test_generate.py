@@ -9,18 +9,18 @@ from scipy.stats import chisquare
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.base import TrainedDraft
-from pipeline.drafts.parts.one_layer import rollout_sees
+from pipeline.drafts.parts.one_layer import ttt_sees
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.target.attention import additive
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target
-from pipeline.target.states import Needs
+from pipeline.lm.attention import additive
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+from pipeline.lm.states import Needs
 from tests.pipeline.taught import (
     CPU,
     KINDS,
@@ -249,7 +249,7 @@ class Oracle:
     def _answer(self, width, position, depth, wanted):
         levels = range(wanted.levels)
         logits = [self._logits(position + level, depth + level).expand(width, -1) for level in levels]
-        return Answer(torch.zeros(width, 1), logits)
+        return DraftOutput(torch.zeros(width, 1), logits)
 
     def start(self, state, seen, wanted, places=1):
         assert seen.tokens == self.sequence[: len(seen.tokens)]
@@ -456,7 +456,7 @@ def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name
     """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
     i.
     """
-    config = replace(VARIANTS[name], rollout=3)
+    config = replace(VARIANTS[name], ttt_steps=3)
     draft = make_draft(loaded_target, ends, config)
     states = states_for(draft, 12, 2)
     final = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)) if not draft.needs.final else states[:, 0]
@@ -465,12 +465,12 @@ def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name
     trained, tokens = draft.predictions(batch), row.input_ids.tolist()
     for begin in range(1, 9):
         state = draft.open()
-        answer = draft.start(state, Verified(tokens[: begin + 1], states[:begin]), Wanted())
+        answer = draft.start(state, RoundInput(tokens[: begin + 1], states[:begin]), DraftRequest())
         seen = torch.zeros(1, 0, dtype=torch.bool)
         for depth in (1, 2):
             seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
             token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
-            answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), Wanted())
+            answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), DraftRequest())
             want = draft.carried(trained[f"own_{depth + 1}"].features[0][0, begin + depth - 1])
             assert torch.allclose(answer.carry_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
 
@@ -487,7 +487,7 @@ def training_time(draft, features_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
     places, mask = torch.arange(len(tokens_T)), None
     if draft.window:
-        mask = additive(rollout_sees(1, places, None, draft.window), torch.float32)[:, None]
+        mask = additive(ttt_sees(1, places, None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
     return [feature[0] for feature in draft.heads(u, depth).ahead]
 
@@ -504,7 +504,7 @@ def random_tokens(count, seed=0):
 
 def seen_from(tokens, states, begin, end):
     """What a round begins with that is given the inputs from `begin` to `end`; token 0 stands before all."""
-    return Verified([0, *tokens[:end].tolist()], states[begin:end])
+    return RoundInput([0, *tokens[:end].tolist()], states[begin:end])
 
 
 @pytest.mark.parametrize("variant", ONE_LAYER)
@@ -515,7 +515,7 @@ def test_starting_in_pieces_is_the_training_forward(loaded_target, ends, variant
     whole, state, begin = training_time(draft, draft.features(states), tokens), draft.open(), 0
     levels = draft.config.levels
     for count in (7, 1, 4, 1, 1, 6):
-        wanted = Wanted(levels if count > 1 else 1)
+        wanted = DraftRequest(levels if count > 1 else 1)
         answer = draft.start(state, seen_from(tokens, states, begin, begin + count), wanted)
         begin += count
         assert answer.carry_WD.shape == (1, 32) and state.verified == begin
@@ -527,9 +527,9 @@ def two_levels(draft, state, seed):
     """Forwards three nodes of depth 1, then three of depth 2 (children of rows 0, 2, 0): answers and inputs."""
     carry, tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)), random_tokens(6, seed)
     eye = torch.eye(3, dtype=torch.bool)
-    first = draft.step(state, Frontier(tokens[:3], carry[:3], eye, 1), Wanted(draft.config.levels))
+    first = draft.step(state, Frontier(tokens[:3], carry[:3], eye, 1), DraftRequest(draft.config.levels))
     seen = torch.cat([eye[[0, 2, 0]], eye], dim=1)
-    second = draft.step(state, Frontier(tokens[3:], carry[3:], seen, 2), Wanted(draft.config.levels))
+    second = draft.step(state, Frontier(tokens[3:], carry[3:], seen, 2), DraftRequest(draft.config.levels))
     return first, second, carry, tokens
 
 
@@ -538,7 +538,7 @@ def two_levels(draft, state, seed):
 def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, variant):
     draft = make_draft(loaded_target, ends, VARIANTS[variant])
     states, tokens, state = states_for(draft, 9), random_tokens(9), draft.open()
-    draft.start(state, seen_from(tokens, states, 0, 9), Wanted())
+    draft.start(state, seen_from(tokens, states, 0, 9), DraftRequest())
     first, second, below, below_tokens = two_levels(draft, state, seed=1)
     for answer, row, path in [(first, w, [w]) for w in range(3)] + [
         (second, w, [parent, 3 + w]) for w, parent in enumerate([0, 2, 0])
@@ -555,8 +555,8 @@ def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, ends
     states, tokens = states_for(draft, 15), random_tokens(15)
     used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
-        after_tree = draft.start(used, seen_from(tokens, states, begin, end), Wanted())
-        without = draft.start(clean, seen_from(tokens, states, begin, end), Wanted())
+        after_tree = draft.start(used, seen_from(tokens, states, begin, end), DraftRequest())
+        without = draft.start(clean, seen_from(tokens, states, begin, end), DraftRequest())
         assert torch.equal(after_tree.carry_WD, without.carry_WD)
         assert torch.equal(after_tree.logits_LWU[0], without.logits_LWU[0])
         assert used.cache.layers[0].length == clean.cache.layers[0].length == end

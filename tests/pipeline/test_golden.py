@@ -23,15 +23,15 @@ from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
-from pipeline.target.ends import Ends, LMHead
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 
 WIDTH, VOCABULARY = 32, 64
 CONFIGS = {
     "eagle": EagleConfig(fc_bias=True),
     "jakiro": JakiroConfig(fc_bias=True),
-    "eagle3": Eagle3Config(rollout=3, vocabulary=40),
+    "eagle3": Eagle3Config(ttt_steps=3, vocabulary=40),
     "jakiro on eagle-3": JakiroOnEagle3Config(
-        frame="eagle-3", experts=4, expert_width=24, rollout=3, objective="acceptance", balance_loss=0.01
+        frame="eagle-3", experts=4, expert_width=24, ttt_steps=3, objective="acceptance", balance_loss=0.01
     ),
     "gumiho": GumihoConfig(regression_steps=10),
     "medusa": MedusaConfig(),
@@ -259,7 +259,7 @@ def twenty_losses(config) -> list[float]:
         vocab_size=VOCABULARY,
     )
     head = LMHead(torch.randn(VOCABULARY, WIDTH, generator=generator) / 4)
-    ends = Ends(torch.randn(VOCABULARY, WIDTH, generator=generator), head, "golden")
+    ends = EmbeddingAndHead(torch.randn(VOCABULARY, WIDTH, generator=generator), head, "golden")
     rows = []
     for number, length in enumerate((24, 17, 9, 3)):
         tokens = torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()

@@ -14,8 +14,8 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.lm.model import fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import fingerprint
 from tests.kit import ROOT, call
 from tests.pipeline.taught import NEVER, prompt_of
 

@@ -6,7 +6,7 @@ import pipeline
 from pipeline.__main__ import main
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.target.chat import prompt_ids
+from pipeline.lm.chat import prompt_ids
 from tests.kit import call
 from tests.pipeline.taught import VARIANTS, greedy, taught
 from tests.pipeline.test_drop_in import TREE, released
@@ -24,7 +24,7 @@ def release(loaded_target, tiny_recipe, ends, tmp_path):
 def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tiny_target):
     loaded = pipeline.load(release, target=str(tiny_target), device="cpu")
     heard: list[int] = []
-    found = loaded.generate(QUESTION, max_new_tokens=24, heard=lambda new: heard.extend(new) or 1)
+    found = loaded.generate(QUESTION, max_new_tokens=24, on_tokens=lambda new: heard.extend(new) or 1)
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
     expected = plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
     assert found.tokens == heard == expected.tokens and len(found.depths) == len(found.tokens)

@@ -22,7 +22,7 @@ from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
 from pipeline.features.schema import Row
-from pipeline.target.ends import LMHead
+from pipeline.lm.embedding_head import LMHead
 
 D, V = 6, 11
 
@@ -348,17 +348,17 @@ CONFIGS = {
     "eagle": EagleConfig(kind="eagle"),
     "jakiro": JakiroConfig(kind="jakiro"),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "two-step": EagleConfig(kind="eagle", horizons=2, rollout=2),
+    "two-step": EagleConfig(kind="eagle", horizons=2, ttt_steps=2),
     "experts": JakiroConfig(
         kind="jakiro", experts=3, expert_loss=Weights(regression=0.5, classification=0.2), mixture_loss=0.3
     ),
-    "eagle3": Eagle3Config(rollout=3, fc_norm=True, norm_output=True),
-    "eagle3, masked": Eagle3Config(rollout=2, vocabulary=100),
-    "eagle3, a window": Eagle3Config(rollout=2, norm_before_fc=True, qk_norm=True, sliding_window=4),
-    "eagle3, acceptance": Eagle3Config(rollout=2, vocabulary=100, objective="acceptance", teacher="whole"),
+    "eagle3": Eagle3Config(ttt_steps=3, fc_norm=True, norm_output=True),
+    "eagle3, masked": Eagle3Config(ttt_steps=2, vocabulary=100),
+    "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, sliding_window=4),
+    "eagle3, acceptance": Eagle3Config(ttt_steps=2, vocabulary=100, objective="acceptance", teacher="whole"),
     "on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3",
-        rollout=2,
+        ttt_steps=2,
         experts=4,
         expert_width=16,
         vocabulary=100,
@@ -509,7 +509,7 @@ def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
         draft.recompute = False
         hook.remove()
         assert kept == again and torch.equal(gradient, recomputed)
-        assert len(calls) == 2 * draft.config.rollout
+        assert len(calls) == 2 * draft.config.ttt_steps
 
 
 def given_states(draft, batch):
@@ -570,7 +570,7 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     monkeypatch, loaded_target, ends, teacher, objective, rows_per_chunk
 ):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 100 * 2)
-    config = Eagle3Config(rollout=2, vocabulary=100, objective=objective, teacher=teacher)
+    config = Eagle3Config(ttt_steps=2, vocabulary=100, objective=objective, teacher=teacher)
     draft = Eagle3(config, shapes_of(loaded_target.config))
     draft.initialise(0)
     for weight in draft.parameters():
@@ -602,7 +602,7 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
 
 def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(loaded_target, ends):
     """Those whose likeliest token of all the draft does not have."""
-    draft = random_draft(Eagle3Config(rollout=3, vocabulary=100), loaded_target, ends)
+    draft = random_draft(Eagle3Config(ttt_steps=3, vocabulary=100), loaded_target, ends)
     rows, known = wide_rows(), set(draft.token_ids_U.tolist())
     for packed in ([[row] for row in rows], [[rows[1], rows[0]], [rows[3], rows[2]]], [rows]):
         batch = packed_of(draft, packed, TOTALS)
@@ -620,7 +620,7 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])
 def test_a_mixture_trains_an_own_head_as_autograd_does(monkeypatch, loaded_target, ends, rows_per_chunk):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 260 * 4)
-    config = JakiroOnEagle3Config(frame="eagle-3", rollout=1, contrast="none", mixture_loss=0.5)
+    config = JakiroOnEagle3Config(frame="eagle-3", ttt_steps=1, contrast="none", mixture_loss=0.5)
     draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
     draft.bind(ends)

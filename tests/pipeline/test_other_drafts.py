@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from eval.measure.units import load_drafts
+from eval.measure.tasks import load_drafts
 from pipeline.artifacts.provenance import public_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
+from pipeline.decoding.contract import DraftRequest, Frontier, Method, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import DRAFTS, build
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
@@ -22,9 +22,9 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import Target, fingerprint
 from tests.kit import save_tiny_target
 from tests.pipeline.families import save
 from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
@@ -61,8 +61,8 @@ def states_of(draft, text, begin, end):
 
 def fed(draft, state, text, begin, end, levels=1):
     """The inputs from `begin` to `end`: states, and the tokens after them."""
-    seen = Verified(text[0][: end + 1], states_of(draft, text, begin, end))
-    return draft.start(state, seen, Wanted(levels))
+    seen = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
+    return draft.start(state, seen, DraftRequest(levels))
 
 
 def stepped(draft, state, answer, token, depth, levels=1):
@@ -70,7 +70,9 @@ def stepped(draft, state, answer, token, depth, levels=1):
     seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
     seen[:, 1::2] = True
     seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
-    return draft.step(state, Frontier(torch.tensor([7, token]), answer.carry_WD[[-1, -1]], seen, depth), Wanted(levels))
+    return draft.step(
+        state, Frontier(torch.tensor([7, token]), answer.carry_WD[[-1, -1]], seen, depth), DraftRequest(levels)
+    )
 
 
 def trained(draft, text):
@@ -109,15 +111,15 @@ def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, na
 @torch.inference_mode()
 def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
     draft = drafts[name]
-    tree = draft.config.settle(TreeConfig(depth=3 if "medusa" not in name else 2, top_k=3, nodes=8))
+    tree = draft.config.resolve(TreeConfig(depth=3 if "medusa" not in name else 2, top_k=3, nodes=8))
     used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
-        seen = Verified(text[0][: end + 1], states_of(draft, text, begin, end))
+        seen = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
         proposed = draft.propose(used, seen, tree, None)
         assert len(proposed.tokens) == 8
-        without = draft.start(clean, seen, Wanted())
+        without = draft.start(clean, seen, DraftRequest())
     again, fresh = (
-        draft.propose(s, Verified(text[0][:17], states_of(draft, text, 15, 16)), tree, None) for s in (used, clean)
+        draft.propose(s, RoundInput(text[0][:17], states_of(draft, text, 15, 16)), tree, None) for s in (used, clean)
     )
     assert again.tokens == fresh.tokens and again.parents == fresh.parents
     assert without.logits_LWU[0].isfinite().all()
@@ -307,14 +309,17 @@ def test_what_is_borrowed_of_the_target_is_what_decoding_reads(drafts, text, nam
     assert draft.borrowed == borrowed
     ends = draft.ends
     embedding = torch.zeros_like(ends.embedding_VD)
-    others = {"embedding": Ends(embedding, ends.head, ""), "head": Ends(ends.embedding_VD, nothing(ends.head), "")}
+    others = {
+        "embedding": EmbeddingAndHead(embedding, ends.head, ""),
+        "head": EmbeddingAndHead(ends.embedding_VD, nothing(ends.head), ""),
+    }
     states = text[1][:8, None] if draft.needs.final else torch.randn(8, len(draft.needs.auxiliary), 32)
-    seen = Verified(text[0][:9], states)
-    before = draft.start(draft.open(), seen, Wanted()).logits_LWU[0]
+    seen = RoundInput(text[0][:9], states)
+    before = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
     try:
         for end, other in others.items():
             draft._ends = [other]
-            after = draft.start(draft.open(), seen, Wanted()).logits_LWU[0]
+            after = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
             assert torch.equal(before, after) == (end not in borrowed), end
     finally:
         draft._ends = [ends]
@@ -359,15 +364,15 @@ def test_settings_that_do_nothing_are_refused(kind, settings, said):
 def test_a_tree_that_the_draft_cannot_grow_is_refused_with_what_it_can():
     medusa = VARIANTS["medusa"]
     with pytest.raises(ValueError, match=r"tree.depth=5: this draft guesses at most 4 tokens ahead"):
-        medusa.settle(TreeConfig(depth=5))
+        medusa.resolve(TreeConfig(depth=5))
     with pytest.raises(ValueError, match=r"parallel=1 .* of a tree of depth 3 this draft can take 3$"):
-        medusa.settle(TreeConfig(depth=3, parallel=1))
+        medusa.resolve(TreeConfig(depth=3, parallel=1))
 
 
 def test_a_head_begins_with_its_targets_scale_and_bias(loaded_target, ends):
     draft = build(HydraConfig(heads=2, head_bias=True), shapes_of(loaded_target.config))
     weight, bias = torch.randn(260, 32), torch.randn(260)
-    draft.bind(Ends(ends.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
+    draft.bind(EmbeddingAndHead(ends.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
     draft.start_from_target([])
     x = torch.randn(3, 32)
     for head in draft.own_heads:

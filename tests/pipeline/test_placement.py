@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends, LMHead
-from pipeline.target.model import Target, load_ends, placement
-from pipeline.target.verifier import rounding
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from pipeline.lm.model import Target, load_ends, placement
+from pipeline.lm.verifier import rounding
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_ends_are_mapped_from_the_file_until_they_are_moved(tiny_target):
 
 def test_a_heads_effects_move_with_it():
     head = LMHead(torch.ones(4, 2), torch.ones(4), scale=0.5, softcap=3.0)
-    moved = Ends(torch.ones(4, 2), head, "mark").to(torch.device("cpu"), torch.bfloat16).head
+    moved = EmbeddingAndHead(torch.ones(4, 2), head, "mark").to(torch.device("cpu"), torch.bfloat16).head
     hidden = torch.tensor([[1.0, -2.0]])
     assert moved.linear.bias.dtype == torch.bfloat16 and not moved.linear.weight.requires_grad
     assert torch.equal(moved(hidden.bfloat16()), head(hidden).bfloat16())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Verified
+from pipeline.decoding.contract import Method, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import make, make_untrained
 from pipeline.drafts.lookup.corpus import Corpus
@@ -25,8 +25,8 @@ SHAPES = {"vocab_size": 260, "target_layers": 2}
 def proposed(text, state=None, **settings):
     tree = {key: settings.pop(key) for key in ("depth", "top_k", "nodes") if key in settings}
     lookup = make(PromptLookupConfig(**settings), SHAPES)
-    spec = lookup.config.settle(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
-    return lookup.propose(state or lookup.open(), Verified(list(text), torch.zeros(0, 0, 1)), spec, None)
+    spec = lookup.config.resolve(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
+    return lookup.propose(state or lookup.open(), RoundInput(list(text), torch.zeros(0, 0, 1)), spec, None)
 
 
 def test_what_followed_the_longest_suffix_comes_first():
@@ -69,9 +69,9 @@ def test_trees_keep_their_bounds_and_copy_what_stands_in_the_text(text, depth, t
 @given(st.lists(st.integers(0, 2), min_size=4, max_size=40), st.integers(1, 3))
 def test_reading_on_is_reading_all(text, pieces):
     lookup = make(PromptLookupConfig(), SHAPES)
-    state, spec = lookup.open(), lookup.config.settle(TreeConfig(depth=3, top_k=2, nodes=7))
+    state, spec = lookup.open(), lookup.config.resolve(TreeConfig(depth=3, top_k=2, nodes=7))
     for end in range(pieces, len(text) + 1, pieces):
-        found = lookup.propose(state, Verified(text[:end], torch.zeros(0, 0, 1)), spec, None)
+        found = lookup.propose(state, RoundInput(text[:end], torch.zeros(0, 0, 1)), spec, None)
         assert (found.tokens, found.parents) == (
             (fresh := proposed(text[:end])).tokens,
             fresh.parents,
@@ -145,10 +145,10 @@ def test_of_too_many_places_of_a_corpus_some_are_looked_at():
 def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
     (tmp_path / "text").write_text("xab1 yab2 zcab3 ", encoding="utf-8")
     lookup = make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
-    spec = lookup.config.settle(TreeConfig(depth=1, top_k=6, nodes=7))
+    spec = lookup.config.resolve(TreeConfig(depth=1, top_k=6, nodes=7))
 
     def firsts(text):
-        seen = Verified(list(text), torch.zeros(0, 0, 1))
+        seen = RoundInput(list(text), torch.zeros(0, 0, 1))
         return "".join(map(chr, lookup.propose(lookup.open(), seen, spec, None).tokens[1:]))
 
     assert (found := firsts(b"qab4 ab"))[0] == "4" and sorted(found) == list("1234")  # two tokens agree everywhere
@@ -191,6 +191,6 @@ def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="shortest=3 is more than longest=2"):
         PromptLookupConfig(longest=2, shortest=3)
     with pytest.raises(ValueError, match="no ranks for a static tree"):
-        PromptLookupConfig().settle(TreeConfig(paths="eagle-1"))
+        PromptLookupConfig().resolve(TreeConfig(paths="eagle-1"))
     with pytest.raises(ValueError, match="needs several experts"):
-        PromptLookupConfig().settle(TreeConfig(candidates="mixture"))
+        PromptLookupConfig().resolve(TreeConfig(candidates="mixture"))

@@ -6,13 +6,13 @@ from scipy.stats import chisquare
 
 from eval.measure.packed import pack_linears
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Method
+from pipeline.decoding.contract import DraftOutput, Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.base import TrainedDraft
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target
-from pipeline.target.states import Needs
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+from pipeline.lm.states import Needs
 
 PROMPT, RUNS, KEPT = "The weather today is", 90, 4
 TREES = {
@@ -55,10 +55,10 @@ class Knowing:
     def start(self, state, seen, wanted, places=1):
         first = len(seen.states_TSD) == len(seen.tokens) - 1  # of the answer's rounds
         known = self._after.get(tuple(seen.tokens[-1:]) if first else None, self._unknown)
-        return Answer(torch.zeros(1, 1), [known[None]])
+        return DraftOutput(torch.zeros(1, 1), [known[None]])
 
     def step(self, state, frontier, wanted):
-        return Answer(torch.zeros(len(frontier.tokens_W), 1), [self._unknown.expand(len(frontier.tokens_W), -1)])
+        return DraftOutput(torch.zeros(len(frontier.tokens_W), 1), [self._unknown.expand(len(frontier.tokens_W), -1)])
 
 
 @torch.inference_mode()

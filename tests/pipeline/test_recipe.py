@@ -13,6 +13,7 @@ from pipeline.artifacts.provenance import write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
+from pipeline.recipe import load
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
@@ -126,6 +127,11 @@ def test_a_draft_named_like_another_kind_gets_the_hint_of_its_own_kind(recipe_fi
     assert "did you mean 'experts'?" in refusal(recipe_file, "draft.eagle.kind=jakiro", "draft.eagle.expert=2")
 
 
+@pytest.mark.parametrize(("old", "now"), load.RENAMED_KEYS.items())
+def test_an_old_key_is_told_its_new_name(recipe_file, old, now):
+    assert f"draft.eagle.{old}: that key is called {now!r} now" in refusal(recipe_file, f"draft.eagle.{old}=3")
+
+
 @pytest.mark.parametrize("name", ["source", "prompts"])
 def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
     message = refusal(recipe_file, f"eval.benchmarks.{name}.source=x.jsonl", f"eval.benchmarks.{name}.prompt=1")
@@ -176,7 +182,7 @@ def test_a_benchmark_named_like_a_key_gets_a_hint(recipe_file, name):
         (["draft.main.routing=depth"], "needs experts_per_token=1 and contrast='none'"),
         (
             ["draft.main.routing=depth", "draft.main.experts_per_token=1", "draft.main.contrast=none"],
-            "routing='depth' with rollout=1",
+            "routing='depth' with ttt_steps=1",
         ),
         (
             ["draft.main.routing=domain", "draft.main.experts_per_token=1", "draft.main.contrast=none"],

@@ -7,16 +7,16 @@ from torch import nn
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Frontier, Method, Verified, Wanted
+from pipeline.decoding.contract import DraftRequest, Frontier, Method, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target
 from tests.kit import recipe_tree, save_tiny_target
 from tests.pipeline.taught import NEVER, prompt_of
 
@@ -74,19 +74,19 @@ def test_decoding_in_pieces_answers_what_training_predicts(target):
     draft = made(target)
     want, state = logits_along(draft, TOKENS), draft.open()
     for end in (7, 8, 12, 13, 21):
-        answer = draft.start(state, Verified(TOKENS[:end], NO_STATES), Wanted())
+        answer = draft.start(state, RoundInput(TOKENS[:end], NO_STATES), DraftRequest())
         assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
         for depth in range(1, 4):
             seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
             seen[:, 1::2] = True
             seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
             nodes = Frontier(torch.tensor([7, TOKENS[end + depth - 1]]), answer.carry_WD[[-1, -1]], seen, depth)
-            answer = draft.step(state, nodes, Wanted())
+            answer = draft.step(state, nodes, DraftRequest())
             assert torch.allclose(answer.logits_LWU[0][-1], want[end + depth - 1], atol=1e-4)
     counts = [len(state.cache.places[block]) for block in range(LAYERS)]
     assert counts[0] == counts[-1] == 21 + 6 and all(0 < count < 27 for count in counts[1:-1])
     assert counts == [layer.keys.shape[2] for layer in state.cache.layers]
-    many = draft.start(draft.open(), Verified(TOKENS, NO_STATES), Wanted(), places=LENGTH).logits_LWU[0]
+    many = draft.start(draft.open(), RoundInput(TOKENS, NO_STATES), DraftRequest(), places=LENGTH).logits_LWU[0]
     assert torch.allclose(many, want, atol=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_a_target_that_skips_nothing_is_the_target(target):
     draft.shares = [0.0] * LAYERS
     want = target.head(target.capture(torch.tensor([TOKENS])))[0]
     for end in (7, 8, 12):
-        answer = draft.start(draft.open(), Verified(TOKENS[:end], NO_STATES), Wanted())
+        answer = draft.start(draft.open(), RoundInput(TOKENS[:end], NO_STATES), DraftRequest())
         assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
 
 
@@ -168,7 +168,7 @@ def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
         rope = tuple(part[:, chosen] for part in decoder.rotary_emb(x, at))
         x[:, chosen] = block(x[:, chosen], attention_mask=seen[chosen][:, chosen][None, None], position_embeddings=rope)
     state = draft.open()
-    got = draft.start(state, Verified(TOKENS, NO_STATES), Wanted(), places=LENGTH).logits_LWU[0]
+    got = draft.start(state, RoundInput(TOKENS, NO_STATES), DraftRequest(), places=LENGTH).logits_LWU[0]
     assert torch.allclose(got, draft.logits(decoder.norm(x))[0], atol=1e-4)
     assert state.cache.places[1].tolist() == [0, 1, 2, 3, *range(4, LENGTH, 2)]
 

@@ -11,7 +11,7 @@ from pipeline.basics.parse import from_json
 from pipeline.decoding import replay
 from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Pool, Verified
+from pipeline.decoding.contract import Method, Pool, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
@@ -119,7 +119,7 @@ def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
     trees = []
     for source, nodes in ((draft, 13), (with_lookup(loaded_target, draft), 18)):
         method = Method(source, TreeConfig(depth=2, top_k=3, nodes=nodes))
-        trees.append(paths_of(source.propose(source.open(), Verified(text, states), method.tree, None)))
+        trees.append(paths_of(source.propose(source.open(), RoundInput(text, states), method.tree, None)))
     alone, both = trees
     chains = [tuple(range(50, end)) for end in range(51, 55)]
     assert len(both) == 18 and set(chains) <= set(both) and not set(chains) & set(alone)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import Target, fingerprint, load_config, load_ends, load_reader, parameter_count_of
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target, fingerprint, load_config, load_ends, load_reader, parameter_count_of
 from tests.kit import byte_tokenizer
 from tests.pipeline.families import FAMILIES, SMALL, save
 

@@ -13,12 +13,12 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import RECIPE, public_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import require_same
+from pipeline.lm.chat import prompt_ids, render, template_fingerprint
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import load_tokenizer
+from pipeline.lm.template import apply_settings, template_settings
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.chat import prompt_ids, render, template_fingerprint
-from pipeline.target.config import TargetConfig
-from pipeline.target.model import load_tokenizer
-from pipeline.target.template import settle, template_settings
 from tests.kit import recipe_tree, write_recipe, write_sharegpt
 from tests.pipeline.test_chat import tokenizer_with
 from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, settled, unsettled
@@ -77,7 +77,7 @@ def test_the_recipe_may_set_the_date():
 def test_every_way_to_write_a_date_is_strftimes():
     written = "%a %A %b %B %d %-d %e %F %j %m %-m %y %Y|%H:%M:%S %I %p|%%d|%u %U %V %w"
     tokenizer = tokenizer_with("{{ strftime_now('" + written + "') }}")
-    settle(tokenizer, TargetConfig(model="m", template_date=date(2031, 2, 3)))
+    apply_settings(tokenizer, TargetConfig(model="m", template_date=date(2031, 2, 3)))
     assert asked(tokenizer) == datetime(2031, 2, 3).strftime(written)
 
 
@@ -86,7 +86,7 @@ def test_every_way_to_write_a_date_is_strftimes():
 )
 def test_nothing_else_of_a_template_changes(begin):
     plain, given = (tokenizer_with(begin + "{{ word }}{{ strftime_now('%Y') }}\n") for _ in range(2))
-    settle(given, TargetConfig(model="m", template_keywords={"word": "w"}))
+    apply_settings(given, TargetConfig(model="m", template_keywords={"word": "w"}))
     once = plain.apply_chat_template(QUESTION, tokenize=False, word="w")
     assert asked(given) == once.replace(str(datetime.now().year), "2024")
 
@@ -113,7 +113,7 @@ def test_keywords_are_the_templates():
 )
 def test_any_value_arrives_as_it_is(value):
     tokenizer = tokenizer_with("{{ word | tojson }}")
-    settle(tokenizer, TargetConfig(model="m", template_keywords={"word": value}))
+    apply_settings(tokenizer, TargetConfig(model="m", template_keywords={"word": value}))
     assert json.loads(asked(tokenizer)) == value and type(json.loads(asked(tokenizer))) is type(value)
 
 
@@ -132,16 +132,16 @@ def test_a_keyword_that_the_template_does_not_know_is_refused_with_those_it_know
 def test_of_several_templates_the_one_without_tools_is_taken():
     tokenizer = unsettled(QWEN_3)
     tokenizer.chat_template = {"default": QWEN_3, "tool_use": GPT_OSS}
-    settle(tokenizer, TargetConfig(model="m", template_keywords={"enable_thinking": False}))
+    apply_settings(tokenizer, TargetConfig(model="m", template_keywords={"enable_thinking": False}))
     assert asked(tokenizer) == asked(settled(QWEN_3, enable_thinking=False))
     tokenizer.chat_template = {"rag": QWEN_3, "tool_use": GPT_OSS}
     with pytest.raises(PipelineError, match="no default specified"):
-        settle(tokenizer, TargetConfig(model="m"))
+        apply_settings(tokenizer, TargetConfig(model="m"))
 
 
 def test_a_file_that_is_no_template_is_refused():
     with pytest.raises(PipelineError, match=r"the chat template of m is no Jinja template: .*, line 2"):
-        settle(tokenizer_with("a\n{% for %}"), TargetConfig(model="m"))
+        apply_settings(tokenizer_with("a\n{% for %}"), TargetConfig(model="m"))
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [[1]], None, float("inf")], ids=str)

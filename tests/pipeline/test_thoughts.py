@@ -4,8 +4,8 @@ shown.
 
 import pytest
 
-from pipeline.target import chat
-from pipeline.target.chat import Unusable, as_message, cut_in_thoughts, thoughts_of, without_thoughts
+from pipeline.lm import chat
+from pipeline.lm.chat import Unusable, as_message, cut_in_thoughts, thoughts_of, without_thoughts
 from tests.pipeline.test_chat import masked_runs, text_of
 from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, SPECIAL, settled
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Sampler
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer
+from pipeline.decoding.contract import DraftOutput
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts.jakiro import JakiroConfig
@@ -137,10 +137,12 @@ def test_the_default_tree_is_the_papers_node_for_node():
         tree = draft.grow()
         assert set(paths_of(tree)[1:]) == released_eagle_2(sharp)
         deepest = max(deepest, *tree.depths)
-        assert len(tree.tokens) == 60 and 1 + draft.steps == JakiroConfig().settle(TreeConfig(parallel=1)).forwards == 6
+        assert (
+            len(tree.tokens) == 60 and 1 + draft.steps == JakiroConfig().resolve(TreeConfig(parallel=1)).forwards == 6
+        )
         assert set(paths_of(ScriptedDraft(sharp).grow(depth=5))[1:]) != released_eagle_2(sharp)
     assert deepest == 6
-    jakiro = JakiroConfig().settle(TreeConfig())
+    jakiro = JakiroConfig().resolve(TreeConfig())
     assert (jakiro.depth, jakiro.nodes, jakiro.parallel, jakiro.forwards) == (6, 60, 2, 5)
 
 
@@ -484,7 +486,7 @@ def test_growing_waits_for_the_device_once_however_many_nodes_there_are(spec):
     class Flat(ScriptedDraft):  # nothing of the script waits
         def step(self, state, frontier, wanted):
             width = len(frontier.tokens_W)
-            return Answer(torch.zeros(width, 1), [logits.expand(width, -1)] * wanted.levels)
+            return DraftOutput(torch.zeros(width, 1), [logits.expand(width, -1)] * wanted.levels)
 
     with Waits() as waits:
         Flat(lambda path: logits, lambda path: logits).grow(parallel=1, **spec)

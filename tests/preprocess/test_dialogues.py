@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pipeline.target.chat import Unusable
+from pipeline.lm.chat import Unusable
 from preprocess.sources.dialogues import clean, record_id
 from preprocess.sources.groups import held_out
 

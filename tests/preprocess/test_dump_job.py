@@ -162,7 +162,7 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_p
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
         "from preprocess.dump.task import ShardTask; from preprocess.dump.worker import FeatureWorker; from "
         "pipeline.recipe.load import load_recipe; from pipeline.artifacts.features import feature_spec; from "
-        "pipeline.target.model import load_tokenizer; from preprocess.dump.plan import Plan; "
+        "pipeline.lm.model import load_tokenizer; from preprocess.dump.plan import Plan; "
         "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline.running import entry; "
         "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); entry.run(lambda: FeatureWorker(r, "
         "Path(sys.argv[2]), feature_spec(r)).work(t))"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Unusable
 from preprocess.sources.dialogues import clean
 from preprocess.sources.intake import Intake
 from preprocess.sources.pieces import encode_pieces

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Unusable
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.duplicates import Duplicates, shingles
 from preprocess.sources.pieces import accepted_messages, encode_pieces, language

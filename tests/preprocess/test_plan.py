@@ -20,8 +20,8 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord
+from pipeline.lm.chat import encode
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.chat import encode
 from preprocess.dump import worker as dump_worker
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask

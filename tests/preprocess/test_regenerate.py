@@ -14,11 +14,11 @@ import torch
 from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import repeats_itself
+from pipeline.lm import chat
+from pipeline.lm.chat import prompt_ids
+from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
-from pipeline.target import chat
-from pipeline.target.chat import prompt_ids
-from pipeline.target.model import fingerprint, load_tokenizer
 from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from pipeline.basics.errors import PipelineError
+from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
-from pipeline.target.chat import Unusable
 from preprocess.sources import json_records
 from preprocess.sources import read as sources
 from preprocess.sources.dialogues import clean

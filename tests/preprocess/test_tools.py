@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from pipeline.lm import chat
+from pipeline.lm.chat import Unusable
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.template import apply_settings
 from pipeline.recipe.sections import DataConfig
-from pipeline.target import chat
-from pipeline.target.chat import Unusable
-from pipeline.target.config import TargetConfig
-from pipeline.target.template import settle
 from preprocess.sources.dialogues import clean
 from preprocess.sources.pieces import encode_pieces
 from preprocess.sources.tools import LONGEST, calls_of, tools_of
@@ -140,7 +140,7 @@ def test_a_template_that_leaves_out_calls_or_results_trains_no_empty_answer():
 def test_thoughts_that_are_dropped_leave_the_call():
     thinking = CALL | {"reasoning_content": "hm"}
     tokenizer = tools_shown_by(QWEN_3)
-    settle(tokenizer, TargetConfig(model="some/model", template_keywords={"enable_thinking": False}))
+    apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords={"enable_thinking": False}))
     found, edits = encode_pieces(tokenizer, clean(asked(QUESTION, thinking, RESULT, ANSWER)), DataConfig(source=""))
     assert "thoughts_dropped" in edits and "<tool_call>" in tokenizer.decode(found[0][1].input_ids)
 

@@ -17,9 +17,9 @@ from pipeline.drafts import TrainedDraft, build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.features.batch import Batch, collate
 from pipeline.features.schema import Row
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
-from pipeline.target.ends import Ends, LMHead
 from train.engine.engine import Engine, start_distributed
 
 WIDTH, VOCABULARY = 32, 64
@@ -70,7 +70,7 @@ def one_batch(step: int) -> list[Batch]:
 
 
 def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
-    engine.fill(twin := draft.twin())
+    engine.fill(twin := draft.validation_copy())
     return {name: value.clone() for name, value in twin.state_dict().items()}
 
 
@@ -86,7 +86,7 @@ def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:
     )
     draft = build(EagleConfig(kind="eagle"), SHAPES)
     draft.initialise(0)
-    ends = Ends(torch.randn(VOCABULARY, WIDTH), LMHead(torch.randn(VOCABULARY, WIDTH)), "")
+    ends = EmbeddingAndHead(torch.randn(VOCABULARY, WIDTH), LMHead(torch.randn(VOCABULARY, WIDTH)), "")
     draft.bind(ends)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(draft, config, 1, 20, Path(folder), "")

@@ -10,8 +10,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.features.batch import trained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
-from pipeline.target.states import Needs
 from train.input.data import Batches, coverage, frequent_tokens, packed, validation_batches
 
 WIDTH = 4

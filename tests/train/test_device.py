@@ -10,8 +10,8 @@ import torch
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
 from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
-from pipeline.target.states import Needs
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, rehearsal
 from train.acceptance import estimate
@@ -135,7 +135,7 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_ta
     with rehearsal():
         draft.to(DEVICE)
         draft.move_ends(DEVICE, torch.float32)
-        twin = draft.twin()
+        twin = draft.validation_copy()
         Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), twin)
         assert twin.device == DEVICE
         assert estimate(twin, {"tree": grown(twin, **tree)}, Answers(), 0, 1) == want

@@ -10,8 +10,8 @@ from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
+from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.target.model import DTYPES, load_config, parameter_count_of
 from train.estimate import activation_bytes, memory_bytes, ranks_of, step_bytes, steps_of
 
 

@@ -20,20 +20,20 @@ from train.loop import _Run
 pytestmark = pytest.mark.real
 APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
 DRAFTS = {
-    "eagle3": {"kind": "eagle3", "rollout": 3, "vocabulary": 128},
+    "eagle3": {"kind": "eagle3", "ttt_steps": 3, "vocabulary": 128},
     "jakiro": {
         "kind": "jakiro",
         "frame": "eagle-3",
         "experts": 8,
         "expert_width": 16,
-        "rollout": 2,
+        "ttt_steps": 2,
         "vocabulary": 128,
         "teacher": "whole",
         "objective": "acceptance",
         "mixture_loss": 0.1,
         "balance_loss": 0.01,
     },
-    "by-depth": {"kind": "jakiro", "routing": "depth", "experts_per_token": 1, "contrast": "none", "rollout": 2},
+    "by-depth": {"kind": "jakiro", "routing": "depth", "experts_per_token": 1, "contrast": "none", "ttt_steps": 2},
     "by-domain": {"kind": "jakiro", "experts": 3, "routing": "domain", "experts_per_token": 1, "contrast": "none"},
     "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
     "medusa": {"kind": "medusa", "heads": 3},

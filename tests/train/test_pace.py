@@ -9,8 +9,8 @@ from pipeline.drafts import build, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.lm.model import load_config
 from pipeline.running.cores import cores
-from pipeline.target.model import load_config
 from train import acceptance, pace
 from train.engine import engine
 from train.loop import _Run

@@ -13,11 +13,11 @@ from pipeline.artifacts.provenance import RECIPE
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.features.shards import FeatureStore, Manifest
+from pipeline.lm.model import Target, fingerprint, load_ends
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
 from pipeline.serving.load import load
-from pipeline.target.model import Target, fingerprint, load_ends
 from tests.kit import dump_here, recipe_tree, write_recipe, write_sharegpt
 from tests.pipeline.families import save
 from tests.pipeline.taught import prompt_of
@@ -27,8 +27,8 @@ KNOWN, ROWS = 260, 320
 DRAFTS = {
     "eagle": {"kind": "eagle"},
     "jakiro": {"kind": "jakiro", "vocabulary": 300},  # more than the tokenizer has
-    "eagle3": {"kind": "eagle3", "rollout": 2, "auxiliary_layers": [1, 2, 3]},
-    "reduced": {"kind": "eagle3", "rollout": 2, "auxiliary_layers": [1, 2, 3], "vocabulary": 100},
+    "eagle3": {"kind": "eagle3", "ttt_steps": 2, "auxiliary_layers": [1, 2, 3]},
+    "reduced": {"kind": "eagle3", "ttt_steps": 2, "auxiliary_layers": [1, 2, 3], "vocabulary": 100},
     "medusa": {"kind": "medusa", "heads": 3},
     "small": {"kind": "small-llama", "width": 32, "mlp_width": 48},
 }
@@ -86,7 +86,7 @@ def test_a_twin_and_a_release_know_it_too(padded, tmp_path):
     assert checkpoint.read_config(recipe.draft_dir("eagle3")).shapes["known_tokens"] == KNOWN
     draft.bind(load_ends(recipe.target))
     hidden = torch.randn(3, 32)
-    for one in (draft, draft.twin()):
+    for one in (draft, draft.validation_copy()):
         assert one._guessed == KNOWN
     assert draft.logits(hidden).softmax(-1)[:, KNOWN:].count_nonzero() == 0
     (tmp_path / "release").mkdir()

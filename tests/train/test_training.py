@@ -20,8 +20,8 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
+from pipeline.lm.model import fingerprint, load_ends
 from pipeline.recipe.load import load_recipe
-from pipeline.target.model import fingerprint, load_ends
 from tests.kit import (
     ROOT,
     command_environment,

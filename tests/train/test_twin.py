@@ -12,8 +12,8 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
+from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe
-from pipeline.target.model import load_tokenizer
 from train import acceptance
 from train.engine.engine import Engine
 from train.loop import _Run, new_draft
@@ -73,7 +73,7 @@ def copied(draft):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_twin_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
-    engine, twin = engine_of(draft, stage), draft.twin()
+    engine, twin = engine_of(draft, stage), draft.validation_copy()
     for seed in (4, 5):  # the weights move on between two validations
         Engine.fill(engine, twin)
         assert estimated(twin, dumped) == estimated(copied(draft), dumped)
@@ -83,7 +83,7 @@ def test_the_twin_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering
 
 def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
     draft.name = "mine"
-    twin, before = draft.twin(), dict(draft.named_parameters())
+    twin, before = draft.validation_copy(), dict(draft.named_parameters())
     assert twin.name == "mine"
     assert all(p.is_meta for p in twin.parameters())
     Engine.fill(engine_of(draft, 2), twin)
@@ -95,7 +95,7 @@ def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
 
 
 def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_one(draft, gathering):
-    twin, engine = draft.twin(), engine_of(draft, 3)
+    twin, engine = draft.validation_copy(), engine_of(draft, 3)
     Engine.fill(engine, twin)
     places = {name: value.data_ptr() for name, value in twin.state_dict().items()}
     assert not set(places.values()) & {value.data_ptr() for value in draft.state_dict().values()}
@@ -106,18 +106,18 @@ def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_o
     assert gathering == [1] * 2 * len(list(draft.parameters()))
 
 
-def test_a_run_makes_one_twin(draft):
+def test_a_run_makes_one_validation_copy(draft):
     run, filled = object.__new__(_Run), []
-    run._draft, run._twin, run._engine = draft, None, SimpleNamespace(fill=filled.append)
-    assert run._whole() is run._whole() and filled == [run._twin] * 2
+    run._draft, run._validation_copy, run._engine = draft, None, SimpleNamespace(fill=filled.append)
+    assert run._whole() is run._whole() and filled == [run._validation_copy] * 2
 
 
 def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     """In the target's dtype, with its own ends; the second time into the same storage."""
     recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
-    decoder = acceptance.Decoder(recipe, answers, draft, draft.config.settle(TREE))
-    Engine.fill(engine_of(draft, 0), twin := draft.twin())
+    decoder = acceptance.Decoder(recipe, answers, draft, draft.config.resolve(TREE))
+    Engine.fill(engine_of(draft, 0), twin := draft.validation_copy())
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     first = decoder.tau(twin.state_dict(), quiet=True)
     place = decoder._draft.fc.weight.data_ptr()
@@ -134,4 +134,4 @@ def test_a_draft_by_domain_begins_with_the_tokens_marks_and_its_twin_has_them(du
     made = new_draft(recipe, "jakiro", ends, store)
     tokens = load_tokenizer(recipe.target)("{=a", add_special_tokens=False).input_ids
     assert made._marks[0][tokens].tolist() == [[True, False], [False, True], [False, False]]
-    assert made.twin()._marks[0] is made._marks[0]
+    assert made.validation_copy()._marks[0] is made._marks[0]

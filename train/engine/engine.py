@@ -20,9 +20,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sync, write_sealed
 from pipeline.drafts import TrainedDraft, parameter_count
 from pipeline.features.batch import Batch
+from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
-from pipeline.target.model import DTYPES
 from train.engine.config import deepspeed_config
 from train.engine.ranks import place_on_host, together
 from train.engine.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by

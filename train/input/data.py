@@ -20,8 +20,8 @@ from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, trained, uniform_noise
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
+from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
-from pipeline.target.model import DTYPES
 
 CPU = torch.device("cpu")
 T, R = TypeVar("T"), TypeVar("R")

@@ -38,10 +38,10 @@ from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.losses import Prediction
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
+from pipeline.lm.model import load_ends
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.target.model import load_ends
 from train.engine.engine import Engine, start_distributed
 from train.estimate import ranks_of, step_bytes
 from train.input.data import Batches

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draws, Pool, Verified
+from pipeline.decoding.contract import Draws, Pool, RoundInput
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.lookup.corpus import Corpus, read_corpus
 from pipeline.drafts.lookup.suffixes import SuffixIndex
 from pipeline.drafts.parts.base import DraftConfig
-from pipeline.target.states import Needs
+from pipeline.lm.states import Needs
 
 LONGEST = 32  # tokens of a suffix that may be compared: each length takes memory and time
 
@@ -50,10 +50,10 @@ class PromptLookupConfig(DraftConfig):
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)
 
-    def settle(self, tree: TreeConfig) -> TreeConfig:
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
             raise ValueError("tree.paths: prompt lookup has no ranks for a static tree: give depth, top_k and nodes")
-        return super().settle(tree)
+        return super().resolve(tree)
 
 
 # Chance that the first copied token is right, by how many tokens agreed, and of every further one given those before:
@@ -90,12 +90,12 @@ class PromptLookup:
         return SuffixIndex(self.config.shortest, self.config.longest)
 
     def propose(
-        self, state: SuffixIndex, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Any = None
+        self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Any = None
     ) -> Tree:
         pool = self.pool(state, seen, tree, tree.nodes - 1)
         return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
 
-    def pool(self, state: SuffixIndex, seen: Verified, tree: TreeConfig, count: int, forwards: Any = None) -> Pool:
+    def pool(self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, count: int, forwards: Any = None) -> Pool:
         """A score is how many tokens agreed before the continuation; those that are not the first choice at some node
         have `longest` less, so that any first choice has more.
         """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Answer, Draws, Forwards, Frontier, Pool, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Draws, Forwards, Frontier, Pool, RoundInput
 from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.parts.layers import initialise
@@ -33,8 +33,8 @@ from pipeline.drafts.parts.losses import (
     renormalised,
     term_sums,
 )
-from pipeline.target.ends import Ends
-from pipeline.target.states import Needs
+from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.lm.states import Needs
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -99,7 +99,7 @@ class DraftConfig(Settings):
         """Nodes, the root included, that such a tree has candidates for."""
         return tree.nodes if tree.paths else 1 + tree.top_k + tree.top_k * tree.top_k * (tree.depth - 1)
 
-    def settle(self, tree: TreeConfig) -> TreeConfig:
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
         if tree.nodes > self.most(tree):
             raise ValueError(
@@ -129,12 +129,12 @@ class ByLevels:
     stepwise = True
 
     def propose(
-        self: Any, state: Any, seen: Verified, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
     ) -> Tree:
         return grow(self, state, seen, tree, draws, forwards or self)
 
     def pool(
-        self: Any, state: Any, seen: Verified, tree: TreeConfig, count: int, forwards: Forwards | None = None
+        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards | None = None
     ) -> Pool:
         return best_pool(self, state, seen, tree, count, forwards or self)
 
@@ -156,7 +156,7 @@ class TrainedDraft(ByLevels, nn.Module):
         self.target_vocabulary: int = shapes["vocab_size"]
         self.recompute = False  # in the backward, what the forward of a training pass kept
         # A list keeps them out of the module tree: the target's ends are neither trained nor saved.
-        self._ends: list[Ends] = []
+        self._ends: list[EmbeddingAndHead] = []
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
@@ -182,10 +182,10 @@ class TrainedDraft(ByLevels, nn.Module):
     def open(self) -> Any: ...
 
     @abstractmethod
-    def start(self, state: Any, seen: Verified, wanted: Wanted, places: int = 1) -> Answer: ...
+    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput: ...
 
     @abstractmethod
-    def step(self, state: Any, frontier: Frontier, wanted: Wanted) -> Answer: ...
+    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput: ...
 
     @property
     def own_heads(self) -> list[OwnHead]:
@@ -279,7 +279,7 @@ class TrainedDraft(ByLevels, nn.Module):
         assert self.token_ids_U is not None and self.token_ids_U.shape == ids_U.shape
         self.token_ids_U.copy_(ids_U)
 
-    def bind(self, ends: Ends) -> None:
+    def bind(self, ends: EmbeddingAndHead) -> None:
         """Gives the draft its target's ends; after weights and vocabulary are in place."""
         head = ends.head if self.token_ids_U is None else ends.head.restricted(self.token_ids_U)
         self._ends = [replace(ends, head=head)]
@@ -292,7 +292,7 @@ class TrainedDraft(ByLevels, nn.Module):
         """
         self._ends = [self.ends.to(device, dtype)]
 
-    def twin(self) -> Self:
+    def validation_copy(self) -> Self:
         """Another draft of these shapes, in eval mode, that shares ends and what else is not saved; its tensors have no
         content yet.
         """
@@ -306,7 +306,7 @@ class TrainedDraft(ByLevels, nn.Module):
         """Gives a twin what is neither parameter nor buffer."""
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         if not self._ends:
             raise AssertionError("bind(ends) comes before the first forward")
         return self._ends[0]

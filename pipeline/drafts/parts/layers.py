@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from pipeline.target.attention import FULL, GROUPED
+from pipeline.lm.attention import FULL, GROUPED
 
 SHAPE_FIELDS = (
     "hidden_size",

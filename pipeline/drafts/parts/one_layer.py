@@ -15,13 +15,13 @@ from transformers import DynamicCache
 
 from pipeline.basics.accelerator import sent
 from pipeline.basics.settings import Settings
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Objective, Prediction, Term, named
-from pipeline.target.attention import additive, behind
-from pipeline.target.cache import TreeCache
-from pipeline.target.states import States
+from pipeline.lm.attention import additive, behind
+from pipeline.lm.cache import TreeCache
+from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -51,12 +51,12 @@ class OneLayerConfig(DraftConfig):
     next: Weights = Weights(regression=1.0, classification=0.1)
     ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
     # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).
-    rollout: int = 1
+    ttt_steps: int = 1
     own: Weights = Weights(regression=1.0, classification=0.1)  # of each pass from the second on,
     decay: float = 1.0  # times this for each pass before it
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "rollout")
+        self.at_least(1, "vocabulary", "ttt_steps")
         if not self.embedding_scale > 0:
             raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
         if not 0 < self.decay <= 1:
@@ -77,7 +77,7 @@ class OneLayerConfig(DraftConfig):
             name: Term(horizon, given.of(), self.objective)
             for horizon, (name, given) in enumerate(zip(named(1, self.levels), weights, strict=True), start=1)
         }
-        passes = range(2, self.rollout + 1)
+        passes = range(2, self.ttt_steps + 1)
         return found | {f"own_{n}": Term(1, self.own.of(self.decay ** (n - 1)), self.objective) for n in passes}
 
 
@@ -162,7 +162,7 @@ class OneLayer(TrainedDraft):
 
     @property
     def passes(self) -> int:
-        return self.config.rollout
+        return self.config.ttt_steps
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class OneLayer(TrainedDraft):
         names = list(self.config.terms())
         found = {name: Prediction([feature]) for name, feature in zip(names, heads.ahead, strict=False)}
         found |= self.more_predictions(heads, batch)
-        for number in range(2, self.config.rollout + 1):
+        for number in range(2, self.config.ttt_steps + 1):
             before_BTD = torch.cat([true_BTD[:, :1], self.carried(heads.ahead[0])[:, :-1]], dim=1)
             if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
                 first = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
@@ -202,10 +202,10 @@ class OneLayer(TrainedDraft):
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
         if number > 1 or begins_BT is not None or self.window:
-            mask = additive(rollout_sees(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
+            mask = additive(ttt_sees(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
-            cache = DynamicCache() if self.config.rollout > 1 else None  # a new one: it may run twice
+            cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new one: it may run twice
             if cache is not None and keys_values:
                 cache.update(keys_values[0], keys_values[1], 0)
             positions = places[None] if begins_BT is None else places - begins_BT
@@ -222,7 +222,7 @@ class OneLayer(TrainedDraft):
     def open(self) -> DraftState:
         return DraftState()
 
-    def _answer(self, u_WD: Tensor, depth: int, wanted: Wanted) -> Answer:
+    def _answer(self, u_WD: Tensor, depth: int, wanted: DraftRequest) -> DraftOutput:
         """One call of the head for all that the tree wants of this forward."""
         heads = self.heads(u_WD, depth)
         features, experts = heads.ahead[: wanted.levels], heads.experts if wanted.experts else []
@@ -230,10 +230,10 @@ class OneLayer(TrainedDraft):
         logits = self.logits(torch.stack([*features, *experts])) if several else self.logits(features[0])[None]
         own = logits[len(features) :].transpose(0, 1) if experts else None
         weights = heads.log_weights if experts else None
-        return Answer(self.carried(heads.ahead[0]), list(logits[: len(features)]), own, weights)
+        return DraftOutput(self.carried(heads.ahead[0]), list(logits[: len(features)]), own, weights)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: DraftState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1})."""
         past, count, device = state.verified, len(seen.states_TSD), seen.states_TSD.device
         state.cache.keep(past)
@@ -249,7 +249,7 @@ class OneLayer(TrainedDraft):
         return self._answer(u[0, -places:], 0, wanted)
 
     @torch.inference_mode()
-    def step(self, state: DraftState, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: DraftState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         """One forward for the frontier's W nodes; each sees its verified prefix, its ancestors and itself."""
         device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
         if prefix_W is None:
@@ -281,7 +281,7 @@ class Dense(OneLayer):
         return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
 
 
-def rollout_sees(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
+def ttt_sees(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
     """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its
     own dialogue only, where `begins_BT` says that a row holds several, and of the last `window` positions only.
     """

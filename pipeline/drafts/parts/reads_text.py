@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.basics.accelerator import sent
-from pipeline.decoding.contract import Answer, Frontier, Verified, Wanted
-from pipeline.target.attention import additive, behind
-from pipeline.target.cache import TreeCache
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.lm.attention import additive, behind
+from pipeline.lm.cache import TreeCache
 
 
 @dataclass
@@ -29,14 +29,14 @@ class ReadsText:
         """Appends tokens to the cache: their final states. What is None is as for `Verifier.forward`."""
         raise NotImplementedError
 
-    def _answer(self, hidden_WD: Tensor) -> Answer:
+    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
         raise NotImplementedError
 
     def open(self) -> TextState:
         return TextState()
 
     @torch.inference_mode()
-    def start(self, state: TextState, seen: Verified, wanted: Wanted, places: int = 1) -> Answer:
+    def start(self, state: TextState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         """Reads what is new of the text, its last token included."""
         past, device = state.read, seen.states_TSD.device
         tokens = seen.tokens[self.skipped + past :]
@@ -49,7 +49,7 @@ class ReadsText:
         return self._answer(hidden_ND[-places:])
 
     @torch.inference_mode()
-    def step(self, state: TextState, frontier: Frontier, wanted: Wanted) -> Answer:
+    def step(self, state: TextState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         prefix_W = frontier.prefix_W
         # It counts inputs, each a token with the state before it: there is none before t_0.
         prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped

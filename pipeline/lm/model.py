@@ -21,14 +21,14 @@ from pipeline.basics.accelerator import accelerator, kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.public import scrubbed
-from pipeline.target.attention import require_tree_attention, use_masks
-from pipeline.target.chat import require_template
-from pipeline.target.config import TargetConfig
-from pipeline.target.ends import Ends, LMHead, head_effects
-from pipeline.target.fingerprint import identity
-from pipeline.target.states import Needs
-from pipeline.target.template import settle
-from pipeline.target.verifier import Verifier
+from pipeline.lm.attention import require_tree_attention, use_masks
+from pipeline.lm.chat import require_template
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
+from pipeline.lm.fingerprint import identity
+from pipeline.lm.states import Needs
+from pipeline.lm.template import apply_settings
+from pipeline.lm.verifier import Verifier
 
 if kind() is None:
     # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
@@ -109,7 +109,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
             raise PipelineError(f"target.chat_template {template} does not exist: expected a Jinja file")
         tokenizer.chat_template = template.read_text().rstrip("\n")
     require_template(tokenizer, config.model)
-    settle(tokenizer, config)
+    apply_settings(tokenizer, config)
     return tokenizer
 
 
@@ -156,7 +156,7 @@ def weight_files(where: Source) -> dict[str, Path]:
 
 
 def fingerprint(config: TargetConfig) -> str:
-    """Identifies configuration and weights, of these every byte (`pipeline/target/fingerprint.py`)."""
+    """Identifies configuration and weights, of these every byte (`pipeline/lm/fingerprint.py`)."""
     return identity(load_config(config).to_dict(), set(weight_files(source(config)).values()))
 
 
@@ -181,7 +181,7 @@ def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, 
     return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
 
 
-def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> Ends:
+def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> EmbeddingAndHead:
     """Reads only the embedding and the head from the target's files, in their stored dtype. For a draft whose `needs`
     say so, all between them as well, in `dtype` and where the recipe has its target.
     """
@@ -208,7 +208,7 @@ def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = t
             read[role] = tensors.get_tensor(stored[name])
     head = LMHead(read["head"], read.get("bias"), **head_effects(text))
     decoder = _load_decoder(config, dtype) if needs.decoder else None
-    return Ends(read["embedding"], head, fingerprint(config), decoder)
+    return EmbeddingAndHead(read["embedding"], head, fingerprint(config), decoder)
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:

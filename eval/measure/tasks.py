@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measure.harness import Harness, Outcome, Unit
+from eval.measure.harness import EvalTask, Harness, Outcome
 from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
@@ -30,9 +30,9 @@ from pipeline.decoding.worth import Worth
 from pipeline.drafts import make_untrained
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel
+from pipeline.lm.chat import template_fingerprint
+from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer
 from pipeline.recipe.recipe import Recipe, digest
-from pipeline.target.chat import template_fingerprint
-from pipeline.target.model import Target, fingerprint, load_reader, load_tokenizer
 
 RECORDS = "records.jsonl"
 log = logging.getLogger(__name__)
@@ -138,14 +138,14 @@ class Job:
 
     recipe: Recipe
     methods: dict[str, Measured]
-    units: list[Unit]
+    units: list[EvalTask]
     key: str
 
 
 def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
     methods, units = methods_of(recipe, tuned_alone), units_of(recipe)
     found = {
-        "code": code_of("eval.measure.units"),
+        "code": code_of("eval.measure.tasks"),
         "recipe": recipe.hash,
         "methods": {name: method_facts(method) for name, method in methods.items()},
         "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
@@ -160,11 +160,13 @@ def method_facts(method: Measured) -> dict[str, Any]:
     return asdict(method)
 
 
-def units_of(recipe: Recipe) -> list[Unit]:
+def units_of(recipe: Recipe) -> list[EvalTask]:
     config = recipe.eval
     prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
     # a prompt's temperatures together: they share its forward
-    return [Unit(name, prompt, t) for name, found in prompts.items() for prompt in found for t in config.temperatures]
+    return [
+        EvalTask(name, prompt, t) for name, found in prompts.items() for prompt in found for t in config.temperatures
+    ]
 
 
 def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool = False) -> Harness:
@@ -228,7 +230,7 @@ class Finished:
         if not self._path.exists() or self._path.read_bytes() != kept.encode():
             write_text(self._path, kept)
 
-    def add(self, unit: Unit, outcome: Outcome) -> None:
+    def add(self, unit: EvalTask, outcome: Outcome) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(sealed_line({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()}))
         self.outcomes[unit.name] = outcome
@@ -251,7 +253,9 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
 
 
-def _here(recipe: Recipe, methods: dict[str, Measured], units: Iterable[Unit]) -> Iterator[tuple[Unit, Outcome]]:
+def _here(
+    recipe: Recipe, methods: dict[str, Measured], units: Iterable[EvalTask]
+) -> Iterator[tuple[EvalTask, Outcome]]:
     harness = make_harness(recipe, methods)
     for unit in units:
         yield unit, harness.decode(unit)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target.attention import behind, masks, most_positions, require_tree, use_masks, windows
-from pipeline.target.cache import TreeCache
-from pipeline.target.ends import Ends, LMHead, head_effects
-from pipeline.target.states import States
+from pipeline.lm.attention import behind, masks, most_positions, require_tree, use_masks, windows
+from pipeline.lm.cache import TreeCache
+from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
+from pipeline.lm.states import States
 
 CAPACITY_STEP = 512  # caches of a compiled target come in multiples of it: few shapes, few compilations
 
@@ -57,9 +57,9 @@ class Verifier:
         self._require_split(name)
         require_tree(self, name)
 
-    def ends(self, mark: str) -> Ends:
+    def ends(self, mark: str) -> EmbeddingAndHead:
         """For drafts, where the hidden states arrive."""
-        return Ends(self.embedding_VD.to(self.device), self.head, mark, self.model.get_decoder())
+        return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, mark, self.model.get_decoder())
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]
@@ -73,7 +73,7 @@ class Verifier:
         if not apart <= rounding(self.dtype, self.device) * largest:
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "
-                f"{apart:.3g}); this architecture needs support in pipeline/target/verifier.py"
+                f"{apart:.3g}); this architecture needs support in pipeline/lm/verifier.py"
             )
 
     @torch.inference_mode()

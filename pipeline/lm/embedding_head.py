@@ -60,7 +60,7 @@ def head_effects(config: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Ends:
+class EmbeddingAndHead:
     """The target's frozen embedding and head: all that training a draft needs of the target."""
 
     embedding_VD: Tensor
@@ -68,6 +68,8 @@ class Ends:
     fingerprint: str
     decoder: nn.Module | None = None  # all between the ends, for a draft whose `Needs` say so; of its own dtype
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Ends":
+    def to(self, device: torch.device, dtype: torch.dtype) -> "EmbeddingAndHead":
         decoder = None if self.decoder is None else self.decoder.to(device)
-        return Ends(self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint, decoder)
+        return EmbeddingAndHead(
+            self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint, decoder
+        )

@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from pipeline.basics.errors import PipelineError
 
 if TYPE_CHECKING:
-    from pipeline.target.verifier import Verifier
+    from pipeline.lm.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GROUPED = "grouped"  # transformers' name of `grouped`, below
@@ -191,7 +191,7 @@ def require_tree(target: "Verifier", name: str) -> None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
-            "in pipeline/target/attention.py"
+            "in pipeline/lm/attention.py"
         ) from None
     apart, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
     if target.dtype != torch.float32:
@@ -201,5 +201,5 @@ def require_tree(target: "Verifier", name: str) -> None:
             f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a "
             "small tree are "
             f"{apart.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
-            "pipeline/target/attention.py"
+            "pipeline/lm/attention.py"
         )

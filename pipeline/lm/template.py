@@ -12,8 +12,8 @@ import jinja2.meta
 from jinja2 import nodes
 
 from pipeline.basics.errors import PipelineError
-from pipeline.target.chat import probe, thinking
-from pipeline.target.config import TargetConfig
+from pipeline.lm.chat import probe, thinking
+from pipeline.lm.config import TargetConfig
 
 CLOCK = "strftime_now"  # the function by which templates print today's date
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}  # by whoever renders
@@ -40,7 +40,7 @@ class _Generation(jinja2.ext.Extension):
 _JINJA = jinja2.Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"], autoescape=False)  # only to read with
 
 
-def settle(tokenizer: Any, config: TargetConfig) -> None:
+def apply_settings(tokenizer: Any, config: TargetConfig) -> None:
     """Gives the tokenizer's template the recipe's keywords and date. Raises PipelineError for a keyword that it does
     not know.
     """
