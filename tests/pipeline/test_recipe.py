@@ -129,7 +129,9 @@ def test_a_draft_named_like_another_kind_gets_the_hint_of_its_own_kind(recipe_fi
 
 @pytest.mark.parametrize(("old", "now"), load.RENAMED_KEYS.items())
 def test_an_old_key_is_told_its_new_name(recipe_file, old, now):
-    assert f"draft.eagle.{old}: that key is called {now!r} now" in refusal(recipe_file, f"draft.eagle.{old}=3")
+    assert f"draft.eagle.{old}: that key is called {now!r} now" in refusal(
+        recipe_file, "draft.eagle.kind=eagle", f"draft.eagle.{old}=3"
+    )
 
 
 @pytest.mark.parametrize("name", ["source", "prompts"])
