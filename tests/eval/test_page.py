@@ -16,6 +16,7 @@ from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Generation
+from pipeline.lm.chat import pieces_of
 from pipeline.recipe.recipe import Recipe
 from tests.kit import byte_tokenizer, recipe_tree
 
@@ -56,6 +57,12 @@ def test_samples_are_of_the_released_draft_and_of_public_prompts_only(job):
     assert [(one["benchmark"], one["method"], one["temperature"]) for one in found] == [("humaneval", "jakiro", 0.0)]
     assert found[0]["question"] == "question 0 of <i>" and "".join(text for text, _ in found[0]["pieces"]) == TEXT
     assert [depth for _, depth in found[0]["pieces"]] == list(range(len(TEXT)))
+
+
+def test_letters_of_several_tokens_wait_for_their_last():
+    tokens = byte_tokenizer().encode("an é, <b>")
+    pieces = pieces_of(byte_tokenizer(), tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == "an é, <b>" and pieces[3:5] == ["", "é"]
 
 
 def test_an_answer_without_depths_is_no_sample(job):
