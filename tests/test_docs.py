@@ -10,7 +10,9 @@ from pipeline.running import expect
 from tests.kit import ROOT
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "docs/results").glob("*.md"))  # of past commits: their commands are those of a tag
+GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, *RESULTS]
 
 
 def test_the_readme_is_read_in_a_minute():
@@ -29,10 +31,16 @@ def test_links_and_pictures_lead_somewhere(page):
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:
-        assert page.name == "README.md" or f"]({page.name})" in index
+        assert page.name == "README.md" or f"]({page.relative_to(ROOT / 'docs')})" in index
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
+def test_a_page_of_results_says_where_its_commands_are_to_be_found(page):
+    """The code goes on; what was measured is repeated at the tag or commit that the page names."""
+    assert re.search(r"^(Commands|Measured) .*`?(before-the-redraw|[0-9a-f]{7})\b", page.read_text(), re.M), page.name
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_commands_and_files_that_are_named_are_there(page):
     text = page.read_text()
     for module in re.findall(r"python3? -m ((?:pipeline|preprocess|train|eval|tests|infra)[.\w]*)", text):
@@ -61,10 +69,10 @@ def test_the_readmes_recipe_is_one():
 
 
 def test_the_demos_minutes_are_those_that_a_run_announces():
-    """The README, docs/demo.md and infra/speeds.json tell of one run."""
+    """The README, docs/results/demo.md and infra/speeds.json tell of one run."""
     seconds = {entry["stage"]: entry["seconds"] for entry in expect.read_speeds(expect.SHIPPED)}
     minutes = [round(seconds[stage] / 60) for stage in ("preprocess", "train", "eval")]
-    for page in (README, ROOT / "docs/demo.md"):
+    for page in (README, ROOT / "docs/results/demo.md"):
         found = re.search(
             r"(\d+) minutes: (\d+) for the dump, (\d+) for training, (\d+) for measuring", page.read_text()
         )
@@ -73,5 +81,5 @@ def test_the_demos_minutes_are_those_that_a_run_announces():
 
 
 def test_pictures_are_small():
-    for picture in [*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")]:
+    for picture in [*(ROOT / "docs").rglob("*.png"), *(ROOT / "docs").rglob("*.svg")]:
         assert picture.stat().st_size < 200_000, picture.name

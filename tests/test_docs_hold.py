@@ -27,7 +27,7 @@ from pipeline.recipe.sections import MethodConfig, TrainConfig
 from pipeline.serving.export import LAUNCH
 from tests.kit import ROOT
 from tests.pipeline.families import FAMILIES
-from tests.test_docs import PAGES
+from tests.test_docs import GUIDES, PAGES
 
 DEMO = ROOT / "infra/recipes/demo.toml"
 ROOMS = ("pipeline", "preprocess", "train", "eval", "infra")
@@ -87,7 +87,7 @@ def command(line: str) -> tuple[str, list[str]] | None:
     return found[1].removesuffix(".py").strip("./").replace("/", "."), words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_commands_that_a_page_shows_are_taken_with_their_flags_and_overrides(page, parse):
     lines, pieces = shown(page.read_text())
     for line, whole in [*((line, True) for line in lines), *((piece, False) for piece in pieces)]:
@@ -139,7 +139,7 @@ def is_key(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_keys_that_a_page_names_are_a_recipes(page):
     for piece in shown(page.read_text())[1]:
         for name in re.findall(rf"^((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]+)(?<!\.py)(?= ?=|$)", piece):
@@ -153,7 +153,7 @@ def merged(tree: dict, more: dict) -> dict:
     return tree | more | both
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_the_toml_that_a_page_shows_is_a_recipes(page):
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
         ways = re.findall(r"^tree = .*", block, re.MULTILINE) if block.startswith("tree = ") else []
@@ -209,7 +209,7 @@ def test_each_folder_of_the_code_is_listed():
         ("docs/training.md", r"global_batch = (\d+)", TrainConfig().global_batch),
         ("docs/training.md", r"micro_batch = (\d+)", TrainConfig().micro_batch),
         ("docs/feature-shards.md", r"Feature shards, version (\d+)", VERSION),
-        ("docs/training-notes.md", r"The default stays the papers' ([\d.]+)\.", TrainConfig().noise),
+        ("docs/results/training-notes.md", r"The default stays the papers' ([\d.]+)\.", TrainConfig().noise),
     ],
 )
 def test_a_default_that_a_page_quotes_is_the_codes(page, said, value):
@@ -218,11 +218,11 @@ def test_a_default_that_a_page_quotes_is_the_codes(page, said, value):
 
 
 def test_the_tuners_default_that_a_page_quotes_is_its_own(parse):
-    found = re.search(r"`eval/tune.py --prompts` [^.]*default is (\d+)", (ROOT / "docs/sources.md").read_text())
+    found = re.search(r"`eval/tune.py --prompts` [^.]*default is (\d+)", (ROOT / "docs/results/sources.md").read_text())
     assert found and int(found[1]) == parse("eval.tune", ["RECIPE"]).prompts
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_tests_targets_of_make_and_headings_that_a_page_names_are_there(page):
     text = page.read_text()
     names = re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M)
@@ -237,7 +237,9 @@ def test_tests_targets_of_make_and_headings_that_a_page_names_are_there(page):
         )
 
 
-@pytest.mark.parametrize("page", ["README", "docs/README", "docs/experts", "docs/ablations", "docs/demo"])
+@pytest.mark.parametrize(
+    "page", ["README", "docs/README", "docs/results/experts", "docs/results/ablations", "docs/results/demo"]
+)
 def test_whether_experts_pay_is_said_with_the_scale_it_was_measured_at(page):
     sentences = re.split(r"(?<=[.?;])\s|\n\n|\n(?=[-#|])", (ROOT / f"{page}.md").read_text())
     answer = r"(mixture of experts|experts pay|form of experts|number of experts)(?! *\W* if)"

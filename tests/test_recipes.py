@@ -257,7 +257,7 @@ def test_plain_hydra_trains_as_medusa_does():
     assert (one.objective, one.decay, one.heads) == (other.objective, other.decay, other.heads) == ("hard-ce", 0.8, 4)
 
 
-METHODS = {  # docs/comparison.md has them
+METHODS = {  # docs/results/comparison.md has them
     "eagle": 4_203_072,
     "jakiro": 4_205_376,
     "eagle3": 9_808_128,

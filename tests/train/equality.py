@@ -1,6 +1,6 @@
 """Twenty fp32 steps, shared out in every way: a table of how far each loss curve is from the first.
 
-python -m tests.train.equality        (five minutes; the table of docs/training-notes.md)
+python -m tests.train.equality        (five minutes; the table of docs/results/training-notes.md)
 """
 
 import sys
