@@ -24,7 +24,6 @@ from eval.release.publish import build_release
 from eval.release.push import require_repository_name
 from eval.tune import main as tune
 from infra.serving import in_transformers, one_line
-from pipeline.__main__ import eval_state, run, stages, status
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
@@ -35,6 +34,7 @@ from pipeline.decoding.sources import Sources
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe
+from pipeline.running.stages import eval_state, run, stages, status
 from preprocess.dump.driver import dump
 from tests.hub import Hub
 from tests.kit import (
@@ -445,7 +445,7 @@ def test_mended_code_releases_no_old_figures(copied, monkeypatch):
     sets, records = [f"output={run}"], run / "eval/records.jsonl"
     before = records.read_text().splitlines()
     for mended, again in (("eval.main", 0), ("eval.measure.tasks", len(before))):
-        for where in ("eval.main", "eval.measure.tasks", "pipeline.__main__"):
+        for where in ("eval.main", "eval.measure.tasks", "pipeline.running.stages"):
             monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
         found = load_recipe(recipe, sets)
         assert eval_state(found) == (False, "release of other code, torch or transformers")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.__main__ import _run_stage, stages
 from pipeline.basics.display import EVERY, Bars, Lines, display, duration, new_reports
+from pipeline.running.stages import _run_stage, stages
 from tests.kit import write_recipe
 
 

@@ -134,7 +134,7 @@ STAGE = """
 import sys, time
 from pathlib import Path
 from pipeline.running import entry
-from pipeline.__main__ import Stage, _run_stage
+from pipeline.running.stages import Stage, _run_stage
 from pipeline.basics.display import display
 from pipeline.recipe.load import load_recipe
 inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from pipeline.__main__ import features_state
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
 from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.running.stages import features_state
 from preprocess.dump.driver import dump
 from tests.kit import (
     BIN,

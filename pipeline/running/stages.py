@@ -1,0 +1,225 @@
+"""The stages of a run, each a command of its own: whether it is done, by what it left on disk, and how it is started.
+
+A stage that is done is not started again, so a second run continues where the first stopped.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import ROOT, code_of
+from pipeline.artifacts.published import fetch
+from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
+from pipeline.basics.display import Display, display
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed
+from pipeline.basics.progress import CHANNEL
+from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
+from pipeline.recipe.load import hand_over, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import children, expect
+from pipeline.running.cores import require_few
+from pipeline.running.gpus import launch_command, require_gpus
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    state: Callable[[Recipe], tuple[bool, str]]  # (done, one line for the user)
+
+
+def features_state(recipe: Recipe) -> tuple[bool, str]:
+    folder = recipe.features_dir
+    if not (folder / MANIFEST).exists():
+        return False, "not started"
+    manifest = Manifest.load(folder)
+    if manifest.spec.recipe != recipe.dump_hash:
+        return False, f"{folder} holds features of other settings"
+    if manifest.answers != recipe.answers_hash:
+        return False, "answers to calibration prompts are to be given anew"
+    here = [] if recipe.features.store else manifest.shards
+    broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
+    if broken:
+        return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
+    if not manifest.complete or prompts_damage(folder, manifest):
+        return False, f"{len(manifest.shards)} shards finished, dump not complete"
+    return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
+
+
+def train_state(recipe: Recipe) -> tuple[bool, str]:
+    parts, done = [], True
+    for name in recipe.trained:
+        folder = recipe.draft_dir(name)
+        if not (folder / checkpoint.CONFIG).exists():
+            resume = recipe.resume_dir(name) / "resume.json"
+            at = f"stopped after step {_resume_step(resume)}" if resume.exists() else "not trained"
+            at = "not fetched" if name in recipe.published else at
+            parts.append(f"{name}: {at}")
+            done = False
+            continue
+        saved = checkpoint.read_config(folder)
+        fits = saved.train_hash == recipe.train_hash(name)
+        done &= fits
+        parts.append(f"{name}: {saved.training_said}" if fits else f"{name}: of other settings")
+    return done, "; ".join(parts)
+
+
+def _resume_step(state: Path) -> int:
+    return read_sealed(state, f"Remove {state.parent} to train this draft from the start")["step"]
+
+
+def eval_state(recipe: Recipe) -> tuple[bool, str]:
+    """Done when the release's report was measured under this recipe, by this code, on the weights that are in the draft
+    folders now.
+    """
+    path = recipe.release_dir / REPORT
+    if not path.exists() or read_release(recipe.release_dir)["pending"]:
+        return False, "no release"
+    found = read_report(path)
+    if found["provenance"]["recipe_hash"] != recipe.hash:
+        return False, "release of other settings"
+    if found.get("code") != code_of("eval.main"):
+        return False, "release of other code, torch or transformers"
+    if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
+        return False, "release without the tuned trees"
+    for facts in found["drafts"].values():
+        folder = recipe.draft_dir(facts["draft"])
+        of = facts["draft"], *facts["beside"]
+        if not set(of) <= set(recipe.draft):
+            return False, "release of other drafts"
+        if facts["corpora"] != list(recipe.corpora(*of)):
+            return False, "release of another corpus"
+        if not recipe.draft[facts["draft"]].trained:
+            continue
+        known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder)
+        if not known or known.weights_sha256 != facts["weights_sha256"]:
+            return False, "release of other weights"
+    return True, f"release in {recipe.release_dir}/"
+
+
+def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
+    arguments, environment = hand_over(recipe_path, overrides)
+    deepspeed = (
+        shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
+    )
+    launcher = [deepspeed, "--master_port", str(_free_port())]  # two runs on one machine do not meet
+    train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train.ranks, recipe.target.device)
+    commands = {
+        "preprocess": ([sys.executable, str(ROOT / "preprocess/dump_features.py")], features_state),
+        "train": (train, train_state),
+        "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
+    }
+    return [Stage(name, [*command, *arguments], environment, state) for name, (command, state) in commands.items()]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
+    """All stages up to `until`."""
+    recipe = load_recipe(recipe_path, overrides)
+    if until != "preprocess" and recipe.target.device != "cpu":
+        require_gpus(recipe.train.ranks or 1)  # before hours of dumping
+        recipe.train.accumulation(recipe.train.ranks or max(torch.accelerator.device_count(), 1))
+    require_few("train.ranks", recipe.train.ranks or 1)
+    recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
+    logs = recipe.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    wanted = stages(recipe_path, overrides, recipe)
+    wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
+    with display() as shown:
+        if until != "preprocess":
+            fetch(recipe, shown.say)
+        for line in expect.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
+            shown.say(line)
+        for stage in wanted:
+            done, state = stage.state(recipe)
+            if done:
+                shown.say(f"{stage.name}: done already ({state})")
+                continue
+            shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {expect.stage_said(recipe, stage.name)}")
+            started, untouched = time.monotonic(), expect.is_untouched(recipe, stage.name)
+            _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
+            done, state = stage.state(recipe)
+            if not done:
+                raise PipelineError(
+                    f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
+                )
+            if untouched:
+                expect.remember(recipe, stage.name, time.monotonic() - started)
+            shown.say(f"{stage.name}: {state}, {_minutes(started)}")
+    if until == "eval":
+        _print_release(recipe)
+    print(f"total {_minutes(begin)}")
+
+
+def _minutes(since: float) -> str:
+    seconds = round(time.monotonic() - since)
+    return f"{seconds // 60} min {seconds % 60:02d} s"
+
+
+def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
+    """Starts the stage's command, shows what it reports, stops at its failure with its own message."""
+    channel = log.with_suffix(".progress")
+    channel.write_text("")
+    environment = {**stage.environment, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
+    if recipe.target.device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    with log.open("w") as output, channel.open() as reports:
+        process = children.start(stage.command, environment, stdout=output, stderr=subprocess.STDOUT)
+        shown.begin(stage.name)
+        try:
+            while process.poll() is None:
+                shown.update(reports)
+                time.sleep(0.3)
+        finally:
+            children.end(process)
+        shown.update(reports)
+    shown.end()
+    channel.unlink()
+    if process.returncode:
+        raise PipelineError(
+            f"stage {stage.name} failed (status {process.returncode}); the whole log is {log}\n{_last_words(log)}"
+        )
+
+
+def _last_words(log: Path) -> str:
+    """The stage's own error message; failing that, the end of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        first = errors[0]
+        own = [lines[first], *(line for line in lines[first + 1 : first + 20] if line.startswith("  "))]
+        return "\n".join(own)
+    return "\n".join(lines[-25:])
+
+
+def _print_release(recipe: Recipe) -> None:
+    found = read_report(recipe.release_dir / REPORT)
+    print(found["table"])
+    print(f"\nrelease: {recipe.release_dir}/")
+    for plot in found["plots"]:
+        print(f"plot: {recipe.release_dir / plot}")
+
+
+def status(recipe_path: str, overrides: list[str]) -> None:
+    recipe = load_recipe(recipe_path, overrides)
+    print(f"{recipe.name} ({recipe.hash}) in {recipe.output}")
+    for stage in stages(recipe_path, overrides, recipe):
+        done, state = stage.state(recipe)
+        print(f"  {'done' if done else 'to do':<6} {stage.name:<11} {state}")
