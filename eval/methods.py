@@ -28,7 +28,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import TrainedDraft
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import DTYPES, load_config, load_ends, parameter_count_of
+from pipeline.lm.model import DTYPES, load_config, load_embed_head, parameter_count_of
 from pipeline.lm.states import Needs
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import DEEPEST, Recipe
@@ -88,7 +88,7 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     """
     cpu, out = torch.device("cpu"), {}
     whole = Needs(decoder=any(config.needs(DEEPEST).decoder for config in recipe.draft.values()))
-    ends = load_ends(recipe.target, whole).to(cpu, torch.float32)
+    embed_head = load_embed_head(recipe.target, whole).to(cpu, torch.float32)
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
         tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]
@@ -97,8 +97,8 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
             active = matrices_of(asked) if asked else 0
             out[method] = {"active": active, "megabytes": active * tree.forwards * size / 1e6}
             continue
-        draft = checkpoint.load(recipe.draft_dir(fact["draft"]), ends.fingerprint).float()
-        draft.bind(ends)
+        draft = checkpoint.load(recipe.draft_dir(fact["draft"]), embed_head.fingerprint).float()
+        draft.bind(embed_head)
         alone = min(tree.nodes, draft.config.most(tree))  # what stands beside the draft takes some of the nodes
         tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
         chain = TreeConfig(depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel)

@@ -74,7 +74,7 @@ class Whole:
 
     def __init__(self, recipe: Recipe):
         self.target = Target(recipe.target, recipe.eval.dtype)
-        self.ends = self.target.ends(fingerprint(recipe.target))
+        self.embed_head = self.target.embed_head(fingerprint(recipe.target))
 
     def draft(self, config: SkipperConfig) -> Skipper:
         """Of static routers, where they are made."""
@@ -84,7 +84,7 @@ class Whole:
         return self.bound(draft)
 
     def bound(self, draft: Any) -> Skipper:
-        draft.to(self.target.device, self.target.dtype).bind(self.ends)
+        draft.to(self.target.device, self.target.dtype).bind(self.embed_head)
         return draft
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ def influences(draft: Skipper, texts: list[list[int]]) -> list[float]:
 def ways(whole: Whole, recipe: Recipe, name: str, texts: list[list[int]]) -> Iterator[tuple[str, Skipper]]:
     """The draft as it was trained, and its sparsity had in simpler ways."""
     checkpoint.require_trained_under(recipe, name)
-    trained = whole.bound(checkpoint.load(recipe.draft_dir(name), whole.ends.fingerprint))
+    trained = whole.bound(checkpoint.load(recipe.draft_dir(name), whole.embed_head.fingerprint))
     yield TRAINED, trained
     static = whole.draft(trained.config)
     static.start_from_target(texts)

@@ -50,7 +50,7 @@ LIMITS = {  # seconds after which a part is ended
     "demo": 900,
 }
 LEAST = {"demo": 120}  # seconds without which a part is not begun
-ROOM = 6e9  # bytes of disk: the target's ends, random features, the demo
+ROOM = 6e9  # bytes of disk: the target's embedding and head, random features, the demo
 CHOICES = ("auto", "8b", "1b", "tiny")  # of the random target's shape
 NOTHING_YET = "Nothing has been measured on a GPU yet."
 Figures = dict[str, Any]

@@ -36,8 +36,8 @@ def loaded_target(tiny_target) -> Target:
 
 
 @pytest.fixture(scope="session")
-def ends(loaded_target, tiny_target) -> EmbeddingAndHead:
-    return loaded_target.ends(fingerprint(TargetConfig(model=str(tiny_target))))
+def embed_head(loaded_target, tiny_target) -> EmbeddingAndHead:
+    return loaded_target.embed_head(fingerprint(TargetConfig(model=str(tiny_target))))
 
 
 @pytest.fixture

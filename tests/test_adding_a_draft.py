@@ -32,11 +32,11 @@ def linear(monkeypatch, tmp_path):
 
 
 def test_the_pages_draft_is_trained_decoded_replayed_saved_and_loaded(
-    linear, loaded_target, ends, tiny_recipe, tmp_path
+    linear, loaded_target, embed_head, tiny_recipe, tmp_path
 ):
     prompt = prompt_of(3)
     answer = greedy(loaded_target, prompt, 48)
-    draft = taught(loaded_target, ends, linear(), prompt, answer)
+    draft = taught(loaded_target, embed_head, linear(), prompt, answer)
     method = Method(draft, TreeConfig(depth=3, top_k=3, nodes=9))
     for sampling in (Sampling(40, NEVER), Sampling(40, NEVER, temperature=0.8, seed=2)):
         got = speculative(loaded_target, method, prompt, sampling)
@@ -48,7 +48,7 @@ def test_the_pages_draft_is_trained_decoded_replayed_saved_and_loaded(
 
     recipe = tiny_recipe.model_copy(update={"draft": tiny_recipe.draft | {"mine": linear()}})
     checkpoint.save(tmp_path / "mine", draft, draft.state_dict(), recipe, "mine", {})
-    loaded = checkpoint.load(tmp_path / "mine", ends.fingerprint)
+    loaded = checkpoint.load(tmp_path / "mine", embed_head.fingerprint)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in draft.state_dict().items())
     assert build(linear(), shapes_of(loaded_target.config)).config == loaded.config
 

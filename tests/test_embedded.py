@@ -16,7 +16,7 @@ from pipeline.features.batch import collate, trained
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.lm.chat import Unusable, encode
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import load_config, load_ends, load_tokenizer
+from pipeline.lm.model import load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from preprocess.dump.plan import Plan
@@ -40,9 +40,9 @@ def test_the_converted_target_has_no_quantisation_left():
 
 
 def test_the_ends_are_read_without_the_rest_of_the_target():
-    ends = load_ends(TARGET)
-    assert ends.embedding_VD.shape == (49152, 576)
-    assert torch.equal(ends.head.linear.weight, ends.embedding_VD)  # tied
+    embed_head = load_embed_head(TARGET)
+    assert embed_head.embedding_VD.shape == (49152, 576)
+    assert torch.equal(embed_head.head.linear.weight, embed_head.embedding_VD)  # tied
 
 
 def test_the_template_masks_the_answers_only():
@@ -126,7 +126,7 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     draft.initialise(0)
     said = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
     draft.set_vocabulary(torch.tensor(sorted([*said, *[t for t in range(400) if t not in said][: 256 - len(said)]])))
-    draft.bind(load_ends(TARGET))
+    draft.bind(load_embed_head(TARGET))
     totals = {h: sum(int(trained(row.loss_mask, h, "predicted").sum()) for row in rows) for h in draft.horizons}
     batch, optimizer = (
         collate(rows, draft.horizons, "predicted", totals),

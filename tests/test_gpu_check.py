@@ -13,7 +13,7 @@ from infra import gpu_check
 from infra.gpu.parts import DEMO, PARTS, demo_sets, in_turns, shape_that_fits
 from infra.gpu.shapes import SHAPES, Given
 from pipeline.basics.errors import PipelineError
-from pipeline.lm.model import Target, load_ends
+from pipeline.lm.model import Target, load_embed_head
 from pipeline.recipe.load import load_recipe
 from tests.kit import run_command
 
@@ -87,9 +87,9 @@ def test_turns_are_taken_one_after_the_other_and_begin_with_another_way():
 
 def test_a_random_target_has_its_files_ends_and_layers_of_the_usual_scale(tmp_path):
     recipe = Given(tmp_path, "cpu", "tiny", 60.0).recipe()
-    target, ends = Target(recipe.target, "float32"), load_ends(recipe.target)
-    assert torch.equal(target.embedding_VD, ends.embedding_VD.float())
-    assert torch.equal(target.head.linear.weight, ends.head.linear.weight.float())
+    target, embed_head = Target(recipe.target, "float32"), load_embed_head(recipe.target)
+    assert torch.equal(target.embedding_VD, embed_head.embedding_VD.float())
+    assert torch.equal(target.head.linear.weight, embed_head.head.linear.weight.float())
     matrices = [p for name, p in target.model.named_parameters() if "layers" in name and p.ndim == 2]
     assert len(matrices) == 14 and all(0.015 < p.std().item() < 0.025 for p in matrices)
 

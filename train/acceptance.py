@@ -91,7 +91,7 @@ class Decoder:
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
         self._draft = draft.validation_copy().to(self._target.dtype).to_empty(device=self._target.device)
-        self._method, self._fingerprint = Method(self._draft, tree), draft.ends.fingerprint
+        self._method, self._fingerprint = Method(self._draft, tree), draft.embed_head.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
         """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the
@@ -102,7 +102,7 @@ class Decoder:
         torch.set_num_threads(asked_threads() or cores())
         try:
             self._draft.load_state_dict(weights)
-            self._draft.bind(self._target.ends(self._fingerprint))
+            self._draft.bind(self._target.embed_head(self._fingerprint))
             return self._decoded(quiet).tau
         finally:
             torch.set_num_threads(threads)

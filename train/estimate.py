@@ -39,7 +39,7 @@ from pipeline.lm.model import (
     DTYPES,
     empty_decoder,
     load_config,
-    load_ends,
+    load_embed_head,
     parameter_count_of,
     resolve_device,
 )
@@ -67,12 +67,12 @@ def memory_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     borrowed = (draft.target_vocabulary + draft.teacher_vocabulary) * width
-    ends = size * (borrowed + (parameter_count_of(recipe.target) if draft.needs.decoder else 0))
+    embed_head = size * (borrowed + (parameter_count_of(recipe.target) if draft.needs.decoder else 0))
     gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
     decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
     beside = decoding if config.decode == "always" else 0
     at_the_end = decoding if config.decode == "last" else 0
-    return states + bucket + ends + gathered + beside + max(step_bytes(recipe, draft), at_the_end)
+    return states + bucket + embed_head + gathered + beside + max(step_bytes(recipe, draft), at_the_end)
 
 
 def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
@@ -164,9 +164,9 @@ def measured_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
-    draft.bind(load_ends(recipe.target, draft.needs, dtype))
+    draft.bind(load_embed_head(recipe.target, draft.needs, dtype))
     draft = draft.to(device, dtype)
-    draft.move_ends(device, dtype)
+    draft.move_embed_head(device, dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)
     generator, width = torch.Generator().manual_seed(0), shapes["hidden_size"]
     rows = [

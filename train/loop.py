@@ -23,7 +23,7 @@ from pipeline.drafts.parts.losses import Term
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
-from pipeline.lm.model import DTYPES, load_config, load_ends, load_tokenizer
+from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    recipe: Recipe, name: str, ends: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
+    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
 ) -> str:
     """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and
     is called only where something is to be trained.
@@ -50,7 +50,7 @@ def train(
             return f"{name}: trained already, in {recipe.draft_dir(name)}"
         if recipe.train.resume:
             by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training", beside=True)))
-        return _train(recipe, name, ends, features, rank, ranks)
+        return _train(recipe, name, embed_head, features, rank, ranks)
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
@@ -62,17 +62,17 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
 
 
 def _train(
-    recipe: Recipe, name: str, ends: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
+    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
 ) -> str:
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
     require_shared(state if recipe.train.resume else folder)
     store, heldout, answers = features()
-    draft = new_draft(recipe, name, ends, store)
+    draft = new_draft(recipe, name, embed_head, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft, recipe.seed, rank, ranks)
     engine = Engine(draft, recipe.training(name), batches.accumulation, batches.steps, state, recipe.train_hash(name))
-    draft.move_ends(engine.device, engine.dtype)
+    draft.move_embed_head(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
@@ -87,7 +87,7 @@ def _train(
     return said if run.cut_short is None else f"{said}; {run.cut_short}"
 
 
-def new_draft(recipe: Recipe, name: str, ends: EmbeddingAndHead, store: FeatureStore) -> TrainedDraft:
+def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: FeatureStore) -> TrainedDraft:
     """The draft at step 0: a function of the recipe, its seed and the shards."""
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
@@ -100,8 +100,8 @@ def new_draft(recipe: Recipe, name: str, ends: EmbeddingAndHead, store: FeatureS
     if draft.token_ids_U is not None:
         draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], len(draft.token_ids_U)))
     if draft.needs.decoder:
-        ends = load_ends(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
-    draft.bind(ends)
+        embed_head = load_embed_head(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
+    draft.bind(embed_head)
     draft.read(partial(load_tokenizer, recipe.target))
     draft.start_from_target(some_texts(store))
     return draft

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from pipeline.artifacts.features import feature_spec
-from pipeline.lm.model import load_ends
+from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from train.engine.engine import start_distributed
@@ -37,14 +37,14 @@ def main() -> None:
     if not recipe.to_train:
         print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
-    ends = load_ends(recipe.target)
+    embed_head = load_embed_head(recipe.target)
     expected = feature_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
     for name in [arguments.draft] if arguments.draft else recipe.to_train:
-        line = train(recipe, name, ends, features, rank, ranks)
+        line = train(recipe, name, embed_head, features, rank, ranks)
         if rank == 0:
             print(line)
     dist.destroy_process_group()

@@ -56,9 +56,9 @@ def operations(draft: TrainedDraft) -> float:
     own = draft.own_head_parameters  # counted with the heads
     beside = 0
     if draft.needs.decoder:  # frozen: forward, and back to what goes in
-        assert draft.ends.decoder is not None
+        assert draft.embed_head.decoder is not None
         beside = 4 * (
-            sum(weight.numel() for weight in draft.ends.decoder.parameters()) - draft.target_vocabulary * width
+            sum(weight.numel() for weight in draft.embed_head.decoder.parameters()) - draft.target_vocabulary * width
         )
     return 6 * (parameters - own) * draft.passes + teacher + heads * (1.5 if own else 1) + beside
 

@@ -26,11 +26,11 @@ class Tracker(Protocol):
 
 
 class _WandB:
-    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
         # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
         quiet = package.Settings(x_disable_meta=True, host="", disable_git=True, console="off", save_code=False)
         self._run = package.init(
-            project=PROJECT, name=name, id=mark, resume="allow", config=config, dir=str(folder), settings=quiet
+            project=PROJECT, name=name, id=run_id, resume="allow", config=config, dir=str(folder), settings=quiet
         )
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -41,9 +41,9 @@ class _WandB:
 
 
 class _Trackio:
-    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
         self._package = package
-        package.init(project=PROJECT, name=f"{name}-{mark}", config=config, resume="allow")
+        package.init(project=PROJECT, name=f"{name}-{run_id}", config=config, resume="allow")
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._package.log(values, step=step)
@@ -53,15 +53,17 @@ class _Trackio:
 
 
 class _MLflow:
-    def __init__(self, package: Any, name: str, mark: str, config: dict, folder: Path):
+    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
         self._package = package
         package.set_experiment(PROJECT)
         tag = "jakiro.id"
-        known = package.search_runs(filter_string=f"tags.`{tag}` = '{mark}'", max_results=1, output_format="list")
+        known = package.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", max_results=1, output_format="list")
         if known:
             package.start_run(run_id=known[0].info.run_id)
         else:
-            package.start_run(run_name=name, tags={tag: mark, "mlflow.source.name": "train/main.py", "mlflow.user": ""})
+            package.start_run(
+                run_name=name, tags={tag: run_id, "mlflow.source.name": "train/main.py", "mlflow.user": ""}
+            )
             package.log_dict(config, "recipe.json")
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -95,8 +97,8 @@ def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
     if package is None:
         return None
     kind = recipe.train.tracker
-    mark = digest([recipe.train_hash(draft), str(folder.resolve())])
-    return TRACKERS[kind](package, f"{recipe.name}-{draft}", mark, public_recipe(recipe), folder)
+    run_id = digest([recipe.train_hash(draft), str(folder.resolve())])
+    return TRACKERS[kind](package, f"{recipe.name}-{draft}", run_id, public_recipe(recipe), folder)
 
 
 class Metrics:

@@ -195,8 +195,8 @@ def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
     """Drafts of the recipe, bound to the target, in evaluation's dtype."""
-    mark = fingerprint(recipe.target)
-    ends = target.ends(mark)
+    target_fingerprint = fingerprint(recipe.target)
+    embed_head = target.embed_head(target_fingerprint)
     drafts: dict[str, Source] = {}
     for name in names:
         config = recipe.draft[name]
@@ -206,8 +206,8 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
             if isinstance(draft, SmallModel):
                 draft.read_by(*load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer)
             continue
-        draft = checkpoint.load(recipe.draft_dir(name), mark).to(target.device, target.dtype)
-        draft.bind(ends)
+        draft = checkpoint.load(recipe.draft_dir(name), target_fingerprint).to(target.device, target.dtype)
+        draft.bind(embed_head)
         draft.prepare()
         drafts[name] = draft
     return drafts

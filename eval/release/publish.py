@@ -67,8 +67,8 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
     """Those that the report names (with their SHA-256), where they are now. Raises PipelineError for another file of
     that name.
     """
-    for name, mark in plots.items():
-        if not (source / name).is_file() or sha256(source / name) != mark:
+    for name, digest in plots.items():
+        if not (source / name).is_file() or sha256(source / name) != digest:
             raise PipelineError(
                 f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove "
                 f"{source / REPORT} and run python eval/main.py RECIPE again: prompts that are decoded are kept"

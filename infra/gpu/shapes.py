@@ -2,7 +2,7 @@
 it.
 
 The large target has no file of weights: `RandomLlama` is made where it will run, whatever loads it, with random values
-of the usual scale. Its folder holds what else is read of a target: configuration, tokenizer, and the two ends
+of the usual scale. Its folder holds what else is read of a target: configuration, tokenizer, embedding and head
 (embedding and head), which training reads from the file. The small one is saved whole, like any other.
 """
 
@@ -86,8 +86,8 @@ class RandomConfig(LlamaConfig):
 
 
 class RandomLlama(LlamaForCausalLM):
-    """A Llama with random layers, made on the device that its configuration names (`made_on`); its ends are the
-    file's.
+    """A Llama with random layers, made on the device that its configuration names (`made_on`); its embedding and head
+    are the file's.
     """
 
     config_class = RandomConfig
@@ -123,11 +123,11 @@ def save_random_target(folder: Path, shape: Shape, device: str, dtype: str) -> N
     config.save_pretrained(folder)
     number_tokenizer().save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(0)
-    ends = {}
+    embed_head = {}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         values = torch.empty(config.vocab_size, config.hidden_size, dtype=DTYPES[dtype], device=device)
-        ends[name] = values.normal_(std=config.initializer_range, generator=generator).cpu()
-    save_file(ends, folder / WEIGHTS, metadata={"format": "pt"})
+        embed_head[name] = values.normal_(std=config.initializer_range, generator=generator).cpu()
+    save_file(embed_head, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def save_small_target(folder: Path, width: int) -> None:
@@ -248,12 +248,12 @@ def new_methods(
 ) -> dict[str, Method]:
     """Of the recipe, bound to the target, in its dtype: with random weights, or with these."""
     found: dict[str, Method] = {}
-    ends = EmbeddingAndHead(target.embedding_VD, target.head, "random")
+    embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
         draft = build(config, shapes_of(target.config))
         draft.initialise(recipe.seed)
         if weights:
             draft.load_state_dict(weights[name])
-        draft.to(target.device, target.dtype).bind(ends)
+        draft.to(target.device, target.dtype).bind(embed_head)
         found[name] = Method(draft, recipe.tree(name))
     return found

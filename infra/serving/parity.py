@@ -42,14 +42,14 @@ class Ours:
     """Our own answers, by plain decoding and by each draft's chain."""
 
     def __init__(self, recipe: Recipe, prompts: list[list[int]]):
-        self.target, self.mark = Target(recipe.target, "float32"), fingerprint(recipe.target)
+        self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
         self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
         self.plainly = [plain(self.target, ids, self.sampling) for ids in self.prompts]
 
     def chains(self, release: Path) -> list[Generation]:
         """Raises PipelineError where one is not plain decoding's."""
-        draft = checkpoint.load(release, self.mark).to(self.target.device, self.target.dtype)
-        draft.bind(self.target.ends(self.mark))
+        draft = checkpoint.load(release, self.fingerprint).to(self.target.device, self.target.dtype)
+        draft.bind(self.target.embed_head(self.fingerprint))
         found = [speculative(self.target, Method(draft, CHAIN_TREE), ids, self.sampling) for ids in self.prompts]
         if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
             raise PipelineError(f"our own chain of {release.name} does not answer as plain decoding does")

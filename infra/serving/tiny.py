@@ -78,7 +78,7 @@ def _taught(recipe: Recipe, target: Target, prompts: list[list[int]], answers: l
     known = sorted({token for answer in answers for token in answer})
     others = [token for token in range(2 * VOCABULARY) if token not in known]
     draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
-    draft.bind(target.ends(fingerprint(recipe.target)))
+    draft.bind(target.embed_head(fingerprint(recipe.target)))
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([*prompt, *answer])

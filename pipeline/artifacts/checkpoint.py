@@ -83,7 +83,7 @@ class Saved:
 
     @property
     def borrowed(self) -> list[str]:
-        """The target's ends that it uses."""
+        """Which of the target's parts it uses."""
         with torch.device("meta"):
             return build(self.config, self.shapes).borrowed
 
@@ -111,7 +111,7 @@ def save(
         "target": {
             "model": public_name(target.model),
             "revision": target.revision,
-            "fingerprint": draft.ends.fingerprint,
+            "fingerprint": draft.embed_head.fingerprint,
         },
         "train_hash": recipe.train_hash(name),
         "weights_sha256": sha256(folder / WEIGHTS),

@@ -19,7 +19,7 @@ from pipeline.artifacts.foreign import read_weights, require_known, their_config
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.drafts import build, parameter_count
-from pipeline.lm.model import load_config, load_ends
+from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
 IDS = "draft_token_ids"
@@ -53,7 +53,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     folder = recipe.draft_dir(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
-    target, ends = load_config(recipe.target), load_ends(recipe.target)
+    target, embed_head = load_config(recipe.target), load_embed_head(recipe.target)
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
     try:
@@ -63,7 +63,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     draft.name = name
     require_known(source, theirs, draft.released_keys)
     wanted = draft.state_dict()
-    found = mapped(read_weights(files), draft.released_names, ends.embedding_VD)
+    found = mapped(read_weights(files), draft.released_names, embed_head.embedding_VD)
     _complete(found, wanted)
     stated = draft.released_facts(theirs, found.weights)
     odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
@@ -77,7 +77,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     if len(dtypes) > 1:
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
     draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
-    draft.bind(ends)
+    draft.bind(embed_head)
     imported = _facts(source, files, found)
     facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
     if published is not None:

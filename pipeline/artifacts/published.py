@@ -18,7 +18,7 @@ from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive
 from pipeline.basics.public import scrubbed
-from pipeline.lm.model import load_ends
+from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
 
 ELSEWHERE = "elsewhere.json"  # a release's figures of other machines
@@ -57,10 +57,10 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     if differ := sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)):
         said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r}" for key in differ)
         raise PipelineError(f"{published['repository']} has other settings than draft.{name}: set {said}")
-    ends = load_ends(recipe.target)
-    draft = checkpoint.load(source, ends.fingerprint)
+    embed_head = load_embed_head(recipe.target)
+    draft = checkpoint.load(source, embed_head.fingerprint)
     draft.name = name
-    draft.bind(ends)
+    draft.bind(embed_head)
     training: dict[str, Any] = saved.training | {"published": published}
     with exclusive(folder, "import"):
         for file in CARRIED:

@@ -18,7 +18,7 @@ SETTLED = 2.0  # seconds after which a file that changes again has another time 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
-def marks(path: Path) -> list[int]:
+def file_identity(path: Path) -> list[int]:
     """What a file's content cannot change without, but for what a disk loses: its size; when its content and its inode
     changed, in nanoseconds (a copy has its own); inode and device.
     """
@@ -28,7 +28,7 @@ def marks(path: Path) -> list[int]:
 
 
 def settled(found: list[int], begin: float) -> bool:
-    """Whether a file with these `marks` was old enough, when it began to be read, for a later change to show."""
+    """Whether a file of this `file_identity` was old enough, when it began to be read, for a later change to show."""
     return begin - max(found[1:3]) / 1e9 > SETTLED
 
 

@@ -197,11 +197,11 @@ class Eagle3Frame(OneLayer):
     def _asks_whole(self) -> bool:
         return self.config.vocabulary is not None and self.config.teacher != "renormalised"
 
-    def bind(self, ends: EmbeddingAndHead) -> None:
+    def bind(self, embed_head: EmbeddingAndHead) -> None:
         """Its logits are its own head's: the target's is its teacher's, whole where the teacher is."""
-        super().bind(ends)
+        super().bind(embed_head)
         if self._asks_whole:
-            self._ends = [ends]
+            self._embed_head = [embed_head]
 
     @property
     def teacher_vocabulary(self) -> int:
@@ -210,7 +210,7 @@ class Eagle3Frame(OneLayer):
     def _teacher(self) -> Teacher:
         if not self._asks_whole:
             return super()._teacher()
-        head, ids_U, masked = self.ends.head, self.token_ids_U, self.config.teacher == "masked"
+        head, ids_U, masked = self.embed_head.head, self.token_ids_U, self.config.teacher == "masked"
 
         def answer(labels_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             whole = head(labels_MD).float()

@@ -94,7 +94,7 @@ class Hydra(HeadsDraft):
         other._rope = self._rope
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        embedded = nn.functional.embedding(tokens, self.ends.embedding_VD) * self.config.embedding_scale
+        embedded = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
         return embedded.to(like.dtype)
 
     def _summary(self, f_BTD: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any) -> Tensor:

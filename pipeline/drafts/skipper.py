@@ -245,13 +245,13 @@ class Skipper(ReadsText, TrainedDraft):
         return ["embedding", "head", "blocks"]
 
     def packable(self) -> list[nn.Module]:
-        assert self.ends.decoder is not None
-        return [self.ends.decoder, self.ends.head]
+        assert self.embed_head.decoder is not None
+        return [self.embed_head.decoder, self.embed_head.head]
 
     def _with_routers(self) -> Any:
         """The target's decoder, its weights shared, with blocks that tokens can pass by."""
-        if (decoder := self.ends.decoder) is None:
-            raise AssertionError("its target's ends come without the decoder")
+        if (decoder := self.embed_head.decoder) is None:
+            raise AssertionError("its target's embedding and head come without the decoder")
         if not self._decoder or self._decoder[1] is not decoder:
             blocks: Any = getattr(decoder, "layers", None)
             if not isinstance(blocks, nn.ModuleList):
@@ -263,12 +263,12 @@ class Skipper(ReadsText, TrainedDraft):
             own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()  # a user's are for the target
             own.layers = nn.ModuleList(Skipping(block, n, self) for n, block in enumerate(blocks))
             self._decoder = [own.eval(), decoder]
-            if not detect_fake_mode(self.ends.embedding_VD):
+            if not detect_fake_mode(self.embed_head.embedding_VD):
                 self._try_out(decoder)
         return self._decoder[0]
 
     def _refuse(self, why: str) -> NoReturn:
-        name = type(self.ends.decoder).__name__
+        name = type(self.embed_head.decoder).__name__
         raise PipelineError(f"draft {self.name!r}: blocks of its target cannot be passed by, since its {name} {why}")
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import marks, read_sealed, settled, write_sealed
+from pipeline.basics.files import file_identity, read_sealed, settled, write_sealed
 from pipeline.features.shards import ShardRecord, damage
 
 CHECKED = "checked.json"
@@ -54,8 +54,8 @@ def forget(folder: Path) -> None:
 
 
 def _stamp(path: Path) -> list[int]:
-    """The marks that all nodes see of a shared folder's file."""
-    return marks(path)[:3]
+    """What all nodes see of the identity of a shared folder's file."""
+    return file_identity(path)[:3]
 
 
 def _known(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""The target's two ends, its embedding and its head: all that training a draft needs of the target, and all that a
-draft borrows.
-"""
+"""The target's embedding and head: all that training a draft needs of the target, and all that a draft borrows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +64,7 @@ class EmbeddingAndHead:
     embedding_VD: Tensor
     head: LMHead
     fingerprint: str
-    decoder: nn.Module | None = None  # all between the ends, for a draft whose `Needs` say so; of its own dtype
+    decoder: nn.Module | None = None  # all between the two, for a draft whose `Needs` say so; of its own dtype
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "EmbeddingAndHead":
         decoder = None if self.decoder is None else self.decoder.to(device)

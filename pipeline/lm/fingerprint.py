@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from pipeline.basics import embedded
-from pipeline.basics.files import marks, settled, write_json
+from pipeline.basics.files import file_identity, settled, write_json
 from pipeline.basics.progress import Progress
 
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # no part of what a target is
@@ -64,12 +64,12 @@ def _blob_of_the_hub(path: Path) -> str | None:
 
 
 def _known_or_computed(path: Path, known: Path) -> str:
-    begin, before = time.time(), marks(path)
-    if (kept := _read(known)) is not None and kept["marks"] == [str(path), *before]:
+    begin, before = time.time(), file_identity(path)
+    if (kept := _read(known)) is not None and kept["file"] == [str(path), *before]:
         return kept["sha256"]
     found = _computed(path)
-    if settled(before, begin) and marks(path) == before:
-        write_json(known, {"marks": [str(path), *before], "sha256": found})
+    if settled(before, begin) and file_identity(path) == before:
+        write_json(known, {"file": [str(path), *before], "sha256": found})
     return found
 
 
@@ -77,7 +77,7 @@ def _read(known: Path) -> dict[str, Any] | None:
     """None where it is not there, or damaged."""
     try:
         kept = json.loads(known.read_text())
-        return kept if _BLOB.fullmatch(kept["sha256"]) and "marks" in kept else None
+        return kept if _BLOB.fullmatch(kept["sha256"]) and "file" in kept else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -181,7 +181,7 @@ def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, 
     return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
 
 
-def load_ends(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> EmbeddingAndHead:
+def load_embed_head(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> EmbeddingAndHead:
     """Reads only the embedding and the head from the target's files, in their stored dtype. For a draft whose `needs`
     say so, all between them as well, in `dtype` and where the recipe has its target.
     """
@@ -226,7 +226,7 @@ def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
-    """All between the target's ends without its weights, of tensors as they are made here."""
+    """The target's decoder without its weights: all between embedding and head."""
     where = source(config)
     full = AutoConfig.from_pretrained(where.name, **where.options())
     model = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code, dtype=dtype)

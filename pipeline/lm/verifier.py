@@ -1,4 +1,5 @@
-"""A loaded causal language model as decoding wants it: its hidden states, its verdict on a token tree, its two ends.
+"""A loaded causal language model as decoding wants it: its hidden states, its verdict on a token tree, its
+embedding and head.
 
 Works on any `AutoModelForCausalLM` of full or sliding attention through its own forward; holds no private copy of a
 model.
@@ -57,9 +58,9 @@ class Verifier:
         self._require_split(name)
         require_tree(self, name)
 
-    def ends(self, mark: str) -> EmbeddingAndHead:
+    def embed_head(self, fingerprint: str) -> EmbeddingAndHead:
         """For drafts, where the hidden states arrive."""
-        return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, mark, self.model.get_decoder())
+        return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, fingerprint, self.model.get_decoder())
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]

@@ -260,7 +260,7 @@ def _open(model: Any, released: Released, place: str, hub: dict[str, Any]) -> tu
         draft = released.make()
         draft.load_state_dict(load_file(_weights(released, place, hub)))
         draft = draft.to(verifier.device, verifier.dtype).eval().requires_grad_(False)
-        draft.bind(verifier.ends(""))
+        draft.bind(verifier.embed_head(""))
         opened.methods[released] = released.method(draft)
         for old in list(opened.methods)[:-KEPT]:
             del opened.methods[old]
@@ -268,7 +268,7 @@ def _open(model: Any, released: Released, place: str, hub: dict[str, Any]) -> tu
 
 
 def _is_of(verifier: Verifier, model: Any) -> bool:
-    """Whether the model's ends are still those that it was made with."""
+    """Whether the model's embedding and head are still those that it was made with."""
     now = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     then = verifier.embedding_VD, verifier.head.linear.weight
     return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in zip(now, then, strict=True))

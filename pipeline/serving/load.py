@@ -40,11 +40,11 @@ class Loaded:
 
     def __init__(self, folder: Path, config: TargetConfig, dtype: str):
         """Raises PipelineError for a folder that holds no release, and for another target than the draft's."""
-        mark = fingerprint(config)
-        draft = checkpoint.load(folder, mark)
+        target_fingerprint = fingerprint(config)
+        draft = checkpoint.load(folder, target_fingerprint)
         self.target = Target(config, dtype)
         draft.to(self.target.device, self.target.dtype)
-        draft.bind(self.target.ends(mark))
+        draft.bind(self.target.embed_head(target_fingerprint))
         self.method = checkpoint.read_config(folder).method(draft)
 
     def generate(

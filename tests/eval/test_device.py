@@ -45,7 +45,7 @@ def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_pa
     here, sampling = Target(config, "float32"), Sampling(12, NEVER)
     for name in ("eagle", "eagle3"):
         tree = {"depth": 3, "top_k": 3, "nodes": 10}
-        method = grown(make_draft(here, here.ends("here"), VARIANTS[name]), **tree)
+        method = grown(make_draft(here, here.embed_head("here"), VARIANTS[name]), **tree)
         want = speculative(here, method, prompt_of(3), sampling)
         assert want.tokens == greedy(here, prompt_of(3), 12)
         with rehearsal(), monkeypatch.context() as changed:
@@ -53,7 +53,7 @@ def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_pa
             changed.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)  # copies keys and values
             there = on_the_device(config)
             assert there.model.config._attn_implementation == ("eager" if family in EAGER else GROUPED)
-            method.draft.to(DEVICE).bind(there.ends("there"))
+            method.draft.to(DEVICE).bind(there.embed_head("there"))
             got = speculative(there, method, prompt_of(3), sampling)
         assert (got.tokens, got.acceptance) == (want.tokens, want.acceptance)
 
@@ -89,13 +89,13 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
     assert by_kind == {"an event": 2, "is_nonzero": 2}
 
 
-def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, ends, loaded_target):
+def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, embed_head, loaded_target):
     assert rounding(torch.float32, torch.device("cpu")) == 0 < rounding(torch.float32, DEVICE)
     recipe = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update={"gate_rounds": 2})})
     with rehearsal():
         there = on_the_device(recipe.target)
-        draft = make_draft(loaded_target, ends, VARIANTS["jakiro"]).to(DEVICE)
-        draft.bind(there.ends("there"))
+        draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
+        draft.bind(there.embed_head("there"))
         methods = {
             "best": grown(draft, depth=3, top_k=3, nodes=7),
             "drawn": Method(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
@@ -107,21 +107,21 @@ def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(ti
     assert all(gate.rounds for gate in gates.values())  # looked at closely in float32 and greedily, too
 
 
-def test_the_tuners_costs_are_measured_there(loaded_target, ends, monkeypatch, tiny_recipe):
+def test_the_tuners_costs_are_measured_there(loaded_target, embed_head, monkeypatch, tiny_recipe):
     monkeypatch.setattr(costs, "REPEATS", 1)
     with rehearsal() as seen:
         there = on_the_device(tiny_recipe.target)
-        draft = make_draft(loaded_target, ends, VARIANTS["jakiro"]).to(DEVICE)
-        draft.bind(there.ends("there"))
+        draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
+        draft.bind(there.embed_head("there"))
         methods = {"jakiro": grown(draft, depth=3, top_k=3, nodes=7)}
         found = costs.measure_costs(there, methods, 16, 8, [Sampling(4, NEVER)], prompt_of(0), (1, 4, 8))
     assert found["jakiro"].plain > 0 and set(found["jakiro"].verify) == {1, 4, 8}
     assert any(what == "synchronize" for what, _ in seen.waits)
 
 
-def test_a_releases_own_code_decodes_there(loaded_target, ends, tiny_recipe, tiny_target, tmp_path, monkeypatch):
+def test_a_releases_own_code_decodes_there(loaded_target, embed_head, tiny_recipe, tiny_target, tmp_path, monkeypatch):
     """transformers' `generate` with `custom_generate`: the same tokens as its plain decoding."""
-    draft = make_draft(loaded_target, ends, VARIANTS["jakiro"])
+    draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"])
     release = released(tmp_path, tiny_recipe, draft, TreeConfig(depth=3, top_k=3, nodes=7, parallel=2), None)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     ids = torch.tensor([prompt_of(3)])

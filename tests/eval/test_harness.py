@@ -34,14 +34,14 @@ DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
 
 
 @pytest.fixture
-def drafts(loaded_target, ends, tiny_recipe):
+def drafts(loaded_target, embed_head, tiny_recipe):
     made = {}
     for name, config in tiny_recipe.draft.items():
         draft = build(config, shapes_of(loaded_target.config))
         draft.initialise(0)
         if config.vocabulary:
             draft.set_vocabulary(torch.arange(config.vocabulary))
-        draft.bind(ends)
+        draft.bind(embed_head)
         made[name] = Method(draft.eval().requires_grad_(False), tiny_recipe.tree(name))
     made["drawn"] = Method(made["eagle"].draft, DRAWN)
     return made
@@ -166,7 +166,7 @@ def test_a_wrong_rule_for_drawn_candidates_fails_the_gate(tiny_recipe, loaded_ta
     assert gates["bench", "eagle", 1.0].passed
 
 
-def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_target, ends, monkeypatch):
+def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_target, embed_head, monkeypatch):
     """The rule is right, and so is its enumeration: only the emitted tokens tell that another distribution's q was
     recorded.
     """
@@ -177,7 +177,7 @@ def test_proposals_that_were_not_drawn_from_fail_the_gate(tiny_recipe, loaded_ta
         return tokens, draw(self, draft, q_WKU.roll(7, -1), count, vocabulary)[1].clamp_min(1e-9)
 
     prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
-    sharp = {"drawn": Method(make_draft(loaded_target, ends, VARIANTS["eagle"]), DRAWN)}
+    sharp = {"drawn": Method(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert sound.passed and len(sound.places) > 350 and sound.fit > 0.01
@@ -257,13 +257,13 @@ def test_what_no_rounding_can_cause_is_not_forgiven(half, tiny_recipe, loaded_ta
 
 
 @pytest.fixture(scope="module")
-def half(tiny_target, ends):
+def half(tiny_target, embed_head):
     """The tiny target in bfloat16, and drafts for it with weights large enough to agree with it now and then."""
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "bfloat16")
     made = {}
     for name in ("eagle", "jakiro"):
-        draft = make_draft(target, ends, VARIANTS[name]).to(torch.bfloat16)
-        draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, ends.fingerprint))
+        draft = make_draft(target, embed_head, VARIANTS[name]).to(torch.bfloat16)
+        draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, embed_head.fingerprint))
         made[name] = Method(draft, TreeConfig(depth=3, top_k=4, nodes=12))
     return target, made
 

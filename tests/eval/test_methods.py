@@ -38,8 +38,8 @@ CHAIN = TreeConfig(depth=3, top_k=1, nodes=4)
         ),
     ],
 )
-def test_a_round_reads_each_forwards_weights(loaded_target, ends, config, round_, once):
-    draft = make_draft(loaded_target, ends, config)
+def test_a_round_reads_each_forwards_weights(loaded_target, embed_head, config, round_, once):
+    draft = make_draft(loaded_target, embed_head, config)
     found = round_of(draft, CHAIN)
     assert found.numbers == round_
     assert once is None or found.once == once
@@ -67,8 +67,8 @@ def test_the_tables_have_a_line_a_method():
     assert said[-1] == "| mine | eagle + prompt-lookup | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
 
 
-def test_experts_that_no_node_keeps_are_not_read(loaded_target, ends):
-    draft = make_draft(loaded_target, ends, JakiroConfig(experts=8, contrast="none"))
+def test_experts_that_no_node_keeps_are_not_read(loaded_target, embed_head):
+    draft = make_draft(loaded_target, embed_head, JakiroConfig(experts=8, contrast="none"))
     wide = round_of(draft, TreeConfig(depth=3, top_k=6, nodes=12))
     assert round_of(draft, CHAIN).numbers < wide.numbers
     assert wide.once <= sum(x.numel() for x in draft.parameters() if x.ndim == 2) + HEAD

@@ -63,10 +63,10 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     monkeypatch.setattr(packed, "rows_of_one", lambda _: packed.FILLED)
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     want = greedy(target, prompt_of(1), 16)
-    ends = EmbeddingAndHead(target.embedding_VD, target.head, "x")
-    draft = make_draft(target, ends, VARIANTS["reduced"])
+    embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "x")
+    draft = make_draft(target, embed_head, VARIANTS["reduced"])
     packed.pack(target, {"one": draft})
-    for module in (target.decoder, target.head, draft, draft.ends.head):
+    for module in (target.decoder, target.head, draft, draft.embed_head.head):
         assert products(module) and {one.rows for one in products(module)} == {packed.FILLED}
         assert not [one for one in module.modules() if isinstance(one, nn.Linear)]
     method = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6))
@@ -78,7 +78,7 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
 @pytest.mark.parametrize("kind", ["eagle3", "gumiho", "hydra++", "medusa", "small-llama", "skipper"])
 def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
-    draft = make_draft(target, target.ends("x"), VARIANTS[kind])
+    draft = make_draft(target, target.embed_head("x"), VARIANTS[kind])
     method, sampling = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6)), Sampling(16, NEVER)
     want = speculative(target, method, prompt_of(1), sampling)
     if kind == "small-llama":

@@ -48,11 +48,11 @@ def tree(tiny_target, tmp_path) -> dict:
 
 
 @pytest.fixture
-def release(tree, loaded_target, ends, tmp_path) -> Path:
+def release(tree, loaded_target, embed_head, tmp_path) -> Path:
     """A draft with random weights as somebody released it, without figures."""
     other = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
     draft, own, folder = (
-        make_draft(loaded_target, ends, other.draft["jakiro"]),
+        make_draft(loaded_target, embed_head, other.draft["jakiro"]),
         other.draft_dir("jakiro"),
         tmp_path / "r",
     )

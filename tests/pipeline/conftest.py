@@ -26,7 +26,7 @@ THEIRS = {  # what a released config.json says beside the target's own fields
 
 
 @pytest.fixture
-def released(tiny_recipe, loaded_target, ends, tmp_path):
+def released(tiny_recipe, loaded_target, embed_head, tmp_path):
     """released(settings, renamed, more) -> (recipe, folder, our weights): a released checkpoint of random weights."""
 
     def factory(settings, renamed=lambda n: n, more=None, **config):
@@ -43,7 +43,7 @@ def released(tiny_recipe, loaded_target, ends, tmp_path):
             ids = torch.arange(0, 256, 4)
             ours["draft_token_ids"] = ids
             theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
-        embedding, targets = ends.embedding_VD.bfloat16(), ("embed_tokens.weight", "input_embed_fn.weight")
+        embedding, targets = embed_head.embedding_VD.bfloat16(), ("embed_tokens.weight", "input_embed_fn.weight")
         random = {name: torch.randn(shape) for name, shape in (more or {}).items()}
         theirs |= {name: embedding if name in targets else x for name, x in random.items()}
         folder = tmp_path / "released"

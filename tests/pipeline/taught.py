@@ -111,7 +111,7 @@ def states_for(draft, count, seed=0):
     return torch.randn(count, wanted, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def make_draft(target, ends, config, seed=0):
+def make_draft(target, embed_head, config, seed=0):
     """Random weights, large enough for attention to tell positions apart (at the usual 0.02 it is all but uniform)."""
     draft = build(config, shapes_of(target.config))
     draft.initialise(seed)
@@ -121,7 +121,7 @@ def make_draft(target, ends, config, seed=0):
     if config.vocabulary:
         ids = torch.randperm(260, generator=torch.Generator().manual_seed(seed))[: config.vocabulary]
         draft.set_vocabulary(ids.sort().values)
-    draft.bind(ends)
+    draft.bind(embed_head)
     return draft.eval().requires_grad_(False)
 
 
@@ -140,14 +140,14 @@ def logits_after(target, tokens):
     return target.head(target.capture(torch.tensor([tokens])))[0]
 
 
-def taught(target, ends, config, prompt, answer, steps=250):
+def taught(target, embed_head, config, prompt, answer, steps=250):
     """A draft trained on one text until it knows it: what it proposes there is mostly accepted."""
     draft = build(config, shapes_of(target.config))
     draft.initialise(0)
     if config.vocabulary:
         others = [token for token in range(260) if token not in answer]
         draft.set_vocabulary(torch.tensor(sorted([*set(answer), *others[: config.vocabulary - len(set(answer))]])))
-    draft.bind(ends)
+    draft.bind(embed_head)
     tokens = torch.tensor([*prompt, *answer])
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
     states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()

@@ -23,7 +23,7 @@ from pipeline.features.shards import FeatureStore
 from pipeline.lm import attention
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
-from pipeline.lm.model import Target, fingerprint, load_config, load_ends
+from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
 from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
@@ -74,13 +74,13 @@ def small_recipe(config: TargetConfig, source, output) -> Recipe:
 
 def trained(recipe: Recipe, target: Target, name: str):
     """A draft after a few steps on the stored rows, saved and loaded again."""
-    store, ends = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)), load_ends(recipe.target)
+    store, embed_head = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)), load_embed_head(recipe.target)
     rows = [store.row(place) for place in range(6)]
     draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
     draft.initialise(0)
     if recipe.draft[name].vocabulary:
         draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
-    draft.bind(ends)
+    draft.bind(embed_head)
     count = sum(int(row.loss_mask.sum()) for row in rows)
     totals, auxiliary = dict.fromkeys(draft.horizons, count), range(len(draft.needs.auxiliary))
     batch = collate(rows, draft.horizons, "predicted", totals, auxiliary=auxiliary)
@@ -94,7 +94,7 @@ def trained(recipe: Recipe, target: Target, name: str):
     assert losses[-1] < losses[0]
     checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
     loaded = checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
-    loaded.bind(EmbeddingAndHead(target.embedding_VD, target.head, ends.fingerprint))
+    loaded.bind(EmbeddingAndHead(target.embedding_VD, target.head, embed_head.fingerprint))
     return loaded
 
 
@@ -116,10 +116,10 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ends_read_from_the_files_are_the_models(families, family):
     config, target = families[family].config, families[family].target
-    ends = load_ends(config)
+    embed_head = load_embed_head(config)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(ends.embedding_VD, target.embedding_VD)
-    assert torch.equal(ends.head(hidden), target.head(hidden))
+    assert torch.equal(embed_head.embedding_VD, target.embedding_VD)
+    assert torch.equal(embed_head.head(hidden), target.head(hidden))
 
 
 def test_heads_of_every_kind_are_among_the_families(families):
@@ -347,7 +347,7 @@ def test_a_tokenizer_without_a_template_is_refused_and_a_template_file_helps(tmp
 
 
 def test_moving_the_ends_leaves_the_target_as_it_was(loaded_target):
-    ends = EmbeddingAndHead(loaded_target.embedding_VD, loaded_target.head, "mark")
-    moved = ends.to(torch.device("cpu"), torch.bfloat16)
+    embed_head = EmbeddingAndHead(loaded_target.embedding_VD, loaded_target.head, "mark")
+    moved = embed_head.to(torch.device("cpu"), torch.bfloat16)
     assert moved.head.linear.weight.dtype == moved.embedding_VD.dtype == torch.bfloat16
-    assert loaded_target.head.linear.weight.dtype == ends.embedding_VD.dtype == torch.float32
+    assert loaded_target.head.linear.weight.dtype == embed_head.embedding_VD.dtype == torch.float32

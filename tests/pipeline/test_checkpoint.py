@@ -13,7 +13,7 @@ from tests.kit import change_sealed, flip, replace_once
 
 
 @pytest.fixture
-def make(tiny_recipe, loaded_target, ends, tmp_path):
+def make(tiny_recipe, loaded_target, embed_head, tmp_path):
     """make(name, changes, dtype) -> (folder, draft): an initialised draft, saved."""
 
     def factory(name="jakiro", changes=None, dtype=torch.float32):
@@ -25,7 +25,7 @@ def make(tiny_recipe, loaded_target, ends, tmp_path):
         if draft.token_ids_U is not None:
             draft.set_vocabulary(torch.arange(len(draft.token_ids_U)) * 2 + 1)
         draft.to(dtype)
-        draft.bind(ends)
+        draft.bind(embed_head)
         folder = tmp_path / "drafts" / name
         save(folder, draft, draft.state_dict(), recipe, name, {"steps": 12, "loss": 0.25})
         return folder, draft
@@ -57,20 +57,20 @@ def change_config(folder, change):
         ),
     ],
 )
-def test_what_was_saved_is_loaded_bit_for_bit(make, ends, name, changes, dtype):
+def test_what_was_saved_is_loaded_bit_for_bit(make, embed_head, name, changes, dtype):
     folder, draft = make(name, changes, dtype)
-    loaded = load(folder, ends.fingerprint)
+    loaded = load(folder, embed_head.fingerprint)
     want, got = draft.state_dict(), loaded.state_dict()
     assert list(want) == list(got)
     for key in want:
         assert want[key].dtype == got[key].dtype and torch.equal(want[key], got[key]), key
     assert loaded.config == draft.config and loaded.shapes == draft.shapes
     assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
-    loaded.bind(ends)
+    loaded.bind(embed_head)
     states, tokens = torch.ones(1, 5, 3, 32, dtype=dtype), torch.tensor([[1, 2, 3, 4, 5]])
-    bf16_ends = ends.to(torch.device("cpu"), dtype)
+    bf16_embed_head = embed_head.to(torch.device("cpu"), dtype)
     for one in (draft, loaded):
-        one.bind(bf16_ends)
+        one.bind(bf16_embed_head)
     positions = torch.arange(5)[None]
     needed = states[:, :, : draft.needs.final + len(draft.needs.auxiliary)]
     both = [one._trunk(one.features(needed), tokens, positions, None, None) for one in (draft, loaded)]
@@ -88,24 +88,24 @@ def test_a_checkpoint_is_safetensors_and_json(make):
     ]
 
 
-def test_what_config_json_says(make, ends):
+def test_what_config_json_says(make, embed_head):
     folder, draft = make()
     saved = read_config(folder)
     assert saved.config == draft.config
-    assert saved.target["fingerprint"] == ends.fingerprint
+    assert saved.target["fingerprint"] == embed_head.fingerprint
     assert saved.training == {"steps": 12, "loss": 0.25}
     assert len(saved.weights_sha256) == 64 and len(saved.train_hash) == 16
 
 
-def test_saving_again_replaces_the_checkpoint(make, ends, tiny_recipe):
+def test_saving_again_replaces_the_checkpoint(make, embed_head, tiny_recipe):
     folder, draft = make()
     with torch.no_grad():
         draft.fc.weight.add_(1)
     save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
-    assert torch.equal(load(folder, ends.fingerprint).fc.weight, draft.fc.weight)
+    assert torch.equal(load(folder, embed_head.fingerprint).fc.weight, draft.fc.weight)
 
 
-def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monkeypatch):
+def test_an_interrupted_save_leaves_no_checkpoint(make, embed_head, tiny_recipe, monkeypatch):
     """The old config.json goes first: new weights must never stand beside it."""
     folder, draft = make()
 
@@ -116,7 +116,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, ends, tiny_recipe, monke
     with pytest.raises(KeyboardInterrupt):
         save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
     with pytest.raises(PipelineError, match=r"holds no draft checkpoint \(config.json is missing\)"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 def test_the_methods_tree_is_saved_and_a_release_has_its_own(make, tiny_recipe, tmp_path):
@@ -132,16 +132,16 @@ def test_a_missing_checkpoint_is_refused(tmp_path):
         load(tmp_path / "nowhere", "any")
 
 
-def test_another_targets_checkpoint_is_refused(make, ends):
+def test_another_targets_checkpoint_is_refused(make, embed_head):
     folder, _ = make()
     with pytest.raises(
-        PipelineError, match=rf"fingerprint {ends.fingerprint}.*at hand has fingerprint 0123456789abcdef"
+        PipelineError, match=rf"fingerprint {embed_head.fingerprint}.*at hand has fingerprint 0123456789abcdef"
     ):
         load(folder, "0123456789abcdef")
 
 
 @pytest.mark.parametrize("place", [8, -1])
-def test_a_flipped_byte_of_the_weights_is_refused(make, ends, place):
+def test_a_flipped_byte_of_the_weights_is_refused(make, embed_head, place):
     folder, _ = make()
     content = bytearray((folder / WEIGHTS).read_bytes())
     content[place] ^= 1
@@ -149,32 +149,32 @@ def test_a_flipped_byte_of_the_weights_is_refused(make, ends, place):
     with pytest.raises(
         PipelineError, match=r"model.safetensors is not the file that config.json describes .*Restore it"
     ):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
-def test_missing_weights_are_refused(make, ends):
+def test_missing_weights_are_refused(make, embed_head):
     folder, _ = make()
     (folder / WEIGHTS).unlink()
     with pytest.raises(PipelineError, match=r"model.safetensors is missing"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize("version", [0, 2, "3", None])
-def test_another_format_version_is_refused(make, ends, version):
+def test_another_format_version_is_refused(make, embed_head, version):
     folder, _ = make()
     change_config(folder, lambda raw: raw.update(format_version=version))
     with pytest.raises(PipelineError, match=rf"format_version is {version!r}, expected 3"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize(
     "key", ["draft", "tree", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training"]
 )
-def test_a_config_without_a_key_is_refused(make, ends, key):
+def test_a_config_without_a_key_is_refused(make, embed_head, key):
     folder, _ = make()
     change_config(folder, lambda raw: raw.pop(key))
     with pytest.raises(PipelineError, match=rf"config.json is damaged or of another version: .*{key}"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -189,19 +189,19 @@ def test_a_config_without_a_key_is_refused(make, ends, key):
         (lambda raw: raw["shapes"].update(hidden_size=64), "does not fit its config.json"),
     ],
 )
-def test_a_config_that_is_not_the_weights_is_refused(make, ends, change, message):
+def test_a_config_that_is_not_the_weights_is_refused(make, embed_head, change, message):
     folder, _ = make()
     change_config(folder, change)
     with pytest.raises(PipelineError, match=f"(?s){message}"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format_version": 1'])
-def test_a_truncated_config_is_refused(make, ends, text):
+def test_a_truncated_config_is_refused(make, embed_head, text):
     folder, _ = make()
     (folder / CONFIG).write_text(text)
     with pytest.raises(PipelineError, match=r"config.json is not JSON"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_a_truncated_config_is_refused(make, ends, text):
         ('"train_hash": "', '"train_hash": "0'),
     ],
 )
-def test_a_digit_of_the_config_that_changed_is_refused(make, ends, old, new):
+def test_a_digit_of_the_config_that_changed_is_refused(make, embed_head, old, new):
     """The weights would load and be used wrongly."""
     folder, _ = make()
     replace_once(folder / CONFIG, old, new)
     with pytest.raises(PipelineError, match=r"jakiro/config.json was changed or damaged .*train again"):
-        load(folder, ends.fingerprint)
+        load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize("name", ["provenance.json", "recipe.json"])

@@ -117,18 +117,18 @@ def waits_of(name: str) -> int:
 @pytest.mark.parametrize(("packed", "chunk"), [(False, 1 << 20), (True, 7)], ids=["plain", "packed, in chunks"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(
-    loaded_target, ends, monkeypatch, name, packed, chunk
+    loaded_target, embed_head, monkeypatch, name, packed, chunk
 ):
     monkeypatch.setattr("pipeline.drafts.parts.base.chunk_rows", lambda *_: chunk)
-    draft = make_draft(loaded_target, ends, VARIANTS[name]).train().requires_grad_(True)
+    draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
     want_loss, want_sums, want = stepped(draft, batch)
     loaded_target.unhook()
-    mine = replace(ends, decoder=copy.deepcopy(ends.decoder))  # moving it would move the others'
+    mine = replace(embed_head, decoder=copy.deepcopy(embed_head.decoder))  # moving it would move the others'
     there = make_draft(loaded_target, mine, VARIANTS[name]).train().requires_grad_(True)
     with rehearsal() as seen:
         there.to(DEVICE)
-        there.move_ends(DEVICE, torch.float32)
+        there.move_embed_head(DEVICE, torch.float32)
         stepped(there, batch.pinned().to(DEVICE, torch.float32))  # what is brought there once
         there.zero_grad()
         seen.waits.clear()
@@ -155,12 +155,12 @@ def rounds_of(target, method: Method, temperature: float):
     return lambda: speculative(target, method, prompt_of(3), sampling, prefilled=ready)
 
 
-def decodes_alike(target, ends, config, tree: dict, temperature: float = 0.0) -> None:
-    want = rounds_of(target, grown(make_draft(target, ends, config), **tree), temperature)()
-    method = grown(make_draft(target, ends, config), **tree)
+def decodes_alike(target, embed_head, config, tree: dict, temperature: float = 0.0) -> None:
+    want = rounds_of(target, grown(make_draft(target, embed_head, config), **tree), temperature)()
+    method = grown(make_draft(target, embed_head, config), **tree)
     with rehearsal() as seen:
         there, draft = moved(target), method.draft.to(DEVICE)
-        draft.bind(there.ends("there"))
+        draft.bind(there.embed_head("there"))
         draft.prepare()
         rounds_of(there, method, temperature)()  # what is brought there once
         decode = rounds_of(there, method, temperature)
@@ -178,11 +178,11 @@ def decodes_alike(target, ends, config, tree: dict, temperature: float = 0.0) ->
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_draft_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, ends, name):
-    decodes_alike(loaded_target, ends, VARIANTS[name], {"depth": 4, "top_k": 4, "nodes": 16})
+def test_every_draft_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, name):
+    decodes_alike(loaded_target, embed_head, VARIANTS[name], {"depth": 4, "top_k": 4, "nodes": 16})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, ends, kind):
+def test_every_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
     name, tree = KINDS[kind]
-    decodes_alike(loaded_target, ends, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)
+    decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)

@@ -68,10 +68,10 @@ def test_the_surprise_is_the_cross_entropy_with_the_dialogues_domain():
     assert surprise(scores, MARKED, batch).item() == pytest.approx(want, rel=1e-5)
 
 
-def test_the_domain_moves_the_gate_alone_and_the_text_moves_all_but_the_gate(loaded_target, ends):
+def test_the_domain_moves_the_gate_alone_and_the_text_moves_all_but_the_gate(loaded_target, embed_head):
     draft = build(VARIANTS["by-domain"], shapes_of(loaded_target.config))
     draft.initialise(0)
-    draft.bind(ends)
+    draft.bind(embed_head)
     found = draft.predictions(collate(wide_rows(), [1], "predicted", {1: 30}))
 
     def moved(value):

@@ -116,7 +116,7 @@ def test_what_the_options_add_to_the_tensors():
     assert names(EagleConfig(kind="eagle", mlp_width=64), *TINY)["layers.0.mlp.up_proj.weight"] == [64, 16]
 
 
-def tiny_ends(seed=0):
+def tiny_embed_head(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return EmbeddingAndHead(
         torch.randn(50, 16, generator=generator), LMHead(torch.randn(50, 16, generator=generator)), "tiny"
@@ -127,20 +127,20 @@ def tiny_ends(seed=0):
 def test_the_targets_ends_are_neither_saved_nor_trained(config):
     draft = build(config, shapes(*TINY))
     before = list(draft.state_dict()), [name for name, _ in draft.named_parameters()]
-    ends = tiny_ends()
-    draft.bind(ends)
+    embed_head = tiny_embed_head()
+    draft.bind(embed_head)
     assert (list(draft.state_dict()), [name for name, _ in draft.named_parameters()]) == before
-    assert draft.ends.embedding_VD is ends.embedding_VD  # by reference
+    assert draft.embed_head.embedding_VD is embed_head.embedding_VD  # by reference
     assert not any("head" in name or "embed" in name for name in draft.state_dict())
 
 
 def test_a_reduced_vocabulary_restricts_the_head_to_its_ids():
     draft = build(JakiroConfig(kind="jakiro", vocabulary=3), shapes(*TINY))
     draft.set_vocabulary(torch.tensor([4, 30, 49]))
-    ends = tiny_ends()
-    draft.bind(ends)
+    embed_head = tiny_embed_head()
+    draft.bind(embed_head)
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(draft.ends.head(hidden), ends.head(hidden)[:, [4, 30, 49]], atol=1e-5)
+    assert torch.allclose(draft.embed_head.head(hidden), embed_head.head(hidden)[:, [4, 30, 49]], atol=1e-5)
     assert draft.vocabulary_size == 3
     assert build(EagleConfig(kind="eagle"), shapes(*TINY)).vocabulary_size == 50
 
@@ -415,10 +415,10 @@ def test_the_trunk_is_fc_over_embedding_and_feature_then_attention_without_a_nor
     draft = build(EagleConfig(kind="eagle", fc_bias=True, embedding_scale=scale), shapes(*TINY))
     draft.initialise(0)
     draft.fc.bias.normal_(generator=torch.Generator().manual_seed(1))
-    ends = tiny_ends()
-    draft.bind(ends)
+    embed_head = tiny_embed_head()
+    draft.bind(embed_head)
     f, token, attention = inputs(1)[0], 7, draft.layers[0].self_attn
-    x = draft.fc.weight @ torch.cat([scale * ends.embedding_VD[token], f]) + draft.fc.bias
+    x = draft.fc.weight @ torch.cat([scale * embed_head.embedding_VD[token], f]) + draft.fc.bias
     v = (attention.v_proj.weight @ x).view(2, 1, 4).expand(2, 2, 4).reshape(16)  # each key head serves two
     got = draft._trunk(f[None, None], torch.tensor([[token]]), torch.tensor([[0]]), None, None)[0, 0]
     assert torch.allclose(got, x + attention.o_proj.weight @ v, atol=1e-6)

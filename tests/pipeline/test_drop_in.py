@@ -88,12 +88,12 @@ def as_a_user(folder: Path, release: Path, target: Path, prompts: list[list[int]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
-    loaded_target, tiny_target, tiny_recipe, ends, tmp_path, way
+    loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path, way
 ):
     variant, together = WAYS[way]
     prompts = [prompt_of(seed) * 2 for seed in range(3)]
     answer = greedy(loaded_target, prompts[0], COUNT)
-    draft = taught(loaded_target, ends, VARIANTS[variant], prompts[0], answer)
+    draft = taught(loaded_target, embed_head, VARIANTS[variant], prompts[0], answer)
     tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
     folder = released(tmp_path, tiny_recipe, draft, tree, together)
     method = checkpoint.read_config(folder).method(draft)
@@ -119,10 +119,10 @@ for prompt in prompts:
 
 
 def test_what_generate_honours_is_honoured_and_the_rest_is_refused(
-    loaded_target, tiny_target, tiny_recipe, ends, tmp_path
+    loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path
 ):
     prompt = prompt_of(0)
-    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, COUNT))
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, COUNT))
     folder = released(tmp_path, tiny_recipe, draft, TREE, None)
     said = as_a_user(
         tmp_path, folder, tiny_target, [prompt],
@@ -217,11 +217,11 @@ for name, wrong in {
 
 
 def test_a_release_of_the_hub_and_a_second_tree_for_the_same_weights(
-    loaded_target, tiny_target, tiny_recipe, ends, tmp_path
+    loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path
 ):
     """From a repository's snapshot in the cache, by name, revision and token; then another release of the weights."""
     prompt, commit = prompt_of(0), "a" * 40
-    draft = taught(loaded_target, ends, VARIANTS["eagle3, reduced"], prompt, greedy(loaded_target, prompt, COUNT))
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle3, reduced"], prompt, greedy(loaded_target, prompt, COUNT))
     folder = released(tmp_path, tiny_recipe, draft, TREE, None)
     place = tmp_path / "hub/models--me--draft"
     shutil.copytree(folder, place / "snapshots" / commit)
@@ -257,9 +257,9 @@ said["hooks"] = sum(len(layer._forward_hooks) for layer in model.model.layers)
     assert said["forwards"] == [1 + one.acceptance.passes for one in own] and said["hooks"] == 0
 
 
-def test_another_target_is_refused(loaded_target, tiny_target, tiny_recipe, ends, tmp_path):
+def test_another_target_is_refused(loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path):
     prompt = prompt_of(0)
-    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 4), steps=1)
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 4), steps=1)
     folder = released(tmp_path, tiny_recipe, draft, TREE, None)
     said = as_a_user(
         tmp_path, folder, tiny_target, [prompt],
@@ -281,9 +281,9 @@ def test_a_release_carries_no_module_that_transformers_users_lack():
         bundling._closure(["pipeline.features.schema"])
 
 
-def test_the_bundle_is_this_projects_own_code(loaded_target, tiny_recipe, ends, tmp_path):
+def test_the_bundle_is_this_projects_own_code(loaded_target, tiny_recipe, embed_head, tmp_path):
     """Each module is the project's, but for where it imports from."""
-    draft = taught(loaded_target, ends, VARIANTS["eagle"], prompt_of(0), [1, 2, 3, 4], steps=1)
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt_of(0), [1, 2, 3, 4], steps=1)
     folder = released(tmp_path, tiny_recipe, draft, TREE, None)
     files = {path.name: path.read_text() for path in (folder / FOLDER).iterdir()}
     assert "decoding_generate.py" in files and "drafts_eagle.py" in files and "drafts_jakiro.py" not in files

@@ -137,7 +137,7 @@ def released(recipe, deep_target, tmp_path):
 
     def factory(settings):
         target, folder = deep_target[0], tmp_path / "release"
-        draft = make_draft(target, target.ends(fingerprint(recipe.target)), settings)
+        draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings)
         checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
         folder.mkdir()
         checkpoint.export(tmp_path / "draft", folder, recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
@@ -211,7 +211,7 @@ def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_
     config = save(tmp_path / "target", "llama-3.1", rope_parameters=rope, num_hidden_layers=24)
     tree = recipe_tree(config.model, write_sharegpt(tmp_path / "data.json", 4), tmp_path / "run")
     recipe, target = Recipe.model_validate(tree), Target(config, "float32")
-    draft = make_draft(target, target.ends(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
+    draft = make_draft(target, target.embed_head(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
     checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
     (tmp_path / "release").mkdir()
     checkpoint.export(tmp_path / "draft", tmp_path / "release", recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
@@ -229,7 +229,7 @@ def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_
 
 def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, imported, recipe, deep_target, tmp_path):
     target = deep_target[0]
-    ends, release = target.ends(fingerprint(recipe.target)), released(EagleConfig(embedding_scale=10.0))
+    embed_head, release = target.embed_head(fingerprint(recipe.target)), released(EagleConfig(embedding_scale=10.0))
     export(release, "vllm", tmp_path / "out")
     own, theirs = (load_file(folder / "model.safetensors")["fc.weight"] for folder in (release, tmp_path / "out"))
     assert torch.equal(theirs[:, :32], 10 * own[:, :32]) and torch.equal(theirs[:, 32:], own[:, 32:])
@@ -237,8 +237,8 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
     for tree in ({"depth": 3, "top_k": 1, "nodes": 4}, {"depth": 3, "top_k": 4, "nodes": 12}):
         found = []
         for folder in folders:
-            draft = checkpoint.load(folder, ends.fingerprint)
-            draft.bind(ends)
+            draft = checkpoint.load(folder, embed_head.fingerprint)
+            draft.bind(embed_head)
             method = Method(draft, checkpoint.TreeConfig(**tree))
             found.append(speculative(target, method, prompt_of(0), Sampling(24, NEVER)))
         assert found[0].acceptance == found[1].acceptance

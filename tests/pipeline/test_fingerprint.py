@@ -83,7 +83,7 @@ def test_a_file_that_changed_a_moment_ago_is_read_again(counted, monkeypatch, tm
     assert weights_sha256(path) == weights_sha256(path) and len(counted) == 2
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"marks": [], "sha256": "0"}'])
+@pytest.mark.parametrize("damage", ["{", "[]", '{"file": [], "sha256": "0"}'])
 def test_a_damaged_note_is_no_sum(counted, tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")

@@ -406,15 +406,15 @@ def by_hand(w, states_TSD, embedded_TD, rope, window):
 
 
 @torch.inference_mode()
-def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, ends):
+def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, embed_head):
     flags = {"norm_before_fc": True, "qk_norm": True, "attention_bias": True, "norm_before_residual": True}
-    draft = make_draft(loaded_target, ends, Eagle3Config(ttt_steps=1, sliding_window=3, **flags))
+    draft = make_draft(loaded_target, embed_head, Eagle3Config(ttt_steps=1, sliding_window=3, **flags))
     for weight in draft.parameters():
         if weight.ndim == 1:
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 4
     tokens = torch.tensor(prompt_of(2))
     states = loaded_target.capture_all(tokens[None], list(draft.needs.auxiliary))[0]
-    embedded = ends.embedding_VD[tokens]
+    embedded = embed_head.embedding_VD[tokens]
     rope = draft._rope[0](embedded[None], torch.arange(len(tokens))[None])
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]

@@ -46,10 +46,10 @@ def text(loaded_target):
 
 
 @pytest.fixture(scope="module")
-def taught_drafts(loaded_target, ends, text):
+def taught_drafts(loaded_target, embed_head, text):
     class Taught(dict):
         def __missing__(self, name):
-            self[name] = taught(loaded_target, ends, VARIANTS[name], *text)
+            self[name] = taught(loaded_target, embed_head, VARIANTS[name], *text)
             return self[name]
 
     return Taught()
@@ -60,9 +60,9 @@ def taught_drafts(loaded_target, ends, text):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, ends, variant, tree):
+def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, embed_head, variant, tree):
     for seed in range(5):
-        draft = grown(make_draft(loaded_target, ends, VARIANTS[variant], seed), **TREES[tree])
+        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant], seed), **TREES[tree])
         got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
         assert got.acceptance.tokens == 15
@@ -95,10 +95,10 @@ def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_answers_of_every_kind_of_tree_are_plain_decodings(loaded_target, ends, kind):
+def test_greedy_answers_of_every_kind_of_tree_are_plain_decodings(loaded_target, embed_head, kind):
     name, tree = KINDS[kind]
     for seed in range(5):
-        draft = grown(make_draft(loaded_target, ends, VARIANTS[name], seed), **tree)
+        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
         got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
 
@@ -176,13 +176,13 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
 
 
 @pytest.mark.parametrize("kind", ["usual", "eagle-1", "jakiro, static, drawn", "eagle-3"])
-def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, ends, kind):
+def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, embed_head, kind):
     """Fixed shapes, one compilation a width and capacity; on a CPU the compiler's front end alone."""
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
     name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
     for seed in range(2):
-        draft = grown(make_draft(loaded_target, ends, VARIANTS[name], seed), **tree)
+        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
         for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=seed)):
             want = speculative(loaded_target, draft, prompt_of(seed), sampling)
             assert speculative(compiled, draft, prompt_of(seed), sampling).tokens == want.tokens
@@ -192,12 +192,12 @@ def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, 
             )
 
 
-def test_a_compiled_target_serves_drafts_of_other_layers_one_after_the_other(tiny_target, loaded_target, ends):
+def test_a_compiled_target_serves_drafts_of_other_layers_one_after_the_other(tiny_target, loaded_target, embed_head):
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
     prompt, sampling = prompt_of(1), Sampling(8, NEVER)
     for name in ("eagle", "eagle3", "eagle", "eagle3, 3.1's norms"):
-        method = grown(make_draft(loaded_target, ends, VARIANTS[name]), depth=4, top_k=4, nodes=20)
+        method = grown(make_draft(loaded_target, embed_head, VARIANTS[name]), depth=4, top_k=4, nodes=20)
         assert speculative(compiled, method, prompt, sampling).tokens == greedy(loaded_target, prompt, 8)
 
 
@@ -355,8 +355,8 @@ def test_trimming(tokens, already, want):
     assert Sampling(10, frozenset({8, 9})).trimmed(tokens, already) == want
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, ends):
-    draft = grown(make_draft(loaded_target, ends, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
+def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, embed_head):
+    draft = grown(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     sampling = Sampling(24, NEVER)
     with pytest.raises(PipelineError, match=r"a prompt of 1001 tokens.* 24 more .*1024 positions.*max_new_tokens"):
         plain(loaded_target, [1] * 1001, sampling)
@@ -364,16 +364,16 @@ def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, ends):
         speculative(loaded_target, draft, [1] * 998, sampling)
 
 
-def test_the_longest_prompt_that_fits_is_decoded(loaded_target, ends):
-    draft = grown(make_draft(loaded_target, ends, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
+def test_the_longest_prompt_that_fits_is_decoded(loaded_target, embed_head):
+    draft = grown(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     prompt = prompt_of(2, 1024 - 4 - 3)
     got = speculative(loaded_target, draft, prompt, Sampling(4, NEVER))
     assert got.tokens == greedy(loaded_target, prompt, 4)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "jakiro"])
-def test_a_prompt_of_one_token_is_decoded(loaded_target, ends, variant):
-    draft = grown(make_draft(loaded_target, ends, VARIANTS[variant]), **TREES["usual"])
+def test_a_prompt_of_one_token_is_decoded(loaded_target, embed_head, variant):
+    draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant]), **TREES["usual"])
     got = speculative(loaded_target, draft, [65], Sampling(12, NEVER))
     assert got.tokens == greedy(loaded_target, [65], 12)
 
@@ -452,12 +452,12 @@ ROLLED = ["eagle", "by-depth", "eagle3", "eagle3, 3.1's norms", "eagle3, others'
 
 @pytest.mark.parametrize("name", ROLLED)
 @torch.inference_mode()
-def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, ends, name):
+def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, embed_head, name):
     """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
     i.
     """
     config = replace(VARIANTS[name], ttt_steps=3)
-    draft = make_draft(loaded_target, ends, config)
+    draft = make_draft(loaded_target, embed_head, config)
     states = states_for(draft, 12, 2)
     final = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)) if not draft.needs.final else states[:, 0]
     row = Row("x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), final, states[:, draft.needs.final :])
@@ -509,8 +509,8 @@ def seen_from(tokens, states, begin, end):
 
 @pytest.mark.parametrize("variant", ONE_LAYER)
 @torch.inference_mode()
-def test_starting_in_pieces_is_the_training_forward(loaded_target, ends, variant):
-    draft = make_draft(loaded_target, ends, VARIANTS[variant])
+def test_starting_in_pieces_is_the_training_forward(loaded_target, embed_head, variant):
+    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
     states, tokens = states_for(draft, 20), random_tokens(20)
     whole, state, begin = training_time(draft, draft.features(states), tokens), draft.open(), 0
     levels = draft.config.levels
@@ -535,8 +535,8 @@ def two_levels(draft, state, seed):
 
 @pytest.mark.parametrize("variant", ONE_LAYER)
 @torch.inference_mode()
-def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, variant):
-    draft = make_draft(loaded_target, ends, VARIANTS[variant])
+def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, embed_head, variant):
+    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
     states, tokens, state = states_for(draft, 9), random_tokens(9), draft.open()
     draft.start(state, seen_from(tokens, states, 0, 9), DraftRequest())
     first, second, below, below_tokens = two_levels(draft, state, seed=1)
@@ -550,8 +550,8 @@ def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, ends, 
 
 @pytest.mark.parametrize("variant", ONE_LAYER)
 @torch.inference_mode()
-def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, ends, variant):
-    draft = make_draft(loaded_target, ends, VARIANTS[variant])
+def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, embed_head, variant):
+    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
     states, tokens = states_for(draft, 15), random_tokens(15)
     used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
@@ -694,11 +694,11 @@ def test_processing_matches_transformers_meaning_of_top_k_and_top_p():
     assert Sampling(1, NEVER, temperature=1.0).probabilities(logits.bfloat16()).dtype == torch.float32
 
 
-def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_target, ends):
+def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_target, embed_head):
     """One after the other, of methods that want different states of the target, each with its own room."""
     prompt, sampling = prompt_of(1), Sampling(24, NEVER)
     methods = [
-        grown(make_draft(loaded_target, ends, VARIANTS[name]), depth=3, top_k=3, nodes=8)
+        grown(make_draft(loaded_target, embed_head, VARIANTS[name]), depth=3, top_k=3, nodes=8)
         for name in ("eagle", "eagle3")
     ]
     shared = prefill(loaded_target, prompt, 24 + 8, tuple(methods[1].draft.needs.auxiliary))

@@ -259,7 +259,7 @@ def twenty_losses(config) -> list[float]:
         vocab_size=VOCABULARY,
     )
     head = LMHead(torch.randn(VOCABULARY, WIDTH, generator=generator) / 4)
-    ends = EmbeddingAndHead(torch.randn(VOCABULARY, WIDTH, generator=generator), head, "golden")
+    embed_head = EmbeddingAndHead(torch.randn(VOCABULARY, WIDTH, generator=generator), head, "golden")
     rows = []
     for number, length in enumerate((24, 17, 9, 3)):
         tokens = torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
@@ -272,8 +272,8 @@ def twenty_losses(config) -> list[float]:
     if draft.needs.decoder:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
-            ends = replace(ends, decoder=LlamaModel(target).eval().requires_grad_(False))
-    draft.bind(ends)
+            embed_head = replace(embed_head, decoder=LlamaModel(target).eval().requires_grad_(False))
+    draft.bind(embed_head)
     draft.start_from_target([row.input_ids.tolist() for row in rows])
     layers = len(draft.needs.auxiliary)
     states = torch.Generator().manual_seed(2)

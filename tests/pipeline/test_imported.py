@@ -43,7 +43,7 @@ LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there; what 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, ends, layout):
+def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, embed_head, layout):
     settings, renamed, more, *config = LAYOUTS[layout]
     recipe, folder, ours = released(settings, renamed, more, **(config[0] if config else {}))
     said = import_draft(folder, recipe, "theirs")
@@ -54,7 +54,7 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
     for name in more:
         assert any(line.startswith(f"dropped {name}: ") for line in said)
     assert len(said) >= 1 + len(more) + (2 if "vocabulary" in settings else 0)
-    draft.bind(ends)
+    draft.bind(embed_head)
     method = Method(draft, recipe.tree("theirs"))
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
         got = speculative(loaded_target, method, prompt_of(1), sampling)
@@ -115,7 +115,7 @@ EMBEDDING = {"input_embed_fn.weight": (260, 32)}  # the target's, which their cl
     ids=["medusa", "hydra++", "hydra"],
 )
 def test_heads_whose_config_has_no_shapes_take_the_targets(
-    released, loaded_target, ends, settings, renamed, more, config, file
+    released, loaded_target, embed_head, settings, renamed, more, config, file
 ):
     recipe, folder, ours = released(settings, renamed, more)
     (folder / "config.json").write_text(json.dumps(config))
@@ -139,7 +139,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
     assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
-    draft.bind(ends)
+    draft.bind(embed_head)
     got = speculative(loaded_target, Method(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
     assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
 

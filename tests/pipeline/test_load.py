@@ -15,9 +15,9 @@ QUESTION = "why?"
 
 
 @pytest.fixture
-def release(loaded_target, tiny_recipe, ends, tmp_path):
+def release(loaded_target, tiny_recipe, embed_head, tmp_path):
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
-    draft = taught(loaded_target, ends, VARIANTS["jakiro"], ids, greedy(loaded_target, ids, 24))
+    draft = taught(loaded_target, embed_head, VARIANTS["jakiro"], ids, greedy(loaded_target, ids, 24))
     return released(tmp_path, tiny_recipe, draft, TREE, None)
 
 

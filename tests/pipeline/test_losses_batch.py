@@ -380,7 +380,7 @@ OTHERS = {
 }
 
 
-def random_draft(config, loaded_target, ends):
+def random_draft(config, loaded_target, embed_head):
     draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
     if draft.needs.auxiliary:  # their norms take the scale from what goes into them
@@ -390,18 +390,18 @@ def random_draft(config, loaded_target, ends):
         draft.set_vocabulary(torch.arange(0, 200, 2))
     if getattr(config, "routing", "") == "domain":
         draft._marks[:] = [torch.arange(260)[:, None] % torch.tensor([300, 7]) == 0]
-    draft.bind(ends)
+    draft.bind(embed_head)
     return draft
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
-def draft(request, loaded_target, ends):
-    return random_draft(request.param, loaded_target, ends)
+def draft(request, loaded_target, embed_head):
+    return random_draft(request.param, loaded_target, embed_head)
 
 
 @pytest.fixture(params=[*CONFIGS.values(), *OTHERS.values()], ids=[*CONFIGS, *OTHERS])
-def any_draft(request, loaded_target, ends):
-    return random_draft(request.param, loaded_target, ends)
+def any_draft(request, loaded_target, embed_head):
+    return random_draft(request.param, loaded_target, embed_head)
 
 
 def wide_rows():
@@ -567,7 +567,7 @@ def objective_of(objective, p, logits_MU):
 @pytest.mark.parametrize("objective", ["soft-ce", "acceptance"])
 @pytest.mark.parametrize("teacher", ["masked", "renormalised", "whole"])
 def test_an_own_heads_loss_and_gradients_are_autograds(
-    monkeypatch, loaded_target, ends, teacher, objective, rows_per_chunk
+    monkeypatch, loaded_target, embed_head, teacher, objective, rows_per_chunk
 ):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 100 * 2)
     config = Eagle3Config(ttt_steps=2, vocabulary=100, objective=objective, teacher=teacher)
@@ -577,13 +577,13 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
         weight.data.mul_(5)
     ids_U = torch.arange(0, 200, 2)
     draft.set_vocabulary(ids_U)
-    draft.bind(ends)
+    draft.bind(embed_head)
     batch = batch_of(draft, wide_rows(), {1: 30})
     loss, sums, gradient = gradient_of(draft, batch)
 
     draft.zero_grad()
     mask, want = batch.trained[1], 0.0
-    p, has = teachers_distribution(teacher, ends.head(batch.labels_BTD[mask]).float(), ids_U)
+    p, has = teachers_distribution(teacher, embed_head.head(batch.labels_BTD[mask]).float(), ids_U)
     for (name, prediction), weight in zip(draft.predictions(batch).items(), (1.0, 0.8), strict=True):
         logits = draft.lm_head(draft.norm(prediction.features[0][mask]))
         part = (objective_of(objective, p, logits) * has).sum()
@@ -600,9 +600,9 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     assert torch.allclose(gradient, direct_gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(loaded_target, ends):
+def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(loaded_target, embed_head):
     """Those whose likeliest token of all the draft does not have."""
-    draft = random_draft(Eagle3Config(ttt_steps=3, vocabulary=100), loaded_target, ends)
+    draft = random_draft(Eagle3Config(ttt_steps=3, vocabulary=100), loaded_target, embed_head)
     rows, known = wide_rows(), set(draft.token_ids_U.tolist())
     for packed in ([[row] for row in rows], [[rows[1], rows[0]], [rows[3], rows[2]]], [rows]):
         batch = packed_of(draft, packed, TOTALS)
@@ -610,7 +610,7 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
         draft.predictions = lambda _, leaves=leaves: {name: Prediction([leaf]) for name, leaf in leaves.items()}
         draft.loss(batch)[0].backward()
         del draft.predictions
-        likeliest_BT = ends.head(batch.labels_BTD).argmax(-1)
+        likeliest_BT = embed_head.head(batch.labels_BTD).argmax(-1)
         kept_BT = batch.trained[1] & torch.tensor([[token in known for token in row] for row in likeliest_BT.tolist()])
         assert 0 < kept_BT.sum() < batch.trained[1].sum() and len(leaves) == 3
         for leaf in leaves.values():
@@ -618,17 +618,17 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
 
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])
-def test_a_mixture_trains_an_own_head_as_autograd_does(monkeypatch, loaded_target, ends, rows_per_chunk):
+def test_a_mixture_trains_an_own_head_as_autograd_does(monkeypatch, loaded_target, embed_head, rows_per_chunk):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 260 * 4)
     config = JakiroOnEagle3Config(frame="eagle-3", ttt_steps=1, contrast="none", mixture_loss=0.5)
     draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
-    draft.bind(ends)
+    draft.bind(embed_head)
     batch = batch_of(draft, wide_rows(), {1: 30})
     loss, _, gradient = gradient_of(draft, batch)
     draft.zero_grad()
     mask = batch.trained[1]
-    p, said = ends.head(batch.labels_BTD[mask]).softmax(-1), draft.predictions(batch)
+    p, said = embed_head.head(batch.labels_BTD[mask]).softmax(-1), draft.predictions(batch)
     one = draft.logits(said["next"].features[0][mask]).softmax(-1)
     weights = said["mixture"].log_weights[mask].exp()
     each = torch.stack([draft.logits(feature[mask]).softmax(-1) for feature in said["mixture"].features], dim=1)
@@ -657,16 +657,16 @@ def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
 @pytest.mark.parametrize(
     "config", [MedusaConfig(heads=3), HydraConfig(heads=3, blocks=1, objective="hard-ce", head_bias=True)]
 )
-def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, ends, config, vocabulary):
+def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, embed_head, config, vocabulary):
     """Head k at input i: the cross-entropy of t_{i+1+k}, read off the rows; none for a token that it cannot guess."""
     draft = build(replace(config, vocabulary=vocabulary), shapes_of(loaded_target.config))
     draft.initialise(0)
     ids_U = torch.arange(260) if vocabulary is None else torch.arange(0, 200, 2)
     if vocabulary:
         draft.set_vocabulary(ids_U)
-    draft.bind(ends)
+    draft.bind(embed_head)
     draft.start_from_target([])
-    assert all(torch.equal(head.weight, draft.ends.head.linear.weight) for head in draft.own_heads)
+    assert all(torch.equal(head.weight, draft.embed_head.head.linear.weight) for head in draft.own_heads)
     turns = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]
     rows = [*wide_rows(), row_of(12, 99, turns, width=32, vocabulary=260, layers=3)]
     batch = batch_of(draft, rows, {1: 30, 2: 20, 3: 10})
@@ -691,11 +691,11 @@ def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, ends, config, 
     assert wanted.shape == gradient.shape and torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-6)
 
 
-def test_hard_labels_end_with_their_dialogue(loaded_target, ends):
+def test_hard_labels_end_with_their_dialogue(loaded_target, embed_head):
     """A row of two dialogues packed together has the losses of the two apart."""
     draft = build(MedusaConfig(heads=2), shapes_of(loaded_target.config))
     draft.initialise(0)
-    draft.bind(ends)
+    draft.bind(embed_head)
     rows = wide_rows()[:2]
     totals = {1: 30, 2: 20}
     apart = draft.loss(batch_of(draft, rows, totals))[0]
@@ -703,19 +703,21 @@ def test_hard_labels_end_with_their_dialogue(loaded_target, ends):
     assert packed.item() == pytest.approx(apart.item(), rel=1e-6)
 
 
-def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target, ends):
+def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target, embed_head):
     """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and is told f_{i+3+j}; the classifications
     count from a step on.
     """
     draft = build(GumihoConfig(mlps=2, blocks=1, regression_steps=5), shapes_of(loaded_target.config))
     draft.initialise(0)
-    draft.bind(ends)
+    draft.bind(embed_head)
     row = wide_rows()[0]
     batch = batch_of(draft, [row], dict.fromkeys(draft.horizons, 10))
     found, tokens = draft.predictions(batch), torch.from_numpy(row.input_ids.astype(np.int64))
     serial = found["next"].features[0][0]
     for i in range(len(tokens) - 5):
-        pair = [draft.fc(torch.cat([ends.embedding_VD[tokens[i + 2 + more]], serial[i + more]])) for more in (0, 1)]
+        pair = [
+            draft.fc(torch.cat([embed_head.embedding_VD[tokens[i + 2 + more]], serial[i + more]])) for more in (0, 1)
+        ]
         for j, name in enumerate(("ahead_3", "ahead_4")):
             assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), found[name].features[0][0, i], atol=1e-5)
             assert draft.terms(0)[name].horizon == 3 + j

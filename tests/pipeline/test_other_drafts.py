@@ -42,13 +42,13 @@ def text(loaded_target):
 
 
 @pytest.fixture(scope="module")
-def drafts(loaded_target, ends):
+def drafts(loaded_target, embed_head):
     """Trained a little, so that no block is zero any more."""
 
     class Made(dict):
         def __missing__(self, name):
             with torch.inference_mode(False):
-                self[name] = taught(loaded_target, ends, VARIANTS[name], prompt_of(1), prompt_of(2, 30), steps=20)
+                self[name] = taught(loaded_target, embed_head, VARIANTS[name], prompt_of(1), prompt_of(2, 30), steps=20)
             return self[name]
 
     return Made()
@@ -145,16 +145,16 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
     two = serial(torch.cat([true, one[None]]), torch.cat([following, torch.tensor([a])]))[-1]
     assert torch.allclose(second.logits_LWU[0][-1], draft.logits(two), atol=1e-4)
     third = stepped(draft, state, second, b, 2, levels=draft.config.mlps)
-    embedding = draft.ends.embedding_VD
+    embedding = draft.embed_head.embedding_VD
     pair = torch.cat([draft.fc(torch.cat([embedding[token], f])) for token, f in ((a, one), (b, two))])
     assert len(third.logits_LWU) == draft.config.mlps
     for j, logits in enumerate(third.logits_LWU):
         assert torch.allclose(logits[-1], draft.logits(draft.mlp.mlp[j](pair)), atol=1e-4)
 
 
-def test_every_block_of_a_head_has_weights_of_its_own(loaded_target, ends):
+def test_every_block_of_a_head_has_weights_of_its_own(loaded_target, embed_head):
     """The released Hydra multiplies a list: its blocks are one."""
-    draft = make_draft(loaded_target, ends, VARIANTS["hydra++"])
+    draft = make_draft(loaded_target, embed_head, VARIANTS["hydra++"])
     blocks = [block for head in draft.heads for block in head]
     assert len({id(block.linear.weight) for block in blocks}) == len(blocks) == 12
 
@@ -197,10 +197,10 @@ RELEASED = {  # a draft; the tensors of the authors' checkpoint
 
 
 @pytest.mark.parametrize("layout", RELEASED)
-def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_target, ends, layout):
+def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_target, embed_head, layout):
     """Names as the authors' code loads them."""
     config, names = RELEASED[layout]
-    draft = make_draft(loaded_target, ends, config)
+    draft = make_draft(loaded_target, embed_head, config)
     ours = [name for name in draft.released_names(names).values() if name not in (None, "embed_tokens.weight")]
     assert sorted(ours) == sorted(draft.state_dict())
 
@@ -307,22 +307,22 @@ def test_what_is_borrowed_of_the_target_is_what_decoding_reads(drafts, text, nam
     """With other ends in its place no answer changes, unless it is borrowed."""
     draft = drafts[name]
     assert draft.borrowed == borrowed
-    ends = draft.ends
-    embedding = torch.zeros_like(ends.embedding_VD)
+    embed_head = draft.embed_head
+    embedding = torch.zeros_like(embed_head.embedding_VD)
     others = {
-        "embedding": EmbeddingAndHead(embedding, ends.head, ""),
-        "head": EmbeddingAndHead(ends.embedding_VD, nothing(ends.head), ""),
+        "embedding": EmbeddingAndHead(embedding, embed_head.head, ""),
+        "head": EmbeddingAndHead(embed_head.embedding_VD, nothing(embed_head.head), ""),
     }
     states = text[1][:8, None] if draft.needs.final else torch.randn(8, len(draft.needs.auxiliary), 32)
     seen = RoundInput(text[0][:9], states)
     before = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
     try:
         for end, other in others.items():
-            draft._ends = [other]
+            draft._embed_head = [other]
             after = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
             assert torch.equal(before, after) == (end not in borrowed), end
     finally:
-        draft._ends = [ends]
+        draft._embed_head = [embed_head]
 
 
 def nothing(head):
@@ -330,9 +330,9 @@ def nothing(head):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, ends, name):
+def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, embed_head, name):
     """Of four tokens, and of two."""
-    draft = make_draft(loaded_target, ends, VARIANTS[name])
+    draft = make_draft(loaded_target, embed_head, VARIANTS[name])
     for length in (4, 2):
         row = Row("short", np.zeros(length, np.int32), np.ones(length, np.uint8), torch.randn(length, 32))
         batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 1))
@@ -369,11 +369,11 @@ def test_a_tree_that_the_draft_cannot_grow_is_refused_with_what_it_can():
         medusa.resolve(TreeConfig(depth=3, parallel=1))
 
 
-def test_a_head_begins_with_its_targets_scale_and_bias(loaded_target, ends):
+def test_a_head_begins_with_its_targets_scale_and_bias(loaded_target, embed_head):
     draft = build(HydraConfig(heads=2, head_bias=True), shapes_of(loaded_target.config))
     weight, bias = torch.randn(260, 32), torch.randn(260)
-    draft.bind(EmbeddingAndHead(ends.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
+    draft.bind(EmbeddingAndHead(embed_head.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
     draft.start_from_target([])
     x = torch.randn(3, 32)
     for head in draft.own_heads:
-        assert torch.allclose(head(x), draft.ends.head(x), atol=1e-5)
+        assert torch.allclose(head(x), draft.embed_head.head(x), atol=1e-5)

@@ -6,7 +6,7 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
-from pipeline.lm.model import Target, load_ends, placement
+from pipeline.lm.model import Target, load_embed_head, placement
 from pipeline.lm.verifier import rounding
 
 
@@ -48,7 +48,7 @@ def test_without_a_gpu_nothing_is_placed(tiny_target):
 
 def test_the_ends_are_mapped_from_the_file_until_they_are_moved(tiny_target):
     """No copy in host memory for each of a node's ranks; "meta" stands for a GPU."""
-    ends = load_ends(TargetConfig(model=str(tiny_target), device="cpu"))
+    embed_head = load_embed_head(TargetConfig(model=str(tiny_target), device="cpu"))
     copies = []
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -59,11 +59,11 @@ def test_the_ends_are_mapped_from_the_file_until_they_are_moved(tiny_target):
             return out
 
     with Watch():
-        moved = ends.to(torch.device("meta"), torch.bfloat16)
+        moved = embed_head.to(torch.device("meta"), torch.bfloat16)
     assert moved.head.linear.weight.is_meta and moved.embedding_VD.is_meta and not copies
-    again = ends.to(torch.device("cpu"), torch.float32)
-    assert torch.equal(again.head.linear.weight, ends.head.linear.weight)
-    assert again.head.linear.weight.data_ptr() != ends.head.linear.weight.data_ptr()
+    again = embed_head.to(torch.device("cpu"), torch.float32)
+    assert torch.equal(again.head.linear.weight, embed_head.head.linear.weight)
+    assert again.head.linear.weight.data_ptr() != embed_head.head.linear.weight.data_ptr()
 
 
 def test_a_heads_effects_move_with_it():

@@ -26,9 +26,9 @@ def text(loaded_target):
         *["gumiho", "medusa", "hydra++", "small-llama", "skipper"],
     ],
 )
-def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, temperature):
+def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
-    draft = taught(loaded_target, ends, VARIANTS[name], *text, steps=120 if "eagle3" in name else 60)
+    draft = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=120 if "eagle3" in name else 60)
     prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
@@ -72,8 +72,8 @@ def test_the_replay_counts_what_decoding_does(loaded_target, ends, text, name, t
         ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],
 )
-def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, ends, text, name, tree):
-    method = grown(taught(loaded_target, ends, VARIANTS[name], *text, steps=60), **tree)
+def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, embed_head, text, name, tree):
+    method = grown(taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60), **tree)
     prompt, count = text[0], 40
     want = speculative(loaded_target, method, prompt, Sampling(count, NEVER))
     tokens = prompt + want.tokens
@@ -84,9 +84,11 @@ def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_targe
 
 
 @pytest.mark.parametrize("tree", [{"depth": 3, "top_k": 3, "nodes": 6}, {"depth": 2, "top_k": 5, "nodes": 4}])
-def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(loaded_target, ends, text, tree, monkeypatch):
+def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(
+    loaded_target, embed_head, text, tree, monkeypatch
+):
     """Below float32 many candidates score alike, and the last node of a tree is one of several."""
-    method = grown(taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=60), **tree)
+    method = grown(taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=60), **tree)
     sharp = method.draft.logits
     monkeypatch.setattr(method.draft, "logits", lambda hidden: (sharp(hidden) / 4).round())
     tokens = text[0] + text[1]
@@ -96,8 +98,8 @@ def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(loaded_t
 
 
 @pytest.mark.parametrize("tree", [{"depth": 2, "top_k": 2, "nodes": 4}, {"paths": "eagle-1"}])
-def test_an_answer_of_one_token_has_no_round(loaded_target, ends, text, tree):
-    method = grown(taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=1), **tree)
+def test_an_answer_of_one_token_has_no_round(loaded_target, embed_head, text, tree):
+    method = grown(taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=1), **tree)
     tokens = text[0] + text[1][:1]
     assert replay.counted(method, loaded_target.states(tokens), tokens, len(text[0])) == Acceptance()
 
@@ -112,8 +114,8 @@ def test_a_walk_by_hand():
     assert replay.walk(ranks, 1) == Acceptance(5, 5, [5])
 
 
-def test_a_draft_whose_logits_are_not_finite_is_refused_by_name(ends, loaded_target, text):
-    draft = taught(loaded_target, ends, VARIANTS["eagle"], *text, steps=1)
+def test_a_draft_whose_logits_are_not_finite_is_refused_by_name(embed_head, loaded_target, text):
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=1)
     draft.name = "broken"
     with torch.no_grad():
         draft.fc.weight.fill_(float("nan"))

@@ -36,7 +36,7 @@ def made(target, sparsity=0.4):
     """Of static routers, which are no constants."""
     draft = build(SkipperConfig(sparsity=sparsity), shapes_of(target.config))
     draft.initialise(0)
-    draft.bind(target.ends("x"))
+    draft.bind(target.embed_head("x"))
     draft.start_from_target(TEXTS)
     return draft.eval().requires_grad_(False)
 
@@ -221,10 +221,10 @@ class Otherwise(nn.Module):
     ],
 )
 def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, said):
-    ends = target.ends("x")
-    ends.decoder = Otherwise(ends.decoder, fault)
+    embed_head = target.embed_head("x")
+    embed_head.decoder = Otherwise(embed_head.decoder, fault)
     draft = build(SkipperConfig(sparsity=0.4), shapes_of(target.config))
-    draft.bind(ends)
+    draft.bind(embed_head)
     with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{said}"):
         draft.start_from_target(TEXTS)
 

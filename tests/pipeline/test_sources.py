@@ -83,10 +83,10 @@ def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(one, 
 
 
 @pytest.fixture(scope="module")
-def drafts(loaded_target, ends):
+def drafts(loaded_target, embed_head):
     prompt = prompt_of(3, 20) * 2
     text = prompt, greedy(loaded_target, prompt, 12)
-    return {name: taught(loaded_target, ends, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
+    return {name: taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
 
 
 def with_lookup(target, draft, calibration=None, agreement="either"):

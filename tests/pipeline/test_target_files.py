@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import Target, fingerprint, load_config, load_ends, load_reader, parameter_count_of
+from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head, load_reader, parameter_count_of
 from tests.kit import byte_tokenizer
 from tests.pipeline.families import FAMILIES, SMALL, save
 
@@ -20,11 +20,11 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 SCALE = 124  # of the exponent's 8 bits: 2 to the power of -3
 
 
-def require_ends(config: TargetConfig) -> Target:
-    target, ends = Target(config, "float32"), load_ends(config)
+def require_embed_head(config: TargetConfig) -> Target:
+    target, embed_head = Target(config, "float32"), load_embed_head(config)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(ends.embedding_VD.float(), target.embedding_VD)
-    assert torch.equal(ends.to(torch.device("cpu"), torch.float32).head(hidden), target.head(hidden))
+    assert torch.equal(embed_head.embedding_VD.float(), target.embedding_VD)
+    assert torch.equal(embed_head.to(torch.device("cpu"), torch.float32).head(hidden), target.head(hidden))
     return target
 
 
@@ -47,7 +47,7 @@ def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
     """Gemma 3 from 4B on. Its files name tensors otherwise than the model does."""
     config = save_with_images(tmp_path)
     assert "language_model.model.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    target = require_ends(config)
+    target = require_embed_head(config)
     tokens = torch.arange(9)[None]
     states_BTSD = target.capture_all(tokens, [1, 6])
     assert states_BTSD.shape == (1, 9, 3, 32)
@@ -55,7 +55,7 @@ def test_the_text_part_of_a_model_that_sees_images_is_a_target(tmp_path):
 
 
 def test_a_head_that_the_files_name_otherwise_is_found(tmp_path):
-    require_ends(save(tmp_path, "gpt_neox", tie_word_embeddings=False))
+    require_embed_head(save(tmp_path, "gpt_neox", tie_word_embeddings=False))
     assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
 
 
@@ -80,7 +80,7 @@ def set_head(folder: Path, head: Callable[[torch.Tensor], torch.Tensor] | None, 
 def test_the_head_of_the_files_is_the_head_whatever_the_configuration_says(tmp_path, family, says, other):
     config = save_with_images(tmp_path) if "images" in family else save(tmp_path, family)
     set_head(tmp_path, lambda embedding: embedding.flip(0) if other else embedding.clone(), tie_word_embeddings=says)
-    target = require_ends(config)
+    target = require_embed_head(config)
     assert torch.equal(target.head.linear.weight, target.embedding_VD.flip(0) if other else target.embedding_VD)
 
 
@@ -88,10 +88,14 @@ def test_the_head_of_the_files_is_the_head_whatever_the_configuration_says(tmp_p
 def test_a_head_that_is_in_no_file_is_never_a_random_one(tmp_path, family):
     config = save(tmp_path, family)
     set_head(tmp_path, None, tie_word_embeddings=True)
-    target = require_ends(config)
+    target = require_embed_head(config)
     assert torch.equal(target.head.linear.weight, target.embedding_VD)
     set_head(tmp_path, None, tie_word_embeddings=False)
-    for load in (load_ends, lambda config: Target(config, "float32"), lambda config: load_reader(config, CPU, FLOAT)):
+    for load in (
+        load_embed_head,
+        lambda config: Target(config, "float32"),
+        lambda config: load_reader(config, CPU, FLOAT),
+    ):
         with pytest.raises(PipelineError, match=r"hold no lm_head\.weight.*tie_word_embeddings says"):
             load(config)
 
@@ -119,8 +123,8 @@ def quantised(tmp_path):
 
 def test_quantised_experts_are_read_as_what_they_stand_for(quantised):
     config, meant = quantised
-    target = require_ends(config)
-    assert len(meant) == 4 and load_ends(config).embedding_VD.dtype == torch.bfloat16
+    target = require_embed_head(config)
+    assert len(meant) == 4 and load_embed_head(config).embedding_VD.dtype == torch.bfloat16
     for name, value in meant.items():
         assert torch.equal(target.model.get_parameter(name), value)
     assert Target(config, "bfloat16").capture(torch.arange(5)[None]).dtype == torch.bfloat16

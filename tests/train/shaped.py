@@ -47,11 +47,11 @@ def save_shaped_target(folder: Path, shape: str) -> None:
     config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
-    ends = {}
+    embed_head = {}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        ends[name] = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
-        ends[name].normal_(std=0.02, generator=generator)
-    save_file(ends, folder / "model.safetensors")
+        embed_head[name] = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+        embed_head[name].normal_(std=0.02, generator=generator)
+    save_file(embed_head, folder / "model.safetensors")
 
 
 def dump_random(recipe, dialogues: int, length: int) -> None:

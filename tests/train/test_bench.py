@@ -27,12 +27,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS.keys())
-def test_the_direct_loss_is_the_same_loss(loaded_target, ends, config):
+def test_the_direct_loss_is_the_same_loss(loaded_target, embed_head, config):
     draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
-    draft.bind(ends)
+    draft.bind(embed_head)
     require_direct(draft)
     found = []
     for loss_of in (draft.loss, lambda batch: direct_loss(draft, batch)):

@@ -113,9 +113,9 @@ def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_pat
 @pytest.mark.parametrize(
     ("name", "tree"), [("jakiro", {"depth": 3, "top_k": 3, "nodes": 9}), ("eagle3", {"paths": "eagle-1"})]
 )
-def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_target, ends, name, tree):
+def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_target, embed_head, name, tree):
     """As in training: a twin, on the device, is given the draft's weights, and walks along stored answers."""
-    draft = make_draft(loaded_target, replace(ends, decoder=None), VARIANTS[name])
+    draft = make_draft(loaded_target, replace(embed_head, decoder=None), VARIANTS[name])
     prompt = prompt_of(3)
     answer = speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
     states = loaded_target.states(prompt + answer, draft.needs.auxiliary)
@@ -134,7 +134,7 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_ta
     want = estimate(draft, {"tree": grown(draft, **tree)}, Answers(), 0, 1)
     with rehearsal():
         draft.to(DEVICE)
-        draft.move_ends(DEVICE, torch.float32)
+        draft.move_embed_head(DEVICE, torch.float32)
         twin = draft.validation_copy()
         Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), twin)
         assert twin.device == DEVICE

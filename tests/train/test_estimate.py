@@ -36,9 +36,9 @@ def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
     recipe, size = changed(tiny_recipe, dtype=dtype, zero_stage=stage), 4 if dtype == "float32" else 2
     with torch.device("meta"):
         draft = build(recipe.draft["jakiro"], shapes_of(load_config(recipe.target)))
-    ends = (260 + 128) * 32 * size
+    embed_head = (260 + 128) * 32 * size
     assert memory_bytes(recipe, draft, ranks) - step_bytes(recipe, draft) == pytest.approx(
-        parameter_count(draft) * bytes_a_parameter + ends
+        parameter_count(draft) * bytes_a_parameter + embed_head
     )
 
 
@@ -85,10 +85,10 @@ def test_a_step_of_a_gpu_that_is_not_here_is_planned_for_one_of_80_gb(tiny_recip
     assert step_bytes(recipe, draft) - rest == 2092 * 128_256 * (2 * (2 + 4) + 2 * (2 * 2 + 4))
 
 
-def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, ends):
+def test_a_mixture_counts_as_many_branches_as_it_has_features(tiny_recipe, embed_head):
     config = replace(tiny_recipe.draft["jakiro"], mixture_loss=0.1, vocabulary=None)
     draft = build(config, shapes_of(load_config(tiny_recipe.target)))
-    draft.bind(ends)
+    draft.bind(embed_head)
     hidden_BTD, tokens_BT = torch.randn(1, 9, 32), torch.zeros(1, 9, dtype=torch.long)
     found = draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}))
     assert draft.trained_features == sum(len(one.features) for one in found.values()) > len(found)
@@ -103,17 +103,22 @@ MORE = {
 
 @pytest.mark.parametrize("name", ["jakiro", "eagle", *MORE])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, ends, name, recompute):
+def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, name, recompute):
     recipe = changed(tiny_recipe, micro_batch=2)
     config = MORE[name] if name in MORE else recipe.draft[name]
     draft = build(config, shapes_of(load_config(recipe.target)))
     draft.initialise(0)
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(128))
-    draft.bind(ends)
+    draft.bind(embed_head)
     draft.recompute = recompute
     hidden_BTD, tokens_BT = torch.randn(2, 159, 32), torch.zeros(2, 159, dtype=torch.long)
-    weights = (*draft.parameters(), *ends.decoder.parameters(), *ends.decoder.buffers(), ends.embedding_VD)
+    weights = (
+        *draft.parameters(),
+        *embed_head.decoder.parameters(),
+        *embed_head.decoder.buffers(),
+        embed_head.embedding_VD,
+    )
     known = {x.data_ptr() for x in (*weights, hidden_BTD)}
     kept, alive = {}, []
 

@@ -126,6 +126,6 @@ def test_decoding_takes_the_users_threads_else_all_cores(monkeypatch, threads, a
     before = torch.get_num_threads()
     decoder = acceptance.Decoder.__new__(acceptance.Decoder)
     decoder._draft = SimpleNamespace(load_state_dict=lambda _: None, bind=lambda _: None)
-    decoder._target, decoder._fingerprint = SimpleNamespace(ends=lambda _: None), ""
+    decoder._target, decoder._fingerprint = SimpleNamespace(embed_head=lambda _: None), ""
     decoder.tau({}, quiet=True)
     assert seen == [got or cores()] and torch.get_num_threads() == before

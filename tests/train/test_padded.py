@@ -13,7 +13,7 @@ from pipeline.artifacts.provenance import RECIPE
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.features.shards import FeatureStore, Manifest
-from pipeline.lm.model import Target, fingerprint, load_ends
+from pipeline.lm.model import Target, fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
@@ -48,7 +48,7 @@ def padded(tmp_path_factory) -> tuple[Recipe, Target]:
 def made(recipe: Recipe, name: str):
     """Saved and loaded again, with random weights: they guess anything."""
     store = FeatureStore(recipe.features_dir, "train", Manifest.load(recipe.features_dir).spec)
-    draft = new_draft(recipe, name, load_ends(recipe.target), store)
+    draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
     checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
     return checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
 
@@ -57,7 +57,7 @@ def made(recipe: Recipe, name: str):
 def test_no_draft_guesses_what_the_tokenizer_lacks_and_answers_are_the_targets(padded, monkeypatch, name):
     recipe, target = padded
     draft = made(recipe, name)
-    draft.bind(target.ends(draft_mark(recipe)))
+    draft.bind(target.embed_head(draft_mark(recipe)))
     guessed, propose = [], draft.propose
 
     def watched(*arguments):
@@ -84,7 +84,7 @@ def test_a_twin_and_a_release_know_it_too(padded, tmp_path):
     recipe, _ = padded
     draft = made(recipe, "eagle3")
     assert checkpoint.read_config(recipe.draft_dir("eagle3")).shapes["known_tokens"] == KNOWN
-    draft.bind(load_ends(recipe.target))
+    draft.bind(load_embed_head(recipe.target))
     hidden = torch.randn(3, 32)
     for one in (draft, draft.validation_copy()):
         assert one._guessed == KNOWN

@@ -9,7 +9,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
-from train.engine.resume import RESUME, marks, read_state, require_whole, written_by
+from train.engine.resume import RESUME, digests, read_state, require_whole, written_by
 
 NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
 
@@ -23,7 +23,7 @@ def state(tmp_path) -> Path:
         (folder / name).write_bytes(bytes(range(10 + number)))
     best = tmp_path / "best-0000008.safetensors"
     best.write_bytes(b"weights")
-    files = marks(tmp_path, [*written_by(folder, 0, 2), *written_by(folder, 1, 2), best])
+    files = digests(tmp_path, [*written_by(folder, 0, 2), *written_by(folder, 1, 2), best])
     progress = {"best": {"tau": 1.25, "step": 8}, "trained_tokens": 100}
     fields = {"tag": folder.name, "step": 12, "ranks": 2, "train_hash": "0" * 16, "progress": progress, "files": files}
     write_sealed(tmp_path / RESUME, fields)

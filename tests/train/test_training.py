@@ -20,7 +20,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
-from pipeline.lm.model import fingerprint, load_ends
+from pipeline.lm.model import fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
 from tests.kit import (
     ROOT,
@@ -81,7 +81,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     recipe = load_recipe(dumped[0], [f"output={tmp_path}", *both])
     answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
     draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
-    draft.bind(load_ends(recipe.target))
+    draft.bind(load_embed_head(recipe.target))
     watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.beside(recipe, "jakiro", draft)
     again = acceptance.figures(acceptance.estimate(draft, watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)

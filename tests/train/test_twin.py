@@ -20,13 +20,13 @@ from train.loop import _Run, new_draft
 
 
 @pytest.fixture(params=["jakiro", "eagle"])
-def draft(request, dumped, loaded_target, ends):
+def draft(request, dumped, loaded_target, embed_head):
     config = load_recipe(dumped[0]).draft[request.param]
     made = build(config, shapes_of(loaded_target.config))
     made.initialise(3)
     if config.vocabulary:
         made.set_vocabulary(torch.arange(config.vocabulary))
-    made.bind(ends)
+    made.bind(embed_head)
     return made.train()
 
 
@@ -67,7 +67,7 @@ def copied(draft):
     """What validated before: a draft of its own with a copy of the weights."""
     other = build(draft.config, draft.shapes)
     other.load_state_dict({name: value.clone() for name, value in draft.state_dict().items()})
-    other._ends = [draft.ends]
+    other._embed_head = [draft.embed_head]
     return other.eval()
 
 
@@ -88,7 +88,7 @@ def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
     assert all(p.is_meta for p in twin.parameters())
     Engine.fill(engine_of(draft, 2), twin)
     assert all(p is before[name] and p.requires_grad for name, p in twin.named_parameters())
-    assert dict(draft.named_parameters()) == before and twin.ends is draft.ends
+    assert dict(draft.named_parameters()) == before and twin.embed_head is draft.embed_head
     assert {name: b.data_ptr() for name, b in twin.named_buffers()} == {
         name: b.data_ptr() for name, b in draft.named_buffers()
     }
@@ -124,14 +124,14 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     assert first >= 1 and decoder.tau(twin.state_dict(), quiet=True) == first
     assert decoder._draft.fc.weight.dtype == torch.bfloat16 and decoder._draft.fc.weight.data_ptr() == place
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
-    assert draft.fc.weight.dtype == torch.float32 and draft.ends.head.linear.weight.dtype == torch.float32
+    assert draft.fc.weight.dtype == torch.float32 and draft.embed_head.head.linear.weight.dtype == torch.float32
 
 
-def test_a_draft_by_domain_begins_with_the_tokens_marks_and_its_twin_has_them(dumped, ends):
+def test_a_draft_by_domain_begins_with_the_tokens_marks_and_its_twin_has_them(dumped, embed_head):
     routed = ["experts=3", "routing=domain", "experts_per_token=1", "contrast=none"]
     recipe = load_recipe(dumped[0], [f"draft.jakiro.{setting}" for setting in routed])
     store = FeatureStore(dumped[1], "train", Manifest.load(dumped[1]).spec)
-    made = new_draft(recipe, "jakiro", ends, store)
+    made = new_draft(recipe, "jakiro", embed_head, store)
     tokens = load_tokenizer(recipe.target)("{=a", add_special_tokens=False).input_ids
     assert made._marks[0][tokens].tolist() == [[True, False], [False, True], [False, False]]
     assert made.validation_copy()._marks[0] is made._marks[0]

@@ -25,7 +25,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine.config import deepspeed_config
 from train.engine.ranks import place_on_host, together
-from train.engine.resume import BEST, RESUME, marks, read_state, require_whole, tag_of, written_by
+from train.engine.resume import BEST, RESUME, digests, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
 PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
@@ -276,18 +276,18 @@ class Engine:
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
             sync(folder / tag)
-            mine = marks(folder, written_by(folder / tag, self.rank, self.ranks))
+            mine = digests(folder, written_by(folder / tag, self.rank, self.ranks))
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
                 f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is "
                 "kept: make room and run again"
             ) from None
-        files = {name: mark for share in self.gathered(mine) for name, mark in share.items()}
+        files = {name: digest for share in self.gathered(mine) for name, digest in share.items()}
         if self.rank == 0:
             best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
             if best and (folder / best).exists():
                 known = best in self._files
-                files |= {best: self._files[best]} if known else marks(folder, [folder / best])
+                files |= {best: self._files[best]} if known else digests(folder, [folder / best])
             self._files = files
             state = {
                 "tag": tag,

@@ -16,7 +16,7 @@ RESUME = "resume.json"  # the only truth about which resume state is whole
 BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
 _OWNER = re.compile(r"zero_pp_rank_(\d+)_")  # DeepSpeed: a file of one rank's share
 
-Marks = dict[str, dict[str, Any]]  # by path in the resume folder: "bytes" and "sha256"
+Digests = dict[str, dict[str, Any]]  # by path in the resume folder: "bytes" and "sha256"
 
 
 def tag_of(step: int) -> str:
@@ -24,7 +24,7 @@ def tag_of(step: int) -> str:
     return f"step-{step:07d}"
 
 
-def marks(folder: Path, paths: list[Path]) -> Marks:
+def digests(folder: Path, paths: list[Path]) -> Digests:
     """Of files that were just written: while they are in memory, this is their one reading."""
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
@@ -62,17 +62,17 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def require_whole(folder: Path, files: Marks) -> None:
+def require_whole(folder: Path, files: Digests) -> None:
     """Reads this process's share of the files, so that every host reads all of them once. Raises PipelineError for the
     first that is not the one that was saved.
     """
     number, size = place_on_host()
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in by_size[number::size]:
-        path, mark = folder / name, files[name]
+        path, saved = folder / name, files[name]
         if not path.is_file():
             raise PipelineError(f"resume state {path} is missing. {_remedy(folder)}")
-        if path.stat().st_size != mark["bytes"] or sha256(path) != mark["sha256"]:
+        if path.stat().st_size != saved["bytes"] or sha256(path) != saved["sha256"]:
             raise PipelineError(
                 f"resume state {path} was changed or damaged after it was saved: its size or SHA-256 is not the one "
                 f"in {RESUME}. {_remedy(folder)}"

@@ -38,7 +38,7 @@ from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.losses import Prediction
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
-from pipeline.lm.model import load_ends
+from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
@@ -54,7 +54,7 @@ WAYS = ("step", "bare", "direct")
 def direct_loss(draft: TrainedDraft, batch: Batch) -> tuple[torch.Tensor, dict]:
     """What `TrainedDraft.loss` computes, written down directly; for drafts that `require_direct` lets through."""
     total, sums = torch.zeros((), device=batch.tokens_BT.device), {}
-    head, inputs = draft.ends.head, batch.tokens_BT.shape[1]
+    head, inputs = draft.embed_head.head, batch.tokens_BT.shape[1]
     found: dict[str, Prediction] = draft.predictions(batch)
     for name, term in draft.terms(0).items():
         horizon = term.horizon
@@ -91,13 +91,13 @@ class Way:
     def __init__(self, recipe: Recipe, name: str, way: str, folder: Path):
         self._way, config = way, recipe.train
         store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
-        draft = new_draft(recipe, name, load_ends(recipe.target), store)
+        draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
         require_direct(draft)
         if way == "direct":
             draft.loss = partial(direct_loss, draft)
         self._batches = Batches(store, config, draft, recipe.seed, 0, 1)
         self._engine = Engine(draft, config, self._batches.accumulation, self._batches.steps, folder / way, way)
-        draft.move_ends(self._engine.device, self._engine.dtype)
+        draft.move_embed_head(self._engine.device, self._engine.dtype)
         self._draft = draft
         self.tokens, self.waited = 0, 0.0
 

@@ -155,8 +155,8 @@ class TrainedDraft(ByLevels, nn.Module):
         self.needs: Needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
         self.recompute = False  # in the backward, what the forward of a training pass kept
-        # A list keeps them out of the module tree: the target's ends are neither trained nor saved.
-        self._ends: list[EmbeddingAndHead] = []
+        # A list keeps them out of the module tree: the target's own are neither trained nor saved.
+        self._embed_head: list[EmbeddingAndHead] = []
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
@@ -198,7 +198,7 @@ class TrainedDraft(ByLevels, nn.Module):
 
     @property
     def borrowed(self) -> list[str]:
-        """The target's ends that it uses."""
+        """Which of the target's parts it uses."""
         return ["embedding"] if self.own_heads else ["embedding", "head"]
 
     def normed(self, features: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class TrainedDraft(ByLevels, nn.Module):
 
     def packable(self) -> list[nn.Module]:
         """What decodes."""
-        return [self, self.ends.head]
+        return [self, self.embed_head.head]
 
     def prepare(self) -> None:
         """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
@@ -279,18 +279,18 @@ class TrainedDraft(ByLevels, nn.Module):
         assert self.token_ids_U is not None and self.token_ids_U.shape == ids_U.shape
         self.token_ids_U.copy_(ids_U)
 
-    def bind(self, ends: EmbeddingAndHead) -> None:
-        """Gives the draft its target's ends; after weights and vocabulary are in place."""
-        head = ends.head if self.token_ids_U is None else ends.head.restricted(self.token_ids_U)
-        self._ends = [replace(ends, head=head)]
+    def bind(self, embed_head: EmbeddingAndHead) -> None:
+        """Gives the draft its target's embedding and head; after weights and vocabulary are in place."""
+        head = embed_head.head if self.token_ids_U is None else embed_head.head.restricted(self.token_ids_U)
+        self._embed_head = [replace(embed_head, head=head)]
         if (known := self.shapes.get("known_tokens")) is not None:
             self._guessed = known if self.token_ids_U is None else int((self.token_ids_U < known).sum())
 
-    def move_ends(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Brings what the draft needs of its target's ends to where it computes; of a head, the reduced vocabulary's
+    def move_embed_head(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Brings what the draft needs of its target to where it computes; of a head, the reduced vocabulary's
         part.
         """
-        self._ends = [self.ends.to(device, dtype)]
+        self._embed_head = [self.embed_head.to(device, dtype)]
 
     def validation_copy(self) -> Self:
         """Another draft of these shapes, in eval mode, that shares ends and what else is not saved; its tensors have no
@@ -298,7 +298,7 @@ class TrainedDraft(ByLevels, nn.Module):
         """
         with torch.device("meta"):
             other = type(self)(self.config, self.shapes)
-        other._ends, other.name, other._guessed = list(self._ends), self.name, self._guessed
+        other._embed_head, other.name, other._guessed = list(self._embed_head), self.name, self._guessed
         self._share(other)
         return other.eval()
 
@@ -306,10 +306,10 @@ class TrainedDraft(ByLevels, nn.Module):
         """Gives a twin what is neither parameter nor buffer."""
 
     @property
-    def ends(self) -> EmbeddingAndHead:
-        if not self._ends:
+    def embed_head(self) -> EmbeddingAndHead:
+        if not self._embed_head:
             raise AssertionError("bind(ends) comes before the first forward")
-        return self._ends[0]
+        return self._embed_head[0]
 
     def logits(self, features: Tensor, head: int = 0) -> Tensor:
         """Over its vocabulary, to guess by: never what the target's tokenizer lacks, where its embedding is padded."""
@@ -319,11 +319,11 @@ class TrainedDraft(ByLevels, nn.Module):
         return found
 
     def _head(self, number: int) -> Any:
-        return self.own_heads[number] if self.own_heads else self.ends.head
+        return self.own_heads[number] if self.own_heads else self.embed_head.head
 
     def _teacher(self) -> Teacher:
         """The target's distribution over the draft's vocabulary."""
-        return renormalised(self.ends.head)
+        return renormalised(self.embed_head.head)
 
     def loss(self, batch: "Batch") -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """The weighted loss, each sum over the GLOBAL batch's trained positions, and the raw sums by term."""

@@ -53,7 +53,7 @@ class HeadsDraft(TrainedDraft):
 
     def start_from_target(self, texts: list[list[int]]) -> None:
         """With its scale and bias; a soft cap is not among what a head has."""
-        target = self.ends.head
+        target = self.embed_head.head
         for head in self.own_heads:
             head.weight.data.copy_(target.linear.weight * target.scale)
             if head.bias is not None and target.linear.bias is not None:

@@ -147,7 +147,7 @@ class OneLayer(TrainedDraft):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Tokens as the layer takes them."""
-        found = nn.functional.embedding(tokens, self.ends.embedding_VD) * self.config.embedding_scale
+        found = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
         return found.to(like.dtype)
 
     def _share(self, other: Self) -> None:
