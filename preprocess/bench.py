@@ -32,7 +32,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import FeatureWorker, length_sorted_batches, padded
+from preprocess.dump.worker import FeatureWorker, length_sorted_batches
 
 
 def some_tasks(recipe: Recipe, dialogues: int) -> Iterator[ShardTask]:
@@ -54,7 +54,7 @@ class Methods:
         self._tasks, self._device = tasks, resolve_device(recipe.target.device)
         self._ours, self._alone = FeatureWorker(recipe, folder, spec), FeatureWorker(alone, folder, spec)
         self._ours.ready()
-        self._alone.__dict__["_target"] = self._ours._target  # one copy of the weights
+        self._alone.__dict__["_source"] = self._ours._source  # one copy of the weights
         self._batch_tokens = recipe.features.batch_tokens
 
     def bare(self) -> None:
@@ -64,7 +64,7 @@ class Methods:
     def _forwards(self) -> None:
         for task in self._tasks:
             for batch in length_sorted_batches(task.documents, self._batch_tokens):
-                self._ours._target.capture(padded(batch))
+                self._ours._forward(batch)
         now(self._device)  # waits
 
     def dump(self) -> None:

@@ -23,6 +23,7 @@ from pipeline.artifacts.provenance import OWN_RECIPE, RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import THREADS, forget
+from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
@@ -35,7 +36,8 @@ from pipeline.features.shards import (
     open_shard,
     prompts_damage,
 )
-from pipeline.lm.model import Target, fingerprint
+from pipeline.features.source import FeatureSource
+from pipeline.lm.model import fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.running import entry
 from preprocess.dump.driver import dump
@@ -86,15 +88,14 @@ def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str 
     return None
 
 
-def recomputed(store: FeatureStore, target: Target, rows: int) -> dict[str, tuple[float, float]]:
+def recomputed(store: FeatureStore, source: FeatureSource, rows: int) -> dict[str, tuple[float, float]]:
     """Document id -> relative error of its stored hidden states against the target's now, of the row (of its worst
     layer, with auxiliary ones) and of the worst token, for a fixed random sample.
     """
     errors = {}
     for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
         row = store.row(number)
-        tokens_BT = torch.from_numpy(row.input_ids.astype("int64"))[None]
-        fresh_TSD = target.capture_all(tokens_BT, store.spec.auxiliary_numbers)[0].float().cpu()
+        fresh_TSD = next(source.states([row.input_ids])).float().cpu()
         stored = [row.hidden_TD[:, None]] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
         wrong_TSD = torch.cat(stored, 1).float() - fresh_TSD
         worst = (wrong_TSD.norm(dim=-1) / fresh_TSD.norm(dim=-1)).max()
@@ -167,12 +168,12 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     if recipe and rows:
         if fingerprint(recipe.target) != manifest.spec.target:
             raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
-        target = Target(recipe.target, recipe.target.dtype)
+        source = open_source(recipe.target, manifest.spec.auxiliary_numbers)
         errors = {
             doc_id: error
             for split in (*SPLITS, ANSWERS)
             if manifest.total(split, "rows")
-            for doc_id, error in recomputed(FeatureStore(folder, split, manifest.spec), target, rows).items()
+            for doc_id, error in recomputed(FeatureStore(folder, split, manifest.spec), source, rows).items()
         }
         of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
         print(

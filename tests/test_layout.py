@@ -45,7 +45,7 @@ def test_each_heavy_engine_is_imported_in_one_file_a_stage():
         assert users == allowed
 
 
-LAYERS = ["basics", "features", "lm", "decoding", "drafts", "recipe", "artifacts", "serving", "running"]
+LAYERS = ["basics", "lm", "decoding", "features", "drafts", "recipe", "artifacts", "serving", "running"]
 
 
 def test_the_pipelines_rooms_import_those_before_them_only():
@@ -55,6 +55,23 @@ def test_the_pipelines_rooms_import_those_before_them_only():
             parts = module.split(".")
             if parts[0] == "pipeline" and len(parts) > 1:
                 assert LAYERS.index(parts[1]) <= room, f"{path} imports {module}"
+
+
+# What decodes with a target (verifies trees of a draft's guesses). What only captures states or asks for answers goes
+# through a FeatureSource.
+LOADS_A_TARGET = {"pipeline/features/engines.py", "pipeline/serving", "train/acceptance.py", "eval", "infra"}
+
+
+def calls_target(path: Path) -> bool:
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return any(isinstance(called, ast.Name) and called.id == "Target" for called in calls)
+
+
+def test_what_captures_asks_a_feature_source_and_loads_no_target():
+    for path in [*sources(), *(ROOT / "infra").rglob("*.py")]:
+        name = path.relative_to(ROOT)
+        if calls_target(path):
+            assert LOADS_A_TARGET & {str(name), *map(str, name.parents)}, f"{path} loads a Target"
 
 
 def test_no_folder_of_the_code_shows_more_than_ten_names():

@@ -7,29 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.generate import repeats_itself
+from pipeline.decoding.generate import Sampling, repeats_itself
+from pipeline.features.engines import open_source
+from pipeline.features.source import FeatureSource, Prompt
 from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
-from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.task import ShardTask, Tell, nobody_listens
 from preprocess.dump.worker import take_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.pieces import accepted_messages
-
-TOLD_EVERY = 16  # steps between two signs of life
 
 
 @dataclass(frozen=True)
@@ -62,55 +49,33 @@ class Conversation:
         return self.end is None and bool(self.questions)
 
 
-class _Gumbel(LogitsProcessor):
-    """Adds each row's own Gumbel noise, so that the largest score is a sample that does not depend on its
-    neighbours.
-    """
-
-    def __init__(self, generators: list[torch.Generator]):
-        self._generators = generators
-
-    def __call__(self, input_ids, scores):
-        noise_BV = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-        for row, generator in zip(noise_BV, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        return torch.log_softmax(scores.float(), -1) - noise_BV.log_()
-
-
-class _Alive(StoppingCriteria):
-    """Stops nothing; says now and then that the worker lives."""
-
-    def __init__(self, tell: Tell, doc_ids: tuple[str, ...]):
-        self._tell, self._doc_ids, self._steps = tell, doc_ids, 0
-
-    def __call__(self, input_ids, scores, **_):
-        self._steps += 1
-        if self._steps % TOLD_EVERY == 0:
-            self._tell(self._doc_ids)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 class AnswerWorker:
     def __init__(self, recipe: Recipe, tell: Tell = nobody_listens):
         self._recipe, self._settings, self._tell = recipe, recipe.regenerate, tell
 
     def ready(self) -> None:
         take_threads(self._recipe.features.cpus_per_worker)
-        _ = self._target
+        _ = self._longest_prompt
 
     @cached_property
-    def _target(self) -> Target:
-        target = Target(self._recipe.target, self._recipe.target.dtype)
-        self._stop_ids = sorted(target.stop_ids())
-        target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
-        positions = target.positions - self._settings.max_new_tokens
-        self._longest_prompt = min(self._recipe.data.max_length - 1, positions)
-        if self._longest_prompt < 1:
+    def _source(self) -> FeatureSource:
+        return open_source(self._recipe.target)
+
+    @property
+    def _sampling(self) -> Sampling:
+        chosen = self._settings
+        return Sampling(chosen.max_new_tokens, self._source.stop_ids, chosen.temperature, chosen.top_k, chosen.top_p)
+
+    @cached_property
+    def _longest_prompt(self) -> int:
+        """Tokens. Raises PipelineError where answers leave no room for one."""
+        longest = min(self._recipe.data.max_length - 1, self._source.positions - self._settings.max_new_tokens)
+        if longest < 1:
             raise PipelineError(
                 f"regenerate.max_new_tokens={self._settings.max_new_tokens} leaves no room for a question in the "
-                f"target's {target.positions} positions: lower it"
+                f"target's {self._source.positions} positions: lower it"
             )
-        return target
+        return longest
 
     def work(self, task: ShardTask) -> Part:
         """The same whoever does it, and however often, on the same hardware."""
@@ -135,7 +100,7 @@ class AnswerWorker:
         )
 
     def _opened(self, dialogue: Dialogue) -> Conversation:
-        messages, edits = accepted_messages(self._target.tokenizer, dialogue)
+        messages, edits = accepted_messages(self._source.tokenizer, dialogue)
         system = messages[:1] if messages[0]["role"] == "system" else []
         questions = [message["content"] for message in messages if message["role"] == "user"]
         edits = [*edits, *["later_system_dropped"] * any(message["role"] == "system" for message in messages[1:])]
@@ -161,7 +126,7 @@ class AnswerWorker:
         """The next question's prompt; None, and the conversation ended, where it cannot be asked."""
         messages = [*conversation.messages, {"role": "user", "content": conversation.questions[0]}]
         try:
-            prompt = prompt_ids(self._target.tokenizer, messages)
+            prompt = prompt_ids(self._source.tokenizer, messages)
         except Unusable as reason:
             conversation.end = str(reason)
             return None
@@ -170,62 +135,29 @@ class AnswerWorker:
             return None
         return prompt
 
-    @torch.inference_mode()
     def _answers(self, batch: list[tuple[list[int], Conversation]]) -> list[list[int]]:
         """Each row's new tokens, a stop id included."""
-        target, settings = self._target, self._settings
         doc_ids = tuple(conversation.doc_id for _, conversation in batch)
         self._tell(doc_ids)
-        width = max(len(prompt) for prompt, _ in batch)
-        tokens_BT = torch.full((len(batch), width), self._stop_ids[0])
-        seen_BT = torch.zeros_like(tokens_BT)
-        for b, (prompt, _) in enumerate(batch):
-            tokens_BT[b, width - len(prompt) :] = torch.tensor(prompt)
-            seen_BT[b, width - len(prompt) :] = 1
-        config = GenerationConfig(
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            eos_token_id=self._stop_ids,
-            pad_token_id=self._stop_ids[0],
-        )
-        out_BT = target.model.generate(
-            input_ids=tokens_BT.to(target.device),
-            attention_mask=seen_BT.to(target.device),
-            generation_config=config,
-            logits_processor=self._sampling([conversation for _, conversation in batch]),
-            stopping_criteria=StoppingCriteriaList([_Alive(self._tell, doc_ids)]),
-        )
-        return [self._until_stop(row) for row in out_BT[:, width:].tolist()]
+        prompts = [Prompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
+        answers = self._source.answers(prompts, self._sampling, alive=lambda: self._tell(doc_ids))
+        return [answer.tokens for answer in answers]
 
-    def _until_stop(self, ids: list[int]) -> list[int]:
-        end = next((place for place, token in enumerate(ids) if token in self._stop_ids), len(ids) - 1)
-        return ids[: end + 1]
-
-    def _sampling(self, conversations: list[Conversation]) -> LogitsProcessorList:
-        settings = self._settings
-        if settings.temperature == 0:
-            return LogitsProcessorList()
-        steps: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
-        steps += [TopKLogitsWarper(settings.top_k)] if settings.top_k else []
-        steps += [TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else []
-        return LogitsProcessorList([*steps, _Gumbel([self._generator(c) for c in conversations])])
-
-    def _generator(self, conversation: Conversation) -> torch.Generator:
+    def _seed(self, conversation: Conversation) -> int:
         """Of the recipe's seed, the dialogue and the question's number."""
         mark = f"{self._recipe.seed}\0{conversation.doc_id}\0{conversation.answers}"
-        seed = int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big")
-        return torch.Generator(self._target.device).manual_seed(seed)
+        return int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big")
 
     def _take(self, conversation: Conversation, answer: list[int]) -> None:
         """Adds an answer, or ends the conversation: before an empty one, a loop or mere thoughts, after one that was
         cut.
         """
         conversation.tokens += len(answer)
-        stopped = answer[-1] in self._stop_ids
-        message = as_message(self._target.tokenizer, answer)
+        stopped = answer[-1] in self._source.stop_ids
+        message = as_message(self._source.tokenizer, answer)
         if not stopped:
             message["content"] = message["content"].rstrip("\ufffd")  # a character cut in two
-        if not stopped and cut_in_thoughts(self._target.tokenizer, message):
+        if not stopped and cut_in_thoughts(self._source.tokenizer, message):
             conversation.end = "cut_in_thoughts"
         elif not message["content"].strip():
             conversation.end = "empty_answer"

@@ -14,10 +14,11 @@ import torch
 
 from pipeline.artifacts.features import store_of
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.generate import Sampling
+from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
-from pipeline.lm.model import Target
+from pipeline.features.source import FeatureSource, Prompt
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
 from preprocess.dump.task import ShardTask, Tell, in_flight, nobody_listens
@@ -49,14 +50,6 @@ def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Itera
         batch.append(document)
     if batch:
         yield batch
-
-
-def padded(batch: list[Document]) -> torch.Tensor:
-    """``tokens_BT``, on the right with zeros; the first document is the longest."""
-    tokens_BT = torch.zeros(len(batch), len(batch[0].input_ids), dtype=torch.long)
-    for b, document in enumerate(batch):
-        tokens_BT[b, : len(document.input_ids)] = torch.from_numpy(document.input_ids.astype(np.int64))
-    return tokens_BT
 
 
 def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
@@ -115,11 +108,11 @@ class FeatureWorker:
     def ready(self) -> None:
         """Loads the target."""
         take_threads(self._settings.cpus_per_worker)
-        _ = self._target
+        _ = self._source
 
     @cached_property
-    def _target(self) -> Target:
-        return Target(self._recipe.target, self._recipe.target.dtype)
+    def _source(self) -> FeatureSource:
+        return open_source(self._recipe.target, self._spec.auxiliary_numbers)
 
     def work(self, task: ShardTask) -> ShardRecord:
         """Writes the task's shard: the same bytes whoever writes it, and however often."""
@@ -143,25 +136,25 @@ class FeatureWorker:
         """The prompts with the target's greedy answers behind them, by the same loop that evaluation decodes plainly
         with; the mask is on the answers. What cannot be answered is entered into `rejected`.
         """
-        sampling = Sampling(self._settings.answer_tokens, frozenset(self._target.stop_ids()))
+        sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
         whole = []
         for document in task.documents:
             if document.doc_id in task.set_aside:
                 continue
             self._tell((document.doc_id,))
             try:
-                answer = plain(self._target, document.input_ids.tolist(), sampling).tokens
+                (answer,) = self._source.answers([Prompt(document.input_ids.tolist())], sampling)
             except PipelineError:  # logits that are not finite
                 rejected[document.doc_id] = NOT_ANSWERED
                 continue
-            tokens = np.concatenate([document.input_ids, np.array(answer, np.int32)])
+            tokens = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(tokens)) >= len(document.input_ids)
             whole.append(Document(document.doc_id, tokens, mask.astype(np.uint8)))
         return replace(task, documents=whole)
 
-    def _forward(self, batch: list[Document]) -> torch.Tensor:
-        """``states_BTSD`` of a batch (`Target.capture_all`), in the target's dtype, on its device."""
-        return self._target.capture_all(padded(batch), self._spec.auxiliary_numbers)
+    def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
+        """``states_TSD`` of each dialogue, in the target's dtype, on its device."""
+        return list(self._source.states([document.input_ids for document in batch]))
 
     def _compute(self, batch: list[Document]) -> _Stored:
         """The batch's states as its shard stores them; of an accelerator they are still on their way when it returns,
@@ -171,8 +164,7 @@ class FeatureWorker:
         with self._busy_lock:
             self._busy.append(doc_ids)
             self._tell(tuple(doc_id for busy in self._busy for doc_id in busy))
-        states_BTSD = self._forward(batch)
-        found = [self._stored(states_BTSD[b, : len(document.input_ids)]) for b, document in enumerate(batch)]
+        found = [self._stored(states_TSD) for states_TSD in self._forward(batch)]
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
         rest = iter(sent[1:])

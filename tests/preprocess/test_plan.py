@@ -342,16 +342,16 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
         own = loaded_target.capture(torch.tensor([prompt + answer]))[0]
         assert torch.allclose(row.hidden_TD, own, atol=1e-5)
     (doc_id, *_) = prompts
-    head = worker._target.head
+    head = worker._source._target.head
 
     def broken(hidden):  # after the first prompt's first token
         answered.append(1)
         return head(hidden) * (float("nan") if len(answered) == 1 else 1)
 
     answered = []
-    worker._target.head = broken
+    worker._source._target.head = broken
     some = worker.work(task)
-    worker._target.head = head
+    worker._source._target.head = head
     assert some.rows == 3 and some.rejected == {doc_id: "not_answered"}
     aside = worker.work(replace(task, set_aside={doc_id: "kills_workers"}))
     assert aside.rows == 3 and aside.rejected == {doc_id: "kills_workers"}
@@ -490,13 +490,14 @@ GOLDEN = {
 }
 
 
-def drawn(batch: list[Document], seed: int = 0) -> torch.Tensor:
+def drawn(batch: list[Document], seed: int = 0) -> list[torch.Tensor]:
     """States of a batch: exact numbers, a token of zeros, layers that differ in size."""
     generator = torch.Generator().manual_seed(seed + len(batch[0].input_ids))
     shape = len(batch), len(batch[0].input_ids), 3, 32
     states_BTSD = torch.randint(-9999, 9999, shape, generator=generator) / 1024
     states_BTSD[:, 1] = 0
-    return states_BTSD * torch.tensor([1.0, 30.0, 3000.0])[:, None]
+    states_BTSD *= torch.tensor([1.0, 30.0, 3000.0])[:, None]
+    return [states_BTSD[b, : len(document.input_ids)] for b, document in enumerate(batch)]
 
 
 def late(happen: Callable[[], None] = lambda: None) -> Callable:
@@ -588,7 +589,7 @@ def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, so
     task = first_task(recipe)
     bad = task.documents[2]
     worker = FeatureWorker(recipe, tmp_path / "features", feature_spec(recipe))
-    capture = worker._target.capture
+    capture = worker._source._target.capture
 
     def spoilt(tokens_BT):
         hidden_BTD = capture(tokens_BT).clone()
@@ -602,7 +603,7 @@ def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, so
                 hidden_BTD[b, length:] = value  # padding is nobody's feature
         return hidden_BTD
 
-    worker._target.capture = spoilt
+    worker._source._target.capture = spoilt
     record = worker.work(task)
     assert record.rejected == {bad.doc_id: "features_not_finite"}
     assert record.rows == len(task.documents) - 1
@@ -616,8 +617,8 @@ def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, 
     recipe = float_recipe(tiny_target, source, stored_dtype="float16")
     task = first_task(recipe)
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
-    capture = worker._target.capture
-    worker._target.capture = lambda tokens_BT: capture(tokens_BT) * 1e6
+    capture = worker._source._target.capture
+    worker._source._target.capture = lambda tokens_BT: capture(tokens_BT) * 1e6
     record = worker.work(task)
     assert record.rows == 0
     assert set(record.rejected) == {d.doc_id for d in task.documents}

@@ -9,17 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import repeats_itself
 from pipeline.lm import chat
-from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.answers import AnswerWorker, Conversation, _Gumbel
+from preprocess.dump.answers import AnswerWorker, Conversation
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import PartRecord, Parts, _tasks, regenerate, write_part
@@ -48,20 +46,6 @@ def dialogues_of(recipe: Recipe, count: int) -> list[Dialogue]:
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_greedy_answers_are_the_targets_own_whatever_else_is_in_the_batch(tiny_recipe, loaded_target):
-    worker = AnswerWorker(with_answers(tiny_recipe, max_new_tokens=12))
-    worker.ready()
-    tokenizer = load_tokenizer(tiny_recipe.target)
-    questions = ["why?", "a much longer question, so that rows are padded", "who"]
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]
-    together = worker._answers([(prompt, Conversation(str(n), [], [""])) for n, prompt in enumerate(prompts)])
-    for prompt, answer in zip(prompts, together, strict=True):
-        alone = loaded_target.model.generate(
-            input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=256
-        )
-        assert answer == alone[0, len(prompt) :].tolist()
 
 
 def sampled(recipe: Recipe, **settings) -> list[dict]:
@@ -106,14 +90,6 @@ def test_no_answer_runs_past_the_targets_positions(tiny_recipe):
         AnswerWorker(with_answers(longer, max_new_tokens=positions)).ready()
 
 
-def test_gumbel_noise_samples_the_softmax():
-    rows, scores = 20_000, torch.tensor([2.0, 1.0, 0.0, -float("inf")])
-    generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-    drawn = _Gumbel(generators)(None, scores.expand(rows, 4)).argmax(-1)
-    got, expected = torch.bincount(drawn, minlength=4) / rows, scores.softmax(-1)
-    assert got[3] == 0 and (got - expected).abs().max() < 4 * (0.25 / rows) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("ids", "loop"),
     [
@@ -136,7 +112,7 @@ def test_what_counts_as_a_loop(ids, loop):
 def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe):
     worker = AnswerWorker(tiny_recipe)
     worker.ready()
-    stop, text = worker._stop_ids[0], worker._target.tokenizer("hello there")["input_ids"]
+    stop, text = next(iter(worker._source.stop_ids)), worker._source.tokenizer("hello there")["input_ids"]
 
     def taken(answer: list[int]) -> Conversation:
         conversation = Conversation("id", [], ["one", "two"])
@@ -168,8 +144,8 @@ def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(tiny_re
             {"content": "well", "reasoning_content": "hm"},
         ),
     ):
-        tokenizer = worker._target.tokenizer = settled(template)
-        worker._stop_ids = [tokenizer.eos_token_id]
+        tokenizer = worker._source.tokenizer = settled(template)
+        worker._source.stop_ids = frozenset([tokenizer.eos_token_id])
 
         def taken(text: str, *stop: int, tokenizer=tokenizer) -> Conversation:
             conversation = Conversation("id", [], ["one", "two"])

@@ -1,0 +1,136 @@
+"""The engines behind `FeatureSource`: today one, the target in this process through transformers' own forward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.features.source import Answer, FeatureSource, Prompt, SourceIdentity
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+
+ALIVE_EVERY = 16  # steps of a batch between two signs of life
+
+
+def identity_of(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
+    """Of the source that `open_source` gives, without loading it."""
+    return SourceIdentity("transformers", transformers.__version__, config.dtype, tuple(layers))
+
+
+def open_source(config: TargetConfig, layers: Sequence[int] = ()) -> FeatureSource:
+    """Loads the target. Raises PipelineError."""
+    return TransformersSource(config, identity_of(config, layers))
+
+
+class TransformersSource:
+    """States of a padded batch come from one forward. A single prompt that is answered greedily is decoded by the loop
+    that evaluation decodes plainly with; several, or sampled ones, by transformers' `generate`, padded on the left.
+    """
+
+    def __init__(self, config: TargetConfig, identity: SourceIdentity):
+        self._target, self.identity = Target(config, identity.dtype), identity
+        self.tokenizer, self.positions = self._target.tokenizer, self._target.positions
+        self.stop_ids = frozenset(self._target.stop_ids())
+        self._target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
+
+    def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        tokens_BT = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
+        for b, tokens in enumerate(batch):
+            tokens_BT[b, : len(tokens)] = torch.as_tensor(tokens)
+        states_BTSD = self._target.capture_all(tokens_BT, list(self.identity.layers))
+        for b, tokens in enumerate(batch):
+            yield states_BTSD[b, : len(tokens)]
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        capture: bool = False,
+        alive: Callable[[], None] = lambda: None,
+    ) -> Iterator[Answer]:
+        if len(prompts) == 1 and sampling.temperature == 0:
+            answers = [plain(self._target, prompts[0].tokens, sampling).tokens]
+        else:
+            answers = self._generated(prompts, sampling, alive)
+        found = [Answer(answer) for answer in answers]
+        if capture:
+            texts = [prompt.tokens + answer for prompt, answer in zip(prompts, answers, strict=True)]
+            found = [replace(one, states_TSD=s) for one, s in zip(found, self.states(texts), strict=True)]
+        yield from found
+
+    @torch.inference_mode()
+    def _generated(self, prompts: Sequence[Prompt], sampling: Sampling, alive: Callable[[], None]) -> list[list[int]]:
+        stops, device = sorted(sampling.stop_ids), self._target.device
+        fill = stops[0] if stops else 0
+        width = max(len(prompt.tokens) for prompt in prompts)
+        tokens_BT = torch.full((len(prompts), width), fill)
+        seen_BT = torch.zeros_like(tokens_BT)
+        for b, prompt in enumerate(prompts):
+            tokens_BT[b, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+            seen_BT[b, width - len(prompt.tokens) :] = 1
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=fill
+        )
+        out_BT = self._target.model.generate(
+            input_ids=tokens_BT.to(device),
+            attention_mask=seen_BT.to(device),
+            generation_config=config,
+            logits_processor=self._processors(prompts, sampling),
+            stopping_criteria=StoppingCriteriaList([_Alive(alive)]),
+        )
+        return [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
+
+    def _processors(self, prompts: Sequence[Prompt], sampling: Sampling) -> LogitsProcessorList:
+        if sampling.temperature == 0:
+            return LogitsProcessorList()
+        steps: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+        steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        seeded = [torch.Generator(self._target.device).manual_seed(prompt.seed) for prompt in prompts]
+        return LogitsProcessorList([*steps, GumbelNoise(seeded)])
+
+
+class GumbelNoise(LogitsProcessor):
+    """Adds each row's own Gumbel noise, so that the largest score is a sample that does not depend on its
+    neighbours.
+    """
+
+    def __init__(self, generators: list[torch.Generator]):
+        self._generators = generators
+
+    def __call__(self, input_ids, scores):
+        noise_BV = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+        for row, generator in zip(noise_BV, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return torch.log_softmax(scores.float(), -1) - noise_BV.log_()
+
+
+class _Alive(StoppingCriteria):
+    """Stops nothing; says now and then that the target decodes."""
+
+    def __init__(self, alive: Callable[[], None]):
+        self._alive, self._steps = alive, 0
+
+    def __call__(self, input_ids, scores, **_):
+        self._steps += 1
+        if self._steps % ALIVE_EVERY == 0:
+            self._alive()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _until_stop(ids: list[int], stop_ids: frozenset[int]) -> list[int]:
+    end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids) - 1)
+    return ids[: end + 1]
