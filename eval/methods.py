@@ -131,7 +131,7 @@ def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
         tree, training, cost = fact["tree"], fact["training"], costs[method]
         forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
         most = bool(cost.get("at most"))
-        megabytes = f"{'at most ' * (most or bool(fact['worth']))}{cost['megabytes']:.1f}"
+        megabytes = f"{'at most ' * most}{cost['megabytes']:.1f}"
         cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}"]
         cells.append(f"{'at most ' * most}{cost['active']:,}")
         cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]

@@ -29,7 +29,7 @@ from eval.measure.harness import EvalTask, Harness
 from eval.measure.prompts import HELDOUT, load_prompts
 from eval.measure.tasks import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
-from eval.tuning.choose import Replays, choose, largest, of_sized, tune
+from eval.tuning.choose import Replays, choose, largest, tune
 from eval.tuning.costs import Costs, measure_costs
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
@@ -109,7 +109,7 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
     return out
 
 
-def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: argparse.Namespace) -> dict:
+def elsewhere(harness: Harness, texts: list[Text], arguments: argparse.Namespace) -> dict:
     """What would be chosen on a machine with other costs, and how fast that is expected to be."""
     try:
         given = Costs.from_json(read_json(arguments.costs), arguments.max_nodes)
@@ -121,18 +121,14 @@ def elsewhere(recipe: Recipe, harness: Harness, texts: list[Text], arguments: ar
     for name, replays in replayed(harness, texts, arguments.depth).items():
         method = harness.methods[name]
         costs = given if method.draft.stepwise else idle
-        chosen = choose(name, method, replays, costs, arguments.depth, of_sized(recipe, name, costs), print)
-        out[name] = {"fixed": asdict(chosen.best)}
-        if chosen.sized is not None:
-            keys = ("tau", "speedup", "forwards", "nodes")
-            out[name]["sized"] = {key: round(getattr(chosen.sized, key), 4) for key in keys}
+        out[name] = asdict(choose(name, method, replays, costs, arguments.depth, print).best)
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    parser.add_argument("--method", help="only this one: a draft, or a method with others beside it or sized rounds")
+    parser.add_argument("--method", help="only this one: a draft, or a method with others beside it")
     parser.add_argument("--costs", type=Path, help="predict with these instead (JSON); nothing is measured or written")
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
@@ -150,7 +146,7 @@ def main() -> None:
     own = {name: methods[name] for name in names}
     harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
     if arguments.costs:
-        print(json.dumps(elsewhere(recipe, harness, answered(harness, units), arguments)))
+        print(json.dumps(elsewhere(harness, answered(harness, units), arguments)))
         return
     path, known = recipe.tuned_file, read_tuned(recipe)
     known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], one)}

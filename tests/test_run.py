@@ -546,7 +546,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
 def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied
-    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"], sized=true}'
+    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"]}'
     sets = [f"output={run}", 'draft.prompt-lookup={kind="prompt-lookup"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
@@ -554,20 +554,15 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
         methods_of(load_recipe(recipe, sets), tuned_alone=True)
     call(tune, str(recipe), *flags, *shape)
     said = capsys.readouterr().out
-    assert "both, rounds of the size that pays: predicted" in said
     figures = json.loads(said.splitlines()[-1])["methods"]["both"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     kept = json.loads((run / "eval/tuned.json").read_text())["both"]
-    assert figures["sized"]["predicted"]["tau"] == pytest.approx(figures["sized"]["tau"], abs=1e-4)
-    assert (kept["worth"] is None) == ("fixed" not in figures)
-    assert figures["predicted"]["tau"] == pytest.approx(figures["measured"]["tau"], abs=1e-4)
-    assert kept["sized"]["worth"] and kept["sized"]["tree"]["nodes"] >= 2  # also where it was not kept
     assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
 
     before = (run / "eval/tuned.json").read_bytes()
     call(tune, str(recipe), *flags, *shape, "--costs", str(ROOT / "infra/gpu/assumed_costs.json"))
     elsewhere = json.loads(capsys.readouterr().out.splitlines()[-1])["both"]
-    assert elsewhere["sized"]["speedup"] > 0 and elsewhere["fixed"]["tree"]["nodes"] <= 8
+    assert elsewhere["speedup"] > 0 and elsewhere["tree"]["nodes"] <= 8
     assert (run / "eval/tuned.json").read_bytes() == before  # a prediction for another machine
 
     call(evaluate, str(recipe), *flags)
@@ -652,9 +647,9 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     """So that what it is trained, saved and shown with is the draft's own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    for settings in ('{beside=["prompt-lookup"]}', "{sized=true}"):
-        with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
-            load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.jakiro={settings}"])
+    beside = 'eval.methods.jakiro={beside=["prompt-lookup"]}'
+    with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
+        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', beside])
 
 
 def test_costs_that_are_none_are_refused(copied, tmp_path):

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from eval.measure.gate import Gate, Gatekeeper
 from eval.measure.prompts import Prompt
 from pipeline.artifacts.provenance import hardware
@@ -167,20 +165,6 @@ class Harness:
         for _ in range(self._config.warmups):
             for method in (PLAIN, *self.methods):
                 self._one(method, ids, self.sampling(0.0, "warm-up"))
-                on_progress()
-        for method in self.methods.values() if self.target.compiled else ():
-            self._compile_widths(method, ids, on_progress)
-
-    @torch.inference_mode()
-    def _compile_widths(self, method: Method, ids: list[int], on_progress: Callable[[], None]) -> None:
-        """Also those that no warm-up happened to have."""
-        room, layers = self._config.max_new_tokens + method.room(True), method.draft.needs.auxiliary
-        begun, on, past = prefill(self.target, ids, room, layers), self.target.device, len(ids)
-        seen, root = torch.ones(1, past + 1, dtype=torch.bool, device=on), torch.tensor(ids[-1:], device=on)
-        for width in method.draft.config.widths(method.tree):
-            for _ in range(3):  # a CUDA graph's first run warms up, the second records it
-                cache = begun.taken()[0]
-                self.target.forward(root, cache, torch.tensor([past], device=on), seen, width, layers)
                 on_progress()
 
     def with_histories(self, prompt: Prompt) -> list[list[int]] | None:

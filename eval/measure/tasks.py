@@ -26,7 +26,6 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draft, Method, Source
 from pipeline.decoding.sources import Agreement, Sources
-from pipeline.decoding.worth import Worth
 from pipeline.drafts import make_untrained
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel
@@ -48,11 +47,9 @@ class Measured:
     weights_sha256: str | None  # None: it has none; of somebody's model its fingerprint
     tree: TreeConfig
     beside: tuple[str, ...] = ()  # drafts that read nothing but the text
-    sized: bool = False
     agreement: Agreement = "either"
     corpora: tuple[str, ...] = ()  # SHA-256 of the texts that are copied from, but for the one that is decoded
     calibration: Calibration | None = None  # of their scores; None: the sources' defaults
-    worth: Worth | None = None  # rounds of the size that pays; None: all that the tree says
 
 
 def untuned(recipe: Recipe) -> dict[str, Measured]:
@@ -67,7 +64,7 @@ def untuned(recipe: Recipe) -> dict[str, Measured]:
     found = {}
     for name, draft in recipe.methods.items():
         given = recipe.method(name)
-        together = tuple(given.beside), given.sized, given.agreement, recipe.corpora(draft, *given.beside)
+        together = tuple(given.beside), given.agreement, recipe.corpora(draft, *given.beside)
         found[name] = Measured(draft, weights[draft], recipe.tree(name), *together)
     return found
 
@@ -85,12 +82,11 @@ def methods_of(recipe: Recipe, tuned_alone: bool = False) -> dict[str, Measured]
                     f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
                     "remove it"
                 )
-            counted, rule = tuned["calibration"], tuned["worth"]
+            counted = tuned["calibration"]
             found[f"{name}-tuned"] = replace(
                 found[name],
                 tree=from_json(TreeConfig, tuned["tree"]),
                 calibration=None if counted is None else from_json(Calibration, counted),
-                worth=None if rule is None else from_json(Worth, rule),
             )
     if not tuned_alone:
         return found
@@ -113,7 +109,6 @@ def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
         "kernels": [config.dtype, config.pack_linears, config.compile],
         "draft": own,
         "beside": beside,
-        "sized": method.sized,
         "agreement": method.agreement,
         "corpora": list(method.corpora),
     }
@@ -187,10 +182,10 @@ def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool
 
 def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
     draft = drafts[method.draft]
-    if not (method.beside or method.sized):
+    if not method.beside:
         return draft
     others = {name: drafts[name] for name in method.beside}
-    return Sources(draft, others, method.calibration, method.agreement, method.worth)
+    return Sources(draft, others, method.calibration, method.agreement)
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:

@@ -173,10 +173,8 @@ def tree_said(facts: dict[str, Any]) -> str:
         words.append(f"{' and '.join(facts['beside'])} beside the draft")
     if facts["corpora"]:
         words.append("prompt lookup also in a text that is not part of this release")
-    if facts["beside"] or facts["sized"]:
+    if facts["beside"]:
         words.append("chances counted on calibration prompts" if facts["calibration"] else "default chances")
-    if facts["worth"]:
-        words.append("each round with the nodes and draft forwards that pay")
     return ", ".join(words)
 
 

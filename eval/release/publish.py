@@ -100,7 +100,7 @@ def _fastest(recipe: Recipe, measured: dict[str, Any], without: str) -> str:
 
 def together_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Together | None:
     """How a method of the report chooses its nodes."""
-    if not (facts["beside"] or facts["sized"]):
+    if not facts["beside"]:
         return None
     beside = {name: recipe.draft[name].public().to_json() for name in facts["beside"]}
     return checkpoint.Together.from_json(facts | {"beside": beside})

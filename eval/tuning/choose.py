@@ -7,7 +7,6 @@ from eval.measure.harness import PLAIN, EvalTask, Harness, pooled
 from eval.measure.tasks import tuned_for, untuned
 from eval.tuning.calibrate import Answer, Bin, count, fit, reliability, said
 from eval.tuning.costs import Costs
-from eval.tuning.pace import Paced, paced
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
@@ -20,8 +19,6 @@ from pipeline.recipe.recipe import Recipe
 
 Say = Callable[[str], None]  # prints what was found, line by line
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
-PACED_K = (3, 6, 10)  # of rounds of the size that pays
-COMPILED = (1, 4, 8, 16, 32, 64, 128)  # nodes that such rounds may have where each number is compiled
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,10 @@ def predict(
     out = []
     for tree in shapes(settled, depth, candidates):
         for nodes in [n for n in sizes if tree.depth < n <= settled.most(tree)]:
-            sized, counts = replace(tree, nodes=nodes), Acceptance()
+            whole, counts = replace(tree, nodes=nodes), Acceptance()
             for counted in counters:
-                counts.merge(counted(sized))
-            out.append(Prediction(sized, counts.tau, costs.plain * counts.tau / costs.round(sized)))
+                counts.merge(counted(whole))
+            out.append(Prediction(whole, counts.tau, costs.plain * counts.tau / costs.round(whole)))
     return sorted(out, key=lambda one: -one.speedup)
 
 
@@ -102,15 +99,6 @@ def calibrate(
     return calibration, bins
 
 
-def best_paced(draft: Sources, found: Replays, costs: Costs, depth: int, candidates: str) -> Paced:
-    """The rule along the deepest tree of each width, as far as it pays."""
-    settled, most = draft.config, max(costs.sizes)
-    wide = [tree for tree in shapes(settled, depth, candidates) if tree.top_k in PACED_K]
-    deep = [tree for tree in wide if tree.depth == max(tree.depth for tree in wide)]
-    trees = [replace(tree, nodes=max(tree.nodes, min(most, settled.most(tree)))) for tree in deep]
-    return paced(found.answers, draft, trees, costs)
-
-
 def measure(
     recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[EvalTask]
 ) -> dict[str, dict[str, float | None]]:
@@ -141,24 +129,14 @@ def measure(
 class Choice:
     """What is expected to be fastest."""
 
-    methods: dict[str, Method]  # "tuned" and, where it was looked at, "sized"
+    method: Method
     best: Prediction
     calibration: Calibration | None
     bins: list[Bin]
-    sized: Paced | None
 
 
-def of_sized(recipe: Recipe, name: str, costs: Costs) -> Costs | None:
-    """What rounds of the size that pays may cost; None where the method has none, or only one size is left."""
-    if not recipe.method(name).sized:
-        return None
-    few = costs.only(COMPILED) if recipe.eval.compile else costs
-    return few if few.sizes and 1 in few.verify else None
-
-
-def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, sized: Costs | None, say: Say) -> Choice:
-    """`sized`: the costs of rounds of the size that pays, where these are looked at, too."""
-    draft, candidates, calibration, bins, rule = given.draft, given.tree.candidates, None, [], None
+def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, say: Say) -> Choice:
+    draft, candidates, calibration, bins = given.draft, given.tree.candidates, None, []
     if isinstance(draft, Sources):
         calibration, bins = calibrate(name, draft, found, depth, candidates, say)
         draft = draft.tuned(calibration)
@@ -166,15 +144,7 @@ def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, s
     say(f"{name}, fastest trees by prediction:")
     for one in ranked[:5]:
         say(f"  {one.said()}")
-    methods = {"tuned": Method(draft, ranked[0].tree)}
-    if sized and isinstance(draft, Sources):
-        rule = best_paced(draft, found, sized, depth, candidates)
-        say(
-            f"  rounds of the size that pays ({rule.forwards:.1f} draft forwards, {rule.nodes:.1f} nodes a round): tau "
-            f"{rule.tau:.2f}, {rule.speedup:.2f}x"
-        )
-        methods["sized"] = Method(draft.tuned(worth=rule.worth), rule.tree)
-    return Choice(methods, ranked[0], calibration, bins, rule)
+    return Choice(Method(draft, ranked[0].tree), ranked[0], calibration, bins)
 
 
 def tune(
@@ -190,8 +160,8 @@ def tune(
     """Chooses, measures and describes one method's tree."""
     given = harness.methods[name]
     say(costs.said())
-    chosen = choose(name, given, found, costs, depth, of_sized(recipe, name, costs), say)
-    took = measure(recipe, harness, chosen.methods | {"given": given}, units)
+    chosen = choose(name, given, found, costs, depth, say)
+    took = measure(recipe, harness, {"tuned": chosen.method, "given": given}, units)
     plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
     best = chosen.best
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
@@ -201,12 +171,10 @@ def tune(
         f"{tuned['tau']:.2f} ({tuned['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f}); the "
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
     )
-    out = {
+    return {
         "tree": chosen.best.tree.to_json(),
         "calibration": None if chosen.calibration is None else chosen.calibration.to_json(),
         "reliability": [asdict(one) for one in chosen.bins],
-        "worth": None,
-        "sized": None,
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
         "measured": tuned,
         "recipes_tree": givens,
@@ -218,25 +186,3 @@ def tune(
         "hardware": provenance(recipe)["hardware"],
         "costs": asdict(costs),
     }
-    if chosen.sized is None:
-        return out
-    return out | faster(name, chosen.sized, took["sized"], tuned, out["tree"], plainly["ms_per_token"], say)
-
-
-def faster(name: str, sized: Paced, took: dict, fixed: dict, tree: dict, plain_ms: float, say: Say) -> dict:
-    """What rounds of the size that pays change: nothing where the fixed tree was measured to be faster. Both are
-    written down, whichever is kept.
-    """
-    kept = took["speedup"] > fixed["speedup"]
-    say(
-        f"{name}, rounds of the size that pays: predicted {sized.speedup:.2f}x at tau {sized.tau:.2f}, measured "
-        f"{took['speedup']:.2f}x at {took['tau']:.2f}; the fixed tree {fixed['speedup']:.2f}x: "
-        f"{'kept' if kept else 'not kept'}"
-    )
-    predicted = {"speedup": round(sized.speedup, 4), "tau": round(sized.tau, 4)}
-    rule = {"tree": sized.tree.to_json(), "worth": sized.worth.to_json()}
-    found = {"sized": took | {"predicted": predicted} | rule}
-    if not kept:
-        return found
-    ratio = {"predicted_over_measured": round(plain_ms / sized.speedup / took["ms_per_token"], 4)}
-    return found | rule | ratio | {"predicted": predicted, "measured": took, "fixed": fixed | {"tree": tree}}

@@ -59,10 +59,6 @@ class Costs:
     def sizes(self) -> list[int]:
         return [size for size in self.verify if size > 1]
 
-    def only(self, sizes: Sequence[int]) -> Self:
-        """Those of verifying so many tokens alone."""
-        return replace(self, verify={n: seconds for n, seconds in self.verify.items() if n in sizes})
-
     def pass_of(self, nodes: int) -> float:
         """Verifying so many, and keeping the books of them."""
         return self.verify[nodes] + self.node * nodes
@@ -237,8 +233,8 @@ def _bookkeeping(
         shape: Any = {"depth": depth, "top_k": max(WIDTHS), "parallel": min(config.parallels(depth))}
         most = config.most(TreeConfig(nodes=depth + 1, **shape))
         tree = TreeConfig(nodes=min(nodes, most), candidates=method.tree.candidates, **shape)
-        sized = Method(method.draft, tree)
-        return statistics.fmean(_rest(target, sized, sampling, prompt) for sampling in samplings), sized.tree
+        resolved = Method(method.draft, tree)
+        return statistics.fmean(_rest(target, resolved, sampling, prompt) for sampling in samplings), resolved.tree
 
     (small, given), (large, wide) = seconds(few, 2), seconds(many, 2)
     deep, long = seconds(few, 4) if method.draft.stepwise and few > 4 else (small, given)

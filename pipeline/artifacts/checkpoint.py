@@ -23,7 +23,6 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.sources import Agreement, SettledTogether, Sources
-from pipeline.decoding.worth import Worth
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
 from pipeline.recipe.recipe import Recipe
 
@@ -40,14 +39,12 @@ class Together:
     beside: dict[str, DraftConfig]  # drafts that read nothing but the text
     agreement: Agreement
     calibration: Calibration | None
-    worth: Worth | None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "beside": {name: config.to_json() for name, config in self.beside.items()},
             "agreement": self.agreement,
             "calibration": None if self.calibration is None else self.calibration.to_json(),
-            "worth": None if self.worth is None else self.worth.to_json(),
         }
 
     @classmethod
@@ -55,9 +52,10 @@ class Together:
         beside = {name: settings_from(settings) for name, settings in raw["beside"].items()}
         if raw["agreement"] not in get_args(Agreement):
             raise ValueError(f"agreement={raw['agreement']!r} is not one of {get_args(Agreement)}")
-        counted, rule = raw["calibration"], raw["worth"]
-        calibration = None if counted is None else from_json(Calibration, counted)
-        return cls(beside, raw["agreement"], calibration, None if rule is None else from_json(Worth, rule))
+        if raw.get("worth") is not None:
+            raise ValueError("its rounds have a size of their own, which this version has not")
+        counted = raw["calibration"]
+        return cls(beside, raw["agreement"], None if counted is None else from_json(Calibration, counted))
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Saved:
         if (how := self.together) is None:
             return Method(draft, self.tree)
         others = {name: make(config, self.shapes) for name, config in how.beside.items()}
-        return Method(Sources(draft, others, how.calibration, how.agreement, how.worth), self.tree)
+        return Method(Sources(draft, others, how.calibration, how.agreement), self.tree)
 
     @property
     def borrowed(self) -> list[str]:
@@ -165,7 +163,7 @@ def read_config(folder: Path) -> Saved:
     try:
         config = settings_from(raw["draft"])
         together = Together.from_json(raw["together"]) if raw.get("together") else None
-        settled = SettledTogether(config, bool(together.beside)) if together else config
+        settled = SettledTogether(config) if together else config
         tree = settled.resolve(from_json(TreeConfig, raw["tree"]))
         raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
         rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}

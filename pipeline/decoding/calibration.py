@@ -16,8 +16,8 @@ AcceptProbability = Callable[[int, float], float]  # of a candidate, by depth an
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line(Settings):
-    """A function that was counted at a few points: piecewise linear between them, flat beyond."""
+class Curve(Settings):
+    """Probabilities by score, counted at a few points: piecewise linear between them, flat beyond. They do not fall."""
 
     x: list[float]
     y: list[float]
@@ -25,6 +25,8 @@ class Line(Settings):
     def __post_init__(self):
         if not self.x or len(self.x) != len(self.y) or any(a >= b for a, b in zip(self.x, self.x[1:], strict=False)):
             raise ValueError(f"x={self.x} must rise, and y={self.y} must have as many values")
+        if any(a > b for a, b in zip(self.y, self.y[1:], strict=False)) or self.y[0] < 0 or self.y[-1] > 1:
+            raise ValueError(f"chances y={self.y} must be probabilities that do not fall")
 
     def __call__(self, at: float) -> float:
         place = bisect_left(self.x, at)
@@ -32,16 +34,6 @@ class Line(Settings):
             return self.y[min(place, len(self.y) - 1)]
         (left, right), (low, high) = self.x[place - 1 : place + 1], self.y[place - 1 : place + 1]
         return low + (high - low) * (at - left) / (right - left)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve(Line):
-    """Chances by score: they do not fall."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if any(a > b for a, b in zip(self.y, self.y[1:], strict=False)) or self.y[0] < 0 or self.y[-1] > 1:
-            raise ValueError(f"chances y={self.y} must be probabilities that do not fall")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,9 +129,6 @@ class TreeSupport(Protocol):
         grows no tree so deep.
         """
 
-    def widths(self, tree: TreeConfig) -> list[int]:
-        """How many nodes its rounds may have, the root included, ascending: what a compiled target is compiled for."""
-
 
 class Draft(Forwards, Protocol):
     """What decoding knows of a draft."""
@@ -226,8 +223,4 @@ class Method:
         tree's rows.
         """
         deepest = self.draft.config.reach(self.tree)
-        return max(*self.draft.config.widths(self.tree), deepest + 1) if compiled else deepest
-
-    def width(self, nodes: int) -> int:
-        """Of a compiled target's forward over so many nodes."""
-        return next(width for width in self.draft.config.widths(self.tree) if width >= nodes)
+        return max(self.tree.nodes, deepest + 1) if compiled else deepest

@@ -248,8 +248,7 @@ def speculative(
         tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, timed)
         past = cache.length
         positions, seen = _layout(tree, past, target.device)
-        width = method.width(len(tree.tokens))
-        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, width, layers)
+        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes, layers)
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
         path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)

@@ -5,7 +5,7 @@ A tree of best candidates is a deterministic function of the context, a static t
 says why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -37,18 +37,15 @@ def grow(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, draws: Dr
 class _Grower:
     """The forwards of one round, and what the last of them answered."""
 
-    def __init__(
-        self, draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, forwards: Forwards, any_last: bool = False
-    ):
-        """`any_last`: any forward may turn out to be the last one."""
-        self.draft, self.tree, self._state, self._forwards, self._any_last = draft, tree, state, forwards, any_last
+    def __init__(self, draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, forwards: Forwards):
+        self.draft, self.tree, self._state, self._forwards = draft, tree, state, forwards
         self.last = tree.forwards - 1  # depth of the last level that is forwarded
         self.answer = forwards.start(state, seen, self._wanted(0))
         self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
         self._seen_WC = torch.zeros(1, 0, dtype=torch.bool, device=self.device)
 
     def _wanted(self, depth: int) -> DraftRequest:
-        levels = self.tree.depth - self.last if self._any_last or depth == self.last else 1
+        levels = self.tree.depth - self.last if depth == self.last else 1
         return DraftRequest(levels, self.tree.candidates != "plain")
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
@@ -120,25 +117,6 @@ def best_pool(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, coun
     levels = [_first(grower)]
     while len(levels) <= grower.last:
         levels.append(_forwarded(grower, levels[-1], len(levels)))
-    return _best_of(grower, levels, count)
-
-
-def stages(
-    draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards
-) -> Iterator[Pool]:
-    """`best_pool` of the trees that end after the first forward, the second, ...: each pool costs the forward before
-    it, which is made when it is asked for.
-    """
-    grower = _Grower(draft, state, seen, tree, forwards, any_last=True)
-    levels = [_first(grower)]
-    yield _best_of(grower, levels, count)
-    while len(levels) <= grower.last:
-        levels.append(_forwarded(grower, levels[-1], len(levels)))
-        yield _best_of(grower, levels, count)
-
-
-def _best_of(grower: _Grower, forwarded: list[_Level], count: int) -> Pool:
-    levels = list(forwarded)
     for beyond in range(1, min(grower.tree.depth - grower.last, len(grower.answer.logits_LWU))):
         levels.append(_ahead(grower, levels[-1], beyond))
     scores = torch.cat([level.scores for level in levels])
@@ -149,7 +127,7 @@ def _best_of(grower: _Grower, forwarded: list[_Level], count: int) -> Pool:
     *whole, gained = found.tolist()  # the only wait for the device
     numbers, names, above, failed = ([int(x) for x in row] for row in whole)
     if failed[0]:
-        raise not_finite(grower.draft)
+        raise not_finite(draft)
     places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
     return Pool(names, [places[parent] for parent in above], gained)
 

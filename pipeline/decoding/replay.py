@@ -87,8 +87,6 @@ def counter(
     """
     if begin == len(tokens) - 1:
         return lambda tree: Acceptance()  # a text of one token has no round
-    if isinstance(draft, Sources) and draft.worth is not None:
-        return lambda tree: decoded(Method(draft, tree), states, tokens, begin, temperature)
     if isinstance(draft, Sources):
         walk = collect(draft.draft, states, tokens, begin, largest)
         return Together(draft, walk, tokens, begin).counter(draft, temperature)

@@ -6,7 +6,6 @@ of it is a function of the text, so the tree is one of best candidates and the a
 (docs/lossless.md, section 1).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,9 +25,7 @@ from pipeline.decoding.contract import (
     Source,
     TreeSupport,
 )
-from pipeline.decoding.grow import stages
 from pipeline.decoding.tree import Tree, build_tree
-from pipeline.decoding.worth import Worth
 from pipeline.lm.states import Needs
 
 POOL = 127  # candidates of the draft that are looked at: its best ones
@@ -48,10 +45,6 @@ class Merged:
     parents: list[int]  # 0: the root; n: the n-th node, from 1
     chances: list[float]
     order: list[int]  # the nodes from 1 on, likeliest first: any first part of it is connected
-
-    def sorted(self) -> list[float]:
-        """Chances, the largest first."""
-        return [self.chances[node - 1] for node in self.order]
 
     def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
         """The likeliest ones; `nodes` counts the root."""
@@ -106,21 +99,12 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
     return Merged(tokens, parents, chances, order)
 
 
-def stages_of(tree: TreeConfig, draft: TreeSupport) -> list[TreeConfig]:
-    """The trees that end after its first forward, its second, ..."""
-    levels = [min(tree.parallel or 1, draft.levels_of(number)) for number in range(tree.forwards)]
-    depths = [number + ahead for number, ahead in enumerate(levels)]
-    both = zip(depths, levels, strict=True)
-    return [replace(tree, depth=depth, nodes=depth + 1, parallel=ahead) for depth, ahead in both]
-
-
 @dataclass
 class _State:
     """Of one sequence."""
 
     draft: Any
     beside: dict[str, Any]
-    waiting: list[Tensor]  # the target's states of rounds that did without the draft: its next forward takes them in
 
 
 class _Whole:
@@ -137,16 +121,16 @@ class _Whole:
 
 
 class SettledTogether:
-    """A draft's settings where chances choose the nodes: trees of best candidates, larger where others stand beside."""
+    """A draft's settings where others stand beside it: larger trees of best candidates."""
 
-    def __init__(self, draft: TreeSupport, beside: bool, worth: Worth | None = None):
-        self._draft, self._beside, self._worth = draft, beside, worth
+    def __init__(self, draft: TreeSupport):
+        self._draft = draft
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
             raise ValueError(
-                "tree.paths: nodes that are chosen by chances (beside, sized) have no ranks for a static tree: give "
-                "depth, top_k and nodes"
+                "tree.paths: nodes of several sources (beside) have no ranks for a static tree: give depth, top_k and "
+                "nodes"
             )
         if tree.nodes > self.most(tree):
             raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
@@ -154,19 +138,16 @@ class SettledTogether:
         return replace(settled, nodes=tree.nodes)
 
     def most(self, tree: TreeConfig) -> int:
-        return min(self._draft.most(tree), 1 + POOL) + (COPIED.nodes - 1 if self._beside else 0)
+        return min(self._draft.most(tree), 1 + POOL) + COPIED.nodes - 1
 
     def reach(self, tree: TreeConfig) -> int:
-        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1) if self._beside else 0)
+        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1))
 
     def levels_of(self, number: int) -> int:
         return self._draft.levels_of(number)
 
     def parallels(self, depth: int) -> list[int]:
         return self._draft.parallels(depth)
-
-    def widths(self, tree: TreeConfig) -> list[int]:
-        return list(self._worth.verify) if self._worth else [tree.nodes]
 
 
 class Sources:
@@ -178,19 +159,17 @@ class Sources:
         beside: dict[str, Source],
         calibration: Calibration | None = None,
         agreement: Agreement = "either",
-        worth: Worth | None = None,
     ):
-        """`worth`: each round has the nodes and the draft forwards that pay; without it, all that the tree says."""
-        self.draft, self.beside, self.agreement, self.worth = draft, beside, agreement, worth
+        self.draft, self.beside, self.agreement = draft, beside, agreement
         self._calibration = calibration or Calibration()
         self._known: dict[tuple[str, float, TreeConfig], AcceptProbability] = {}
         self.name = " + ".join([draft.name, *beside])
-        self.config, self.stepwise = SettledTogether(draft.config, bool(beside), worth), draft.stepwise
+        self.config, self.stepwise = SettledTogether(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
 
-    def tuned(self, calibration: Calibration | None = None, worth: Worth | None = None) -> "Sources":
-        """The same with other chances, where some are given, and with rounds of the size that pays or without."""
-        return Sources(self.draft, self.beside, calibration or self._calibration, self.agreement, worth)
+    def tuned(self, calibration: Calibration) -> "Sources":
+        """The same with other chances."""
+        return Sources(self.draft, self.beside, calibration, self.agreement)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -201,7 +180,7 @@ class Sources:
         return self.draft.needs
 
     def open(self) -> _State:
-        return _State(self.draft.open(), {name: source.open() for name, source in self.beside.items()}, [])
+        return _State(self.draft.open(), {name: source.open() for name, source in self.beside.items()})
 
     def start(self, state: _State, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         return self.draft.start(state.draft, seen, wanted, places)
@@ -214,23 +193,8 @@ class Sources:
     ) -> Tree:
         temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
         grows, copied = _Whole(forwards, state) if forwards else None, self.copied(state, seen)
-        if self.worth is None:
-            drafted = self.draft.pool(state.draft, seen, tree, POOL, grows)
-            return self.merged(drafted, copied, tree, temperature).tree(seen.tokens[-1], tree.nodes, device)
-        state.waiting.append(seen.states_TSD)
-        found = self.merged(Pool([], [], []), copied, tree, temperature)
-        nodes, value = self.worth.size(found.sorted())
-        pools: Iterator[Pool] = iter(())
-        for number, stage in enumerate(stages_of(tree, self.draft.config)):
-            if not self.worth.pays(number, value):
-                break
-            if number == 0:  # the first forward takes in all that waited for it
-                whole = RoundInput(seen.tokens, torch.cat(state.waiting))
-                pools = stages(self.draft, state.draft, whole, tree, POOL, grows or self.draft)
-                state.waiting.clear()
-            found = self.merged(next(pools), copied, stage, temperature)
-            nodes, value = self.worth.size(found.sorted())
-        return found.tree(seen.tokens[-1], nodes, device)
+        drafted = self.draft.pool(state.draft, seen, tree, POOL, grows)
+        return self.merged(drafted, copied, tree, temperature).tree(seen.tokens[-1], tree.nodes, device)
 
     def copied(self, state: _State, seen: RoundInput) -> dict[str, Pool]:
         """What those beside the draft propose."""

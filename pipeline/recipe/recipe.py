@@ -174,8 +174,8 @@ class Recipe(Section):
             raise ValueError(f"eval.methods.{name}.draft={draft!r} is not one of the drafts {sorted(self.draft)}")
         if name in self.draft and method.together:
             raise ValueError(
-                f"eval.methods.{name}: a draft of that name stands alone and its trees are fixed; give the method with "
-                f"'beside' or 'sized' a name of its own, with draft = {name!r}"
+                f"eval.methods.{name}: a draft of that name stands alone; give the method with 'beside' a name of its "
+                f"own, with draft = {name!r}"
             )
         for other in method.beside:
             known = other in self.draft and self.draft[other].stands_beside
@@ -185,10 +185,7 @@ class Recipe(Section):
                     "each once: add a section [draft.prompt-lookup] with kind = 'prompt-lookup'"
                 )
         if method.together and not self.draft[draft].trained:
-            raise ValueError(
-                f"eval.methods.{name}.draft={draft!r} is not trained: nothing stands beside it, and its rounds are not "
-                "sized"
-            )
+            raise ValueError(f"eval.methods.{name}.draft={draft!r} is not trained: nothing stands beside it")
         try:
             self._settled(method, draft)
         except ValueError as error:
@@ -197,7 +194,7 @@ class Recipe(Section):
     def _settled(self, method: MethodConfig, draft: str) -> TreeConfig:
         config: TreeSupport = self.draft[draft]
         if method.together:
-            config = SettledTogether(config, bool(method.beside))
+            config = SettledTogether(config)
         return config.resolve(method.tree or self.eval.tree)
 
     def tree(self, method: str) -> TreeConfig:
@@ -233,7 +230,7 @@ class Recipe(Section):
 
     @property
     def tunable(self) -> list[str]:
-        """The methods that eval/tune.py chooses a tree for: every draft, those with others beside them, sized ones."""
+        """The methods that eval/tune.py chooses a tree for: every draft, and those with others beside them."""
         return sorted([*self.draft, *(name for name, method in self.eval.methods.items() if method.together)])
 
     @property

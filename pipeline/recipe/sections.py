@@ -179,14 +179,13 @@ class MethodConfig(Section):
 
     draft: str | None = None  # default: the one of the method's name
     beside: list[str] = []  # drafts that read nothing but the text (kind = "prompt-lookup"); docs/trees.md
-    sized: bool = False  # eval/tune.py may give each round the nodes and draft forwards that pay, where that is faster
     agreement: Agreement = "either"  # what a node is worth that several propose (pipeline/decoding/sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree
 
     @property
     def together(self) -> bool:
         """Whether its nodes are chosen by chances (pipeline/decoding/sources.py)."""
-        return bool(self.beside) or self.sized
+        return bool(self.beside)
 
 
 class EvalConfig(Section):

@@ -65,11 +65,11 @@ def bundle(release: Path) -> None:
     parts: list[Any] = [DRAFTS[kind_of(saved.config)][1]]
     method = "Method(draft, TREE)"
     if (how := saved.together) is not None:
-        settings += [*how.beside.values(), how.calibration, how.worth]
+        settings += [*how.beside.values(), how.calibration]
         classes: dict[str, Any] = {name: DRAFTS[kind_of(config)][1] for name, config in how.beside.items()}
         parts += classes.values()
         others = ", ".join(f"{name!r}: {kind.__name__}({how.beside[name]!r}, SHAPES)" for name, kind in classes.items())
-        method = f"Method(Sources(draft, {{{others}}}, {how.calibration!r}, {how.agreement!r}, {how.worth!r}), TREE)"
+        method = f"Method(Sources(draft, {{{others}}}, {how.calibration!r}, {how.agreement!r}), TREE)"
     named: dict[str, set[str]] = {DECODE: {"Released", "decode"}, "pipeline.decoding.contract": {"Method"}}
     if how is not None:
         named["pipeline.decoding.sources"] = {"Sources"}

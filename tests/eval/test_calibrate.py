@@ -1,5 +1,7 @@
 """What the tuner counts of scores: curves that rise, and a reliability that tells right from wrong ones."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -17,8 +19,10 @@ from eval.tuning.calibrate import (
     right,
     said,
 )
+from eval.tuning.choose import Replays, calibrate
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
+from pipeline.drafts.jakiro import JakiroConfig
 
 TREES = [
     TreeConfig(depth=2, top_k=2, nodes=3, parallel=1),
@@ -49,6 +53,18 @@ class Scripted:
 
     def pools(self, tree):
         return iter(self._pools)
+
+
+@pytest.mark.parametrize(("temperature", "once"), [(0.0, True), (0.3, False)])
+def test_greedy_repeats_are_counted_once(temperature, once):
+    alone, answer = SimpleNamespace(chance=lambda depth, score: 0.5), Answer(Scripted(0, 300), temperature, 0)
+    answer.text.counter = lambda sources, temperature: None
+    sources = SimpleNamespace(
+        config=JakiroConfig(), draft=alone, beside={"prompt-lookup": alone}, tuned=lambda calibration: None
+    )
+    once_and_twice = [[answer], [answer, answer]]
+    found = [calibrate("x", sources, Replays([], some), 2, "plain", print)[0] for some in once_and_twice]
+    assert found[0].curves and (found[0] == found[1]) == once
 
 
 def test_each_level_is_counted_once():

@@ -53,7 +53,6 @@ def test_the_tables_have_a_line_a_method():
         "kind": "eagle",
         "beside": ["prompt-lookup"],
         "parameters": 1234,
-        "worth": None,
         "training": {"trained_tokens": 99, "seconds": 7.2},
     }
     facts["tree"] = {"nodes": 6, "depth": 2}

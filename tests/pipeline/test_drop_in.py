@@ -12,10 +12,9 @@ import pytest
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.calibration import Calibration, Curve, Line
+from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.worth import Worth
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle
@@ -23,12 +22,6 @@ from tests.kit import command_environment
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
 COUNT = 24
-RULE = Worth(
-    token=0.02,
-    verify={1: 0.020, 4: 0.021, 8: 0.023, 16: 0.030},
-    forwards=[0.004, 0.004],
-    gains=[Line(x=[0.0], y=[0.9]), Line(x=[0.0], y=[0.5])],
-)
 COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 0.9])}}})
 TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
 BESIDE = {"prompt-lookup": PromptLookupConfig()}
@@ -41,8 +34,8 @@ WAYS = {  # draft, how its nodes are chosen
     "medusa": ("medusa", None),
     "hydra++": ("hydra++", None),
     "small-llama": ("small-llama", None),
-    "with prompt lookup": ("eagle", checkpoint.Together(BESIDE, "either", COUNTED, None)),
-    "rounds that pay": ("jakiro", checkpoint.Together(BESIDE, "max", None, RULE)),
+    "with prompt lookup": ("eagle", checkpoint.Together(BESIDE, "either", COUNTED)),
+    "with the larger of two chances": ("jakiro", checkpoint.Together(BESIDE, "max", None)),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.

@@ -87,10 +87,6 @@ class DraftConfig(Settings):
         made = list(takewhile(self.levels_of, range(depth)))
         return [depth - number for number in made if self.levels_of(number) >= depth - number]
 
-    def widths(self, tree: TreeConfig) -> list[int]:
-        """How many nodes its rounds may have, the root included, ascending."""
-        return [tree.nodes]
-
     def reach(self, tree: TreeConfig) -> int:
         """The deepest level that its trees of these settings can have."""
         return tree.depth
