@@ -52,7 +52,8 @@ class Scripted:
             self.copied.append({"prompt-lookup": Pool([2 if not hit else 3], [0], [float(length)])})
 
     def pools(self, tree):
-        return iter(self._pools)
+        deep = tree.depth
+        return (Pool(pool.tokens[:deep], pool.parents[:deep], pool.scores[:deep]) for pool in self._pools)
 
 
 @pytest.mark.parametrize(("temperature", "once"), [(0.0, True), (0.3, False)])
