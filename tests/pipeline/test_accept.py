@@ -89,6 +89,10 @@ DRAWN = {
     },
 }
 KINDS = BEST | DRAWN
+SMALL = {  # enough for the flaws
+    "two siblings": {"paths": [[0], [1]], "siblings": "drawn"},
+    "one sibling of each expert": {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled"},
+}
 
 
 class Processing:
@@ -107,7 +111,7 @@ def grown(kind, seed, vocabulary, shape, chance):
     """A tree of the given kind from a scripted draft that knows nothing of the target."""
     script, *others = (noise_by_path(1000 * seed + number, vocabulary) for number in range(5))
     draft = ScriptedDraft(script, *others[:2], experts=two_experts(*others[2:]), vocabulary=vocabulary)
-    return draft.grow(processing=Processing(shape), chance=chance, **KINDS[kind])
+    return draft.grow(processing=Processing(shape), chance=chance, **(KINDS | SMALL)[kind])
 
 
 def probabilities(tree, language):
@@ -129,7 +133,7 @@ def emitted_joint(kind, seed, language, shape, rule=None) -> tuple[torch.Tensor,
         path, bonus = rule(tree, probabilities(tree, language), script)
         return [tree.tokens[node] for node in path] + [bonus]
 
-    length = TreeConfig(**KINDS[kind]).depth + 1
+    length = TreeConfig(**(KINDS | SMALL)[kind]).depth + 1
     joint, accepted = torch.zeros((language.vocabulary,) * length, dtype=torch.float64), 0.0
     for emitted, weight in every_outcome(one_round):
         joint[tuple(emitted)] += weight * language.joint(tuple(emitted), length - len(emitted))
@@ -211,19 +215,31 @@ def flawed(flaw):
 
 
 @pytest.mark.parametrize(
-    "flaw",
+    ("kind", "flaw"),
     [
-        "always accepts",
-        "does not condition",
-        "conditions on the token only",
-        "q of the first sibling for all",
-        "draws from the unconditioned p",
+        ("two siblings", "always accepts"),
+        ("two siblings", "does not condition"),
+        ("two siblings", "conditions on the token only"),
+        ("two siblings", "q of the first sibling for all"),
+        ("one sibling of each expert", "q of the first sibling for all"),  # as if q were always the same expert's
+        ("two siblings", "draws from the unconditioned p"),
     ],
 )
-def test_the_enumeration_catches_a_wrong_rule_for_drawn_trees(flaw):
-    kind = "drawn, three siblings"
+def test_the_enumeration_catches_a_wrong_rule_for_drawn_trees(kind, flaw):
     assert error(kind, flawed(None)) < 1e-12  # without a flaw it is the rule
     assert error(kind, flawed(flaw)) > 1e-3
+
+
+def test_the_enumeration_catches_siblings_that_are_drawn_with_replacement():
+    """A token can be drawn twice, while each proposal says that it cannot."""
+
+    def forgetful(tree, p_NV, chance):
+        first, *others = tree.children()[0]
+        for child in others:
+            tree.tokens[child] = int(chance.draw_rows(tree.proposals[first][None])[0])
+        return accept_drawn(tree, p_NV, chance)
+
+    assert error("two siblings", forgetful) > 1e-3
 
 
 def test_the_enumeration_catches_best_candidates_under_the_rule_for_drawn_ones():
@@ -285,7 +301,7 @@ def test_rounding_seldom_changes_a_choice():
     """
     generator = torch.Generator().manual_seed(0)
     noise, rows, vocabulary, by_cumulation, halved = 1e-3, 400, 4096, 0, 0
-    for _ in range(25):
+    for _ in range(10):
         p_NV = (2 * torch.randn(rows, vocabulary, generator=generator)).double().softmax(-1)
         tilt_NV = torch.linspace(-noise, noise, vocabulary).expand(
             rows, -1
@@ -309,25 +325,18 @@ def test_tokens_of_one_place_are_chosen_with_the_same_numbers():
     assert whole[0] == Sampler(5).choose(p_NV, [0] * 6).tolist()
 
 
-def test_choices_pass_a_chi_square_test_and_places_are_independent():
-    p_V, seeds = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.4]), 4000
-    counts = torch.zeros(5, 5)
-    for seed in range(seeds):
-        first, second = Sampler(seed).choose(torch.stack([p_V, p_V]), [0, 1]).tolist()
-        counts[first, second] += 1
-    expected = (p_V[:, None] * p_V).flatten() * seeds
-    assert counts.flatten()[expected == 0].sum() == 0
-    assert chisquare(counts.flatten()[expected > 0], expected[expected > 0]).pvalue > 1e-3
-
-
-def test_draws_and_coins_of_one_seed_are_independent():
-    """A place's number, a coin and a draw."""
-    seeds, quarter = 4000, torch.full((1, 4), 0.25)
-    counts = torch.zeros(4, 2, 4)
+def test_choices_coins_and_draws_have_their_probabilities_and_are_independent():
+    """Of one seed: two places' choices, a coin and a draw. The one test by chi-square; the rules are enumerated."""
+    seeds, p_V, quarter = 2000, torch.tensor([0.3, 0.0, 0.7]), torch.full((1, 4), 0.25)
+    counts = torch.zeros(3, 3, 2, 4)
     for seed in range(seeds):
         chance = Sampler(seed)
-        counts[chance.choose(quarter, [0]), int(chance.accept(0.5)), chance.draw_rows(quarter)] += 1
-    assert chisquare(counts.flatten(), [seeds / 32] * 32).pvalue > 1e-3
+        first, second = chance.choose(torch.stack([p_V, p_V]), [0, 1]).tolist()
+        counts[first, second, int(chance.accept(0.25)), chance.draw_rows(quarter)] += 1
+    coin = torch.tensor([0.75, 0.25])
+    expected = (p_V[:, None, None, None] * p_V[:, None, None] * coin[:, None] * quarter[0] * seeds).flatten()
+    assert counts.flatten()[expected == 0].sum() == 0
+    assert chisquare(counts.flatten()[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
 def test_a_sampler_is_a_function_of_its_seed():
@@ -345,23 +354,6 @@ def test_a_sampler_accepts_certainties_only():
     chance = Sampler(0)
     assert all(chance.accept(1.0) for _ in range(200))
     assert not any(chance.accept(0.0) for _ in range(200))
-
-
-@pytest.mark.parametrize("kind", DRAWN)
-def test_sampled_rounds_of_drawn_trees_pass_a_chi_square_test_on_two_tokens(kind):
-    """The real sampler over many rounds: pairs of the first two tokens against the exact joint distribution."""
-    vocabulary, rounds = 4, 2500
-    language = Language(7, vocabulary, full)
-    counts = torch.zeros(vocabulary, vocabulary)
-    for seed in range(rounds):
-        chance = Sampler(seed)
-        tree = grown(kind, 3, vocabulary, full, chance)
-        path, bonus = accept_drawn(tree, probabilities(tree, language), chance)
-        emitted = [tree.tokens[node] for node in path] + [bonus]
-        if len(emitted) == 1:
-            emitted.append(chance.draw_rows(language.after((bonus,))[None]).item())
-        counts[emitted[0], emitted[1]] += 1
-    assert chisquare(counts.flatten(), language.joint((), 2).flatten() * rounds).pvalue > 1e-3
 
 
 #            root(0) -> 1:a=5  2:b=6;  1 -> 3:7 4:8;  2 -> 5:7;  3 -> 6:9
