@@ -19,10 +19,12 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
 @pytest.fixture(scope="module")
-def known(loaded_target, ends):
+def known(loaded_target, embed_head):
     """(a draft that was taught one text, the text's prompt)"""
     prompt = prompt_of(3)
-    return taught(loaded_target, ends, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 24), steps=100), prompt
+    return taught(
+        loaded_target, embed_head, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 24), steps=100
+    ), prompt
 
 
 def typical(tree, logits_NV):
@@ -86,10 +88,10 @@ def test_a_target_that_sees_other_paths_gives_other_answers(loaded_target, known
 
 
 @torch.inference_mode()
-def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loaded_target, ends, monkeypatch):
+def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loaded_target, embed_head, monkeypatch):
     """Gumiho's second forward. With its mask, a node's answer does not depend on who stands beside it."""
     draft, attend = (
-        make_draft(loaded_target, ends, VARIANTS["gumiho"]),
+        make_draft(loaded_target, embed_head, VARIANTS["gumiho"]),
         torch.nn.functional.scaled_dot_product_attention,
     )
     tokens, states = prompt_of(1, 10), states_for(draft, 9)
@@ -110,9 +112,9 @@ def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loade
     assert not torch.allclose(answer([40]), answer([40, 90]), atol=1e-4)
 
 
-def test_blocks_that_share_their_weights_are_counted_once(loaded_target, ends):
+def test_blocks_that_share_their_weights_are_counted_once(loaded_target, embed_head):
     """The released Hydra multiplies a list: its blocks are one. tests/test_recipes.py counts parameters by hand."""
-    draft = make_draft(loaded_target, ends, VARIANTS["hydra++"])
+    draft = make_draft(loaded_target, embed_head, VARIANTS["hydra++"])
     before, (head, *_) = parameter_count(draft), draft.heads
     one = sum(weight.numel() for weight in head[-1].parameters())
     head[-2].load_state_dict(head[-1].state_dict())
@@ -122,9 +124,9 @@ def test_blocks_that_share_their_weights_are_counted_once(loaded_target, ends):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, ends, whole):
+def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, embed_head, whole):
     """Medusa's and Hydra's, in the released training; Medusa's heads meet tokens as labels alone."""
-    draft = make_draft(loaded_target, ends, VARIANTS["medusa"])
+    draft = make_draft(loaded_target, embed_head, VARIANTS["medusa"])
     tokens, mask = torch.tensor(prompt_of(4, 16)).int().numpy(), (torch.arange(16) >= 8).byte().numpy()
     states = states_for(draft, 16)
     losses = []

@@ -7,6 +7,7 @@ import torch
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
@@ -138,6 +139,33 @@ def _greedy(target, prompt, count):
 def logits_after(target, tokens):
     """Plain logits after every token, from one causal forward without a cache."""
     return target.head(target.capture(torch.tensor([tokens])))[0]
+
+
+@torch.inference_mode()
+def logits_of_paths(target, before: list[int], tree) -> torch.Tensor:
+    """Plain logits after each node's own path behind `before`, by forwards without a cache."""
+    paths = [[tree.tokens[n] for n in (0, *tree.path_to(node))] for node in range(len(tree.tokens))]
+    longest = max(map(len, paths))
+    rows = torch.tensor(
+        [before + path + [0] * (longest - len(path)) for path in paths]
+    )  # causal: an end changes nothing
+    last = torch.tensor([len(before) + len(path) - 1 for path in paths])
+    return target.head(target.capture(rows)[torch.arange(len(rows)), last])
+
+
+PLANTED = ([5, 6, 7, 8, 7, 9, 1, 1], [0, 0, 1, 1, 2, 3, 6, 4])  # depths 1 1 2 2 2 3 4 3
+
+
+def planted(target, right: list[int]):
+    """A `propose` of fixed trees, of which the nodes `right` are the target's own next tokens."""
+
+    def propose(state, seen, *_):
+        tokens, parents = list(PLANTED[0]), PLANTED[1]
+        for node, token in zip(right, greedy(target, seen.tokens, len(right)), strict=True):
+            tokens[node - 1] = token
+        return build_tree(seen.tokens[-1], tokens, parents, CPU)
+
+    return propose
 
 
 def taught(target, embed_head, config, prompt, answer, steps=250):
