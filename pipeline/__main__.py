@@ -1,7 +1,7 @@
 """Runs a recipe's stages as a user would, estimates what they will take, or says what is done.
 
     python -m pipeline run RECIPE
-    python -m pipeline plan RECIPE
+    python -m pipeline plan RECIPE                     tokens, disk, hours, memory and GPUs, before anything runs
     python -m pipeline status RECIPE
     python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
     python -m pipeline chat RECIPE-or-RELEASE [--plain]                talk to the target, with the draft
@@ -12,7 +12,6 @@ what they leave on disk. A stage that is done is not started again, so a second 
 """
 
 import argparse
-import json
 import signal
 
 if __name__ == "__main__":
@@ -41,39 +40,14 @@ def _status(given: argparse.Namespace) -> None:
 
 
 def _plan(given: argparse.Namespace) -> None:
-    known = {"preprocess": given.dump_speed, "train": given.train_speed, "eval": given.decode_ms}
-    plan(given.recipe, given.overrides, known)
-
-
-def plan(recipe_path: str, overrides: list[str], known: dict[str, float | None]) -> None:
-    """The stages' own estimates, one after the other: tokens, disk, hours, memory. The last line is JSON.
-
-    `known`: speeds of the hardware that will do it, by stage; what is missing is measured here.
-    """
-    load_recipe(recipe_path, overrides)
-    given_to_all = hand_over(recipe_path, overrides)
-    flags = {"preprocess": "--tokens-per-second", "train": "--tokens-per-second", "eval": "--ms-per-token"}
-    given = {stage: [flags[stage], str(speed)] if speed else [] for stage, speed in known.items()}
-    dump = _estimate("preprocess", given_to_all, given["preprocess"])
-    rest = dump["tokens"] - dump["train_tokens"]
-    sizes = ["--rows", dump["train_rows"], "--tokens", dump["train_tokens"], "--validation-tokens", rest]
-    train = _estimate("train", given_to_all, [*map(str, sizes), *given["train"]])
-    found = {"dump": dump, "train": train, "eval": _estimate("eval", given_to_all, given["eval"])}
-    print(f"all    {sum(stage['hours'] for stage in found.values()):,.2f} h")
-    print(json.dumps(found))
-
-
-def _estimate(stage: str, recipe: tuple[list[str], dict[str, str]], more: list[str]) -> dict:
-    """Runs a stage's estimate: shows its text, returns its figures. EmbeddingAndHead with its status where it fails."""
-    arguments, environment = recipe
+    """In a process of its own, which imports all stages."""
+    arguments, environment = hand_over(given.recipe, given.overrides)
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command = [sys.executable, "-m", f"{stage}.estimate", *arguments, *more]
-    status, printed = children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd(), capture=True)
-    *text, figures = printed.splitlines() or [""]
-    print("\n".join(text if status == 0 else [*text, figures]), flush=True)
-    if status:
-        sys.exit(status)
-    return json.loads(figures)
+    known = {"--dump-speed": given.dump_speed, "--train-speed": given.train_speed, "--decode-ms": given.decode_ms}
+    flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
+    command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
+    status, _ = children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd())
+    sys.exit(status)
 
 
 def _import(given: argparse.Namespace) -> None:

@@ -62,7 +62,8 @@ def parse(monkeypatch):
         monkeypatch.setattr("sys.argv", [module, *words])
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
-        found = importlib.import_module("pipeline.__main__" if module == "pipeline" else module)
+        package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
+        found = importlib.import_module(f"{module}.__main__" if package else module)
         try:
             if hasattr(found, "main"):
                 found.main()
@@ -115,7 +116,7 @@ def test_commands_help_shows_commands_that_are_taken(parse):
             if asked := command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
                 parse(asked[0], [word.split("|")[0] for word in asked[1]])
                 seen += 1
-    assert seen > 30
+    assert seen > 20
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

@@ -124,8 +124,6 @@ def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_
     assert "2 epochs of what is dumped" in plan[1]
     assert f"each {steps} steps;" in told["train"][0]  # exact once it is dumped
     assert "\r" not in printed and "\x1b" not in printed
-    measured = json.loads((run.parent / "cache/speeds.json").read_text())["stages"]
-    assert [entry["stage"] for entry in measured] == ["eval", "train"]  # tokens of the dump: not known before
 
 
 def test_a_second_run_does_nothing_again(finished):
@@ -456,28 +454,6 @@ def test_mended_code_releases_no_old_figures(copied, monkeypatch):
         assert eval_state(found)[0]
 
 
-def test_the_bench_splits_a_round(copied):
-    recipe, run = copied
-    done = run_warm(
-        [sys.executable, "-m", "eval.studies.bench", str(recipe), "--set", f"output={run}", "--prompts", "2"]
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    for one in figures["methods"].values():
-        assert one["draft_share"] + one["verify_share"] + one["bookkeeping_share"] == pytest.approx(1, abs=1e-3)
-        assert one["gate"] and one["tau"] >= 1 and one["speedup"] > 0
-    for one in figures["results"]:
-        assert len(one["speedup_by_repeat"]) == 3 and one["gate"]["identical"] == 2
-    assert {"bookkeeping_share", "draft_share", "verify_share", "speedup", "tau"} <= set(figures)
-    assert (
-        figures["prompts"] == figures["methods"]["jakiro"]["draft_forwards_a_round"] == 2
-    )  # depth 3, two levels from the last
-    assert figures["methods"]["eagle"]["draft_forwards_a_round"] == 3
-    assert re.search(
-        r"transformers' own, ms a token: generate\(\) \d.*, prompt lookup \d.*, an assistant.* layers \d", done.stdout
-    )
-
-
 def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
     recipe, run = copied
     call(side_by_side, str(recipe), "--set", f"output={run}")
@@ -560,7 +536,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
 
     before = (run / "eval/tuned.json").read_bytes()
-    call(tune, str(recipe), *flags, *shape, "--costs", str(ROOT / "infra/gpu/assumed_costs.json"))
+    call(tune, str(recipe), *flags, *shape, "--costs", str(ROOT / "infra/check/assumed_costs.json"))
     elsewhere = json.loads(capsys.readouterr().out.splitlines()[-1])["both"]
     assert elsewhere["speedup"] > 0 and elsewhere["tree"]["nodes"] <= 8
     assert (run / "eval/tuned.json").read_bytes() == before  # a prediction for another machine

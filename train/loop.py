@@ -20,7 +20,6 @@ from pipeline.decoding.contract import Method
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
-from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore, some_texts
 from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
@@ -30,7 +29,6 @@ from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
 from train.input.data import Batches, coverage, frequent_tokens, validation_batches
 from train.input.features import Stores, require_shared
-from train.pace import Pace
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -133,9 +131,8 @@ class _Run:
         self._validation_copy: TrainedDraft | None = None  # validates; made once
         self._watched: dict[str, Method] = {}  # of the twin, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
-        self._metrics = self._pace = None
+        self._metrics = None
         if engine.rank == 0:
-            self._pace = Pace(draft, engine.device, engine.dtype)
             tracker = open_tracker(recipe, name, self._folder)
             self._metrics = Metrics(self._folder, engine.step, tracker)
 
@@ -169,9 +166,7 @@ class _Run:
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()
         sums = self._engine.advance(micro_batches)
-        took = time.monotonic() - begin
-        self._seconds += took
-        self._look_at_pace(micro_batches, took)
+        self._seconds += time.monotonic() - begin
         values, step = self._averages(sums), self._engine.step
         main = next(iter(self._terms))
         self._trained_tokens += int(sums[main]["positions"])
@@ -191,11 +186,6 @@ class _Run:
         if "estimated_tau" in self._validation:
             shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
         return shown
-
-    def _look_at_pace(self, micro_batches: list[Batch], seconds: float) -> None:
-        if self._pace and (warning := self._pace.looked_at(micro_batches, seconds)):
-            log.warning("%s", warning)
-            self._write("slow", {"what": warning})
 
     def _progress(self) -> dict[str, Any]:
         return {

@@ -73,10 +73,9 @@ class Outcome:
 
 
 class Harness:
-    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Method], exact_split: bool = False):
-        """`exact_split`: wait for a GPU between the parts of a round (see `speculative`)."""
+    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Method]):
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
-        self._exact_split, self._warm = exact_split, set()
+        self._warm = set()
         self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's
         self._histories: dict[Prompt, list[list[int]] | None] = {}
         filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
@@ -134,9 +133,7 @@ class Harness:
         begun = self._begun(ids, method == PLAIN)
         if method == PLAIN:
             return plain(self.target, ids, sampling, begun)
-        return speculative(
-            self.target, self.methods[method], ids, sampling, exact_split=self._exact_split, prefilled=begun
-        )
+        return speculative(self.target, self.methods[method], ids, sampling, prefilled=begun)
 
     def _begun(self, ids: list[int], plainly: bool) -> Prefilled | None:
         """The prompt's own forward, made once for all drafts' answers, and once for plain decoding's: no draft's round

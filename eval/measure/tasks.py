@@ -164,7 +164,7 @@ def units_of(recipe: Recipe) -> list[EvalTask]:
     ]
 
 
-def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool = False) -> Harness:
+def make_harness(recipe: Recipe, methods: dict[str, Measured]) -> Harness:
     """Loads the target and every draft, in evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
     drafts = load_drafts(recipe, target, sorted({name for m in methods.values() for name in (m.draft, *m.beside)}))
@@ -177,7 +177,7 @@ def make_harness(recipe: Recipe, methods: dict[str, Measured], exact_split: bool
         read = [getattr(drafts[one], "corpus_sha256", None) for one in (method.draft, *method.beside)]
         if tuple(filter(None, read)) != method.corpora:
             raise PipelineError(f"{name}: its corpus changed while it was read: run the command again")
-    return Harness(recipe, target, made, exact_split)
+    return Harness(recipe, target, made)
 
 
 def _source(method: Measured, drafts: dict[str, Source]) -> Draft:

@@ -26,7 +26,7 @@ from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import children, expect
+from pipeline.running import children, plan
 from pipeline.running.cores import require_few
 from pipeline.running.gpus import launch_command, require_gpus
 
@@ -145,23 +145,21 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     with display() as shown:
         if until != "preprocess":
             fetch(recipe, shown.say)
-        for line in expect.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
+        for line in plan.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
             shown.say(line)
         for stage in wanted:
             done, state = stage.state(recipe)
             if done:
                 shown.say(f"{stage.name}: done already ({state})")
                 continue
-            shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {expect.stage_said(recipe, stage.name)}")
-            started, untouched = time.monotonic(), expect.is_untouched(recipe, stage.name)
+            shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {plan.stage_said(recipe, stage.name)}")
+            started = time.monotonic()
             _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
             done, state = stage.state(recipe)
             if not done:
                 raise PipelineError(
                     f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
                 )
-            if untouched:
-                expect.remember(recipe, stage.name, time.monotonic() - started)
             shown.say(f"{stage.name}: {state}, {_minutes(started)}")
     if until == "eval":
         _print_release(recipe)

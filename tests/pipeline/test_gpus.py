@@ -10,12 +10,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from eval.measure import fleet
+from infra.plan.__main__ import workers_worth
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.gpus import CHOICES, gpus_each, hide_gpus, launch_command
 from pipeline.running.stages import run, stages
 from preprocess.dump import pool
-from preprocess.estimate import workers_worth
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 

@@ -1,9 +1,9 @@
-"""What `gpu_check` measures: shapes of a target, a random one in the GPU's memory, and what is dumped and trained of
+"""What `infra.check` measures: shapes of a target, a random one in the GPU's memory, and what is dumped and trained of
 it.
 
 The large target has no file of weights: `RandomLlama` is made where it will run, whatever loads it, with random values
-of the usual scale. Its folder holds what else is read of a target: configuration, tokenizer, embedding and head
-(embedding and head), which training reads from the file. The small one is saved whole, like any other.
+of the usual scale. Its folder holds what else is read of a target: configuration, tokenizer, embedding and
+head, which training reads from the file. The small one is saved whole, like any other.
 """
 
 import shutil
@@ -35,6 +35,11 @@ RECIPE = ROOT / "infra/recipes/llama3-instruct-8b.toml"  # drafts, trees and tra
 WORDS = 256  # of the tokenizer: the numbers 0 ... 255, and the end of a turn
 WEIGHTS = "model.safetensors"
 GIB = 1 << 30
+
+
+def device() -> str:
+    """Of every part: "cuda" (of NVIDIA and AMD) where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -114,18 +119,18 @@ def number_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_random_target(folder: Path, shape: Shape, device: str, dtype: str) -> None:
+def save_random_target(folder: Path, shape: Shape, dtype: str) -> None:
     """Everything of a target but its layers."""
     config = RandomConfig(
         **shape.config, max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=WORDS, architectures=["RandomLlama"], made_on=device,
+        eos_token_id=WORDS, architectures=["RandomLlama"], made_on=device(),
     )  # fmt: skip
     config.save_pretrained(folder)
     number_tokenizer().save_pretrained(folder)
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device()).manual_seed(0)
     embed_head = {}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        values = torch.empty(config.vocab_size, config.hidden_size, dtype=DTYPES[dtype], device=device)
+        values = torch.empty(config.vocab_size, config.hidden_size, dtype=DTYPES[dtype], device=device())
         embed_head[name] = values.normal_(std=config.initializer_range, generator=generator).cpu()
     save_file(embed_head, folder / WEIGHTS, metadata={"format": "pt"})
 
@@ -146,14 +151,6 @@ def save_small_target(folder: Path, width: int) -> None:
     model.lm_head.weight.data.mul_(8)
     model.save_pretrained(folder)
     number_tokenizer().save_pretrained(folder)
-
-
-def recipe_of(target: Path, output: Path, shape: Shape, device: str, dtype: str, *sets: str) -> Recipe:
-    """The 8B recipe on another target, for one GPU; `sets` as on a command line."""
-    own = [f"target.model={target}", f"target.device={device}", f"target.dtype={dtype}", f"output={output}"]
-    own += [f"eval.dtype={dtype}", f"train.dtype={dtype}", f"features.stored_dtype={dtype}", "data.source=none"]
-    own += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0", "train.verify_checksums=false"]
-    return load_recipe(RECIPE, [*own, *shape.sets, *sets])
 
 
 def documents(recipe: Recipe, count: int, vocabulary: int) -> list[Document]:
@@ -199,7 +196,6 @@ class Given:
     """What a part is given to work with."""
 
     folder: Path
-    device: str  # "cuda" or "cpu"
     shape_name: str
     seconds: float  # until the part is ended
 
@@ -208,18 +204,14 @@ class Given:
         return SHAPES[self.shape_name]
 
     @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device)
-
-    @property
     def half(self) -> str:
         """The dtype of everything that is not float32 by its nature."""
-        return "bfloat16" if supported(self.device)["bfloat16"] else "float16"
+        return "bfloat16" if supported()["bfloat16"] else "float16"
 
     @property
     def compiler(self) -> dict[str, str]:
         """Arguments of `Target.compile`: on a CPU only its front end, which needs no C compiler."""
-        return {"backend": "eager" if self.device == "cpu" else "inductor"}
+        return {"backend": "eager" if device() == "cpu" else "inductor"}
 
     def recipe(self) -> Recipe:
         """Of the random target, whose folder is made when it is first asked for."""
@@ -228,14 +220,21 @@ class Given:
             begun = self.folder / "target.begun"
             shutil.rmtree(begun, ignore_errors=True)
             begun.mkdir()
-            save_random_target(begun, self.shape, self.device, self.half)
+            save_random_target(begun, self.shape, self.half)
             begun.rename(folder)
-        return recipe_of(folder, self.folder / "run", self.shape, self.device, self.half)
+        return self.recipe_of(folder)
+
+    def recipe_of(self, target: Path, *sets: str) -> Recipe:
+        """The 8B recipe on another target, for one GPU; `sets` as on a command line."""
+        own = [f"target.model={target}", f"target.device={device()}", f"output={self.folder / 'run'}"]
+        own += [f"{key}={self.half}" for key in ("target.dtype", "eval.dtype", "train.dtype", "features.stored_dtype")]
+        own += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0", "train.verify_checksums=false"]
+        return load_recipe(RECIPE, [*own, "data.source=none", *self.shape.sets, *sets])
 
 
-def supported(device: str) -> dict[str, bool]:
+def supported() -> dict[str, bool]:
     """Dtypes that the device computes in by itself; emulated ones do not count."""
-    if device == "cpu":
+    if device() == "cpu":
         return {"bfloat16": True, "float16": True}
     return {
         "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),

@@ -1,4 +1,4 @@
-"""The part of `gpu_check` that decodes: the harness's own gate on a small random target, with drafts that know its
+"""The part of `infra.check` that decodes: the harness's own gate on a small random target, with drafts that know its
 answers.
 """
 
@@ -9,7 +9,7 @@ import torch
 from eval.measure import report
 from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
-from infra.gpu.shapes import Given, new_methods, recipe_of, save_small_target
+from infra.check.shapes import Given, new_methods, save_small_target
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
@@ -29,7 +29,7 @@ def lossless(given: Given) -> dict[str, Any]:
     save_small_target(folder, given.shape.small)
     sets = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={given.shape.answer}", "eval.warmups=1"]
     sets += ["eval.repeats=1", "eval.sampled_repeats=1"]
-    recipe = recipe_of(folder, given.folder / "run", given.shape, given.device, given.half, *sets)
+    recipe = given.recipe_of(folder, *sets)
     taught: dict[str, dict[str, torch.Tensor]] = {}
     results = []
     for dtype in ("float32", given.half):
@@ -46,7 +46,19 @@ def lossless(given: Given) -> dict[str, Any]:
             for one in decoded(recipe, target, methods, given.shape.prompts):
                 kept = {key: one[key] for key in ("draft", "temperature", "tau", "gate")}
                 results.append({"dtype": dtype, "compiled": compiled, **kept})
-    return {"passed": report.lossless(results), "results": results}
+    return {"passed": report.lossless(results), "proofs": dict(map(proof, results)), "results": results}
+
+
+def proof(one: dict[str, Any]) -> tuple[str, str]:
+    """(what was decoded, what the gate says of it) of a result."""
+    gate, kind = one["gate"], "compiled" if one["compiled"] else "eager"
+    what = f"{one['dtype']}, {kind}, T = {one['temperature']:g}, {one['draft']}"
+    shown = f"{gate['identical']} of {gate['checked']} identical, {gate['near_ties']} near ties"
+    if gate["drawn"]:
+        shown = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
+    shown += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds" if gate["rounds"] else ""
+    verdict = "lossless" if gate["passed"] else "NOT LOSSLESS"
+    return what, f"{verdict}: {shown}; tau {one['tau']:.2f}"
 
 
 def decoded(recipe: Recipe, target: Target, methods: dict[str, Method], count: int) -> list[dict[str, Any]]:

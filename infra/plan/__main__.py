@@ -1,0 +1,229 @@
+"""How long a recipe's run will take and how much it needs: disk, memory, hours, GPUs. `pipeline plan` starts it.
+
+    python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R]
+
+Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
+measured here. A row of the table is a figure, with where it comes from. The last line is JSON. Duplicates are not
+looked for.
+
+    tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
+    hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
+              share a GPU share its speed
+              train: (epochs x tokens + validations x validation tokens / 3) over the speed of all ranks
+              eval: answers x max_new_tokens x a plain token, as if no draft gained anything and no answer ended early.
+              That makes up for what is left out: the prompts' forwards, warm-ups, the gate's enumerations
+              Loading, planning, writing, saving and waiting for data are in none of them
+    disk      of the shards, by their format; of each token, 5 bytes and its hidden states
+    memory    of one worker or rank: infra/plan/memory.py has the formulas
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from eval.measure.prompts import HELDOUT, load_prompts
+from infra.plan import memory, speeds
+from infra.plan.sample import Sample, expected, sample_source
+from pipeline.artifacts.provenance import hardware
+from pipeline.basics.accelerator import accelerator
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import public_name
+from pipeline.drafts import build, parameter_count
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.features.schema import FP8
+from pipeline.lm.model import load_config, resolve_device
+from pipeline.recipe.load import add_recipe_arguments, load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import FeaturesConfig, TrainConfig
+from pipeline.running import entry, markdown
+from pipeline.running.plan import answers_a_prompt, steps_of
+
+VALIDATION = 1 / 3  # of a token's training
+FORMULA = "formula"
+SPEEDS = ("dump-speed", "train-speed", "decode-ms")  # what a user may know of the machine that will do it
+
+
+@dataclass
+class Plan:
+    """`given`: speeds by flag; what is None is measured, or stays unknown where the recipe's device is not here."""
+
+    recipe: Recipe
+    given: dict[str, float | None]
+    rows: list[list[str]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def say(self, stage: str, what: str, figure: str, source: str) -> None:
+        self.rows.append([stage, what, figure, source])
+
+    def speed(self, flag: str, unit: str, measure: Callable[[], float]) -> tuple[float | None, str]:
+        """It, and where it comes from."""
+        if value := self.given[flag]:
+            return value, f"{value:,g} {unit}, as given"
+        try:
+            resolve_device(self.recipe.target.device)
+        except PipelineError:
+            return None, f"no such device here: give --{flag}"
+        value = measure()
+        shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return value, f"{shown} {unit}, measured on {hardware(self.recipe.target.device)}"
+
+    def gpus(self, workers: int, each: float | None = None) -> str:
+        """How many the workers of a stage take, where it is to run on any."""
+        there = accelerator() or any(self.given.values())
+        return f", {workers * (each or 1):g} GPUs" if there and self.recipe.target.device != "cpu" else ""
+
+    def dump(self, sample: Sample) -> dict[str, float]:
+        """Rows and tokens of the dump."""
+        recipe, counts = self.recipe, expected(self.recipe, sample)
+        size, free = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), free_bytes(recipe)
+        speed, source = self.speed(
+            "dump-speed", "tokens/s a worker", lambda: speeds.dump_speed(recipe, sample.documents["train"])
+        )
+        hours = speed and counts["tokens"] / (speed * workers_worth(recipe.features)) / 3600
+        need = memory.worker_bytes(recipe)
+        states, store = memory.states_of(recipe), recipe.features.store
+        stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
+        place = f"in {public_name(store)}" if store else f"free here: {free / 1e9:,.0f} GB"
+        accepted = sum(map(len, sample.documents.values()))
+        self.say("dump", "records", f"{sample.records:,}", "counted")
+        tokens = f"{counts['tokens']:,.0f} in {counts['rows']:,.0f} documents"
+        self.say("dump", "tokens", tokens, f"{accepted} documents of {sample.tried} records")
+        self.say("dump", "disk", f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
+        by = f"{recipe.features.workers} workers{self.gpus(recipe.features.workers, recipe.features.gpus_per_worker)}"
+        self.say("dump", "hours", f"{hours_said(hours)} with {by}", source)
+        self.say("dump", "memory", f"{need / 1e9:,.1f} GB a worker", FORMULA)
+        self.figures["dump"] = {key: round(value) for key, value in counts.items()} | {
+            "disk_bytes": round(size),
+            "hours": hours and round(hours, 6),
+            "memory_bytes": round(need),
+            "tokens_per_second": speed and round(speed, 1),
+            "free_bytes": free,
+        }
+        return counts
+
+    def train(self, counts: dict[str, float]) -> None:
+        recipe, config, ranks = self.recipe, self.recipe.train, ranks_of(self.recipe.train)
+        steps = steps_of(config, counts["train_rows"], counts["train_tokens"])
+        validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
+        tokens = config.epochs * counts["train_tokens"] + validating
+        length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
+        drafts: dict[str, dict[str, float | None]] = {}
+        for name in recipe.to_train:
+            with torch.device("meta"):
+                draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+            speed, source = self.speed(
+                "train-speed",
+                "tokens/s a rank",
+                lambda name=name: speeds.training_speed(recipe, name, length) / self._sharing(ranks),
+            )
+            hours = speed and tokens / (speed * ranks) / 3600
+            need = memory.rank_bytes(recipe, draft, ranks)
+            self.say("train", f"{name}: steps", f"{steps:,} of {parameter_count(draft):,} parameters", FORMULA)
+            self.say("train", f"{name}: hours", f"{hours_said(hours)} with {ranks} ranks{self.gpus(ranks)}", source)
+            self.say("train", f"{name}: memory", f"{need / 1e9:,.1f} GB a rank", FORMULA)
+            drafts[name] = {
+                "parameters": parameter_count(draft),
+                "hours": hours and round(hours, 6),
+                "memory_bytes": round(need),
+                "tokens_per_second": speed and round(speed * ranks, 1),
+            }
+        hours = total([one["hours"] for one in drafts.values()])
+        self.figures["train"] = {"steps": steps, "hours": hours, "drafts": drafts}
+
+    def _sharing(self, ranks: int) -> int:
+        """Ranks that share what is measured: a GPU is one rank's, this machine's CPU all of theirs."""
+        return ranks if resolve_device(self.recipe.target.device).type == "cpu" else 1
+
+    def evaluate(self) -> None:
+        recipe, limit = self.recipe, self.recipe.eval.max_new_tokens
+        count, need = answers(recipe), memory.evaluation_bytes(recipe)
+        token, source = self.speed("decode-ms", "ms a token", lambda: 1e3 * speeds.plain_token(recipe))
+        hours = token and count * limit * token / 1e3 / 3600
+        self.say("eval", "answers", f"{count:,} of up to {limit} tokens", "counted")
+        self.say(
+            "eval", "hours", f"{hours_said(hours)} with 1 worker{self.gpus(1, recipe.eval.gpus_per_worker)}", source
+        )
+        self.say("eval", "memory", f"{need / 1e9:,.1f} GB a worker", FORMULA)
+        self.figures["eval"] = {
+            "answers": count,
+            "hours": hours and round(hours, 6),
+            "ms_per_token": token and round(token, 2),
+            "memory_bytes": round(need),
+        }
+
+
+def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
+    plan = Plan(recipe, given)
+    plan.train(plan.dump(sample_source(recipe)))
+    plan.evaluate()
+    hours = total([stage["hours"] for stage in plan.figures.values()])
+    plan.say("all", "hours", hours_said(hours), "their sum")
+    return plan
+
+
+def total(hours: list[float | None]) -> float | None:
+    """None where one of them is unknown."""
+    known = [one for one in hours if one is not None]
+    return round(sum(known), 6) if len(known) == len(hours) else None
+
+
+def hours_said(hours: float | None) -> str:
+    return "unknown" if hours is None else f"{hours:,.2f} h"
+
+
+def workers_worth(features: FeaturesConfig) -> float:
+    """Workers with a device of their own that would dump as fast as these do."""
+    return features.workers * min(1, features.gpus_per_worker or 1)
+
+
+def ranks_of(config: TrainConfig) -> int:
+    return config.ranks or max(torch.accelerator.device_count(), 1)
+
+
+def answers(recipe: Recipe) -> int:
+    """Of all methods, benchmarks and temperatures: one to each question of a prompt."""
+    questions = sum(questions_of(recipe, name) for name in recipe.eval.benchmarks)
+    return questions * answers_a_prompt(recipe.eval) * (1 + len(recipe.methods))
+
+
+def questions_of(recipe: Recipe, name: str) -> int:
+    """A benchmark's; of held-out dialogues that are not dumped yet, as many as the dump will keep."""
+    config = recipe.eval.benchmarks[name]
+    if config.source == HELDOUT:
+        return config.prompts or recipe.data.heldout_prompts
+    return sum(len(prompt.turns) for prompt in load_prompts(name, config, recipe))
+
+
+def free_bytes(recipe: Recipe) -> int:
+    """Of the disk that the run goes to."""
+    folder = recipe.run_dir.resolve()
+    return shutil.disk_usage(next(place for place in [folder, *folder.parents] if place.exists())).free
+
+
+def disk_warning(stored_dtype: str) -> str:
+    smaller = "" if stored_dtype == FP8 else f" set features.stored_dtype={FP8!r},"
+    return f"WARNING: the dump does not fit the disk: lower data.max_tokens,{smaller} or point output at a larger one"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    for flag in SPEEDS:
+        parser.add_argument(f"--{flag}", type=float)
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
+    print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
+    dump = plan.figures["dump"]
+    if not recipe.features.store and dump["disk_bytes"] > dump["free_bytes"]:
+        print(disk_warning(recipe.stored_dtype))
+    print(json.dumps(plan.figures))
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,75 @@
+"""How much a source holds: every record is counted, and some of them are encoded."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
+from pipeline.basics.public import scrubbed
+from pipeline.lm import chat
+from pipeline.lm.model import load_tokenizer
+from pipeline.recipe.recipe import Recipe
+from preprocess.dump.worker import Document
+from preprocess.sources.groups import Groups, held_out
+from preprocess.sources.intake import clean_in_language
+from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.read import Tail, read_records
+
+ENCODED = 200  # records, evenly spread over the source
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of every k-th record: how many were tried, and the documents that came of them, by split."""
+
+    records: int  # of the source
+    tried: int
+    documents: dict[str, list[Document]]
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a document to train on."""
+        documents = self.documents["train"]
+        return sum(len(document.input_ids) for document in documents) / len(documents)
+
+
+def sample_source(recipe: Recipe) -> Sample:
+    """Reads the source twice: once to count, once to encode. Raises PipelineError where nothing is usable."""
+    with Progress("count records", 0, "records") as progress:
+        records = 0
+        for _ in read_records(recipe.data, Tail()):
+            records += 1
+            progress.advance(1)
+    if not records:
+        raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no record")
+    every = max(records // ENCODED, 1)
+    tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
+    documents: dict[str, list[Document]] = {"train": [], "validation": []}
+    for record in islice(read_records(recipe.data, Tail()), 0, None, every):
+        tried += 1
+        try:
+            dialogue = clean_in_language(record, recipe.data, groups)
+            pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
+        except chat.Unusable:
+            continue
+        split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
+        documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
+    if not documents["train"]:
+        raise PipelineError(f"none of {tried} records tried of data.source {scrubbed(recipe.data.source)} is usable")
+    return Sample(records, tried, documents)
+
+
+def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
+    """Rows and tokens of the finished dump."""
+    data, length = recipe.data, sample.mean_length
+    share = sample.records / sample.tried
+    train = len(sample.documents["train"]) * share
+    train = min(train, data.max_dialogues or train, (data.max_tokens or train * length) / length)
+    held = data.heldout_fraction * sum(map(len, sample.documents.values())) * share
+    validation = min(held, data.validation_dialogues)
+    return {
+        "rows": train + validation,
+        "tokens": (train + validation) * length,
+        "train_rows": train,
+        "train_tokens": train * length,
+    }

@@ -1,0 +1,223 @@
+"""What a run will do, need and take, before anything of it runs: against numbers worked out by hand, and against the
+dump that follows.
+"""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from infra.plan.__main__ import answers, disk_warning, make, ranks_of
+from infra.plan.memory import activation_bytes, evaluation_bytes, rank_bytes, step_bytes
+from pipeline.drafts import TrainedDraft, build, parameter_count
+from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.skipper import SkipperConfig
+from pipeline.features.batch import Batch
+from pipeline.lm.model import DTYPES, load_config, parameter_count_of
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import BenchmarkConfig
+from pipeline.running.plan import announcement, stage_said, steps_of
+from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
+
+
+def changed(recipe: Recipe, section: str, **keys) -> Recipe:
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
+
+
+def planned(recipe: Recipe, config=None, **shapes) -> TrainedDraft:
+    with torch.device("meta"):
+        return build(config or recipe.draft["jakiro"], {**shapes_of(load_config(recipe.target)), **shapes})
+
+
+# -- what a run will do ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_names_its_drafts_with_their_parameters_and_its_answers(tiny_recipe):
+    """Two drafts and plain decoding, 2 prompts, 1 greedy and 3 sampled repeats."""
+    head, *stages = announcement(tiny_recipe, ["train", "eval"])
+    assert head == f"{tiny_recipe.name} ({tiny_recipe.hash}), in {tiny_recipe.run_dir}/"
+    for name, config in tiny_recipe.draft.items():
+        assert f"{name} ({parameter_count(planned(tiny_recipe, config)):,} parameters)" in stages[0]
+    assert "24 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in stages[1]
+    whole = {**tiny_recipe.eval.benchmarks, "mine": BenchmarkConfig(source="mine.jsonl")}
+    said = stage_said(changed(tiny_recipe, "eval", benchmarks=whole), "eval")
+    assert "24 answers and those to all prompts of mine" in said
+    assert not announcement(tiny_recipe, [])
+
+
+def test_steps_are_about_so_many_before_the_dump_and_exact_after_it(tiny_recipe):
+    """Global batches of 8, two epochs."""
+    assert "each 2 epochs of what is dumped" in stage_said(tiny_recipe, "train")
+    assert "each up to 20 steps" in stage_said(changed(tiny_recipe, "data", max_dialogues=85), "train")
+    by_tokens = changed(tiny_recipe, "data", max_tokens=160 * 33)
+    assert "each about 8 steps, more where dialogues are shorter" in stage_said(by_tokens, "train")
+    rows = dump_here(tiny_recipe).total("train", "rows")
+    assert stage_said(tiny_recipe, "train").endswith(f"each {rows // 8 * 2} steps")
+    assert "each about " in stage_said(changed(tiny_recipe, "train", pack_tokens=200), "train")
+    other = changed(tiny_recipe, "data", min_length=2)  # than what was dumped
+    assert "2 epochs of what is dumped" in stage_said(other, "train")
+
+
+def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_recipe):
+    recipe = changed(tiny_recipe, "train", epochs=3, global_batch=8, micro_batch=4)
+    assert steps_of(recipe.train, 47, 2000) == 5 * 3
+    assert steps_of(changed(recipe, "train", pack_tokens=100).train, 47, 2000) == 2 * 3
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", 200), tmp_path / "run")
+    tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}
+    tree["features"]["batch_tokens"] = 256
+    recipe = write_recipe(tree, tmp_path / "recipe")
+    done = run_warm([sys.executable, "-m", "pipeline", "plan", str(recipe), "--train-speed", "5000"])
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert "WARNING" not in done.stdout
+    assert all(figures[stage]["hours"] > 0 and figures[stage]["memory_bytes"] > 0 for stage in ("dump", "eval"))
+    assert set(figures["train"]["drafts"]) == {"eagle", "jakiro"}
+    for row in ("| dump | disk |", "| train | eagle: hours |", "| eval | memory |", "| all | hours |"):
+        assert row in done.stdout
+    assert "5,000 tokens/s a rank, as given" in done.stdout and "measured on" in done.stdout
+    shards = dump_here(load_recipe(recipe)).shards
+    tokens, size = sum(shard.tokens for shard in shards), sum(shard.bytes for shard in shards)
+    assert abs(figures["dump"]["tokens"] / tokens - 1) < 0.1
+    assert abs(figures["dump"]["disk_bytes"] / size - 1) < 0.2  # so small shards are mostly frame
+
+
+def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is_given(tiny_recipe, monkeypatch):
+    monkeypatch.setattr("pipeline.lm.model.accelerator", lambda: None)
+    recipe, known = changed(tiny_recipe, "target", device="cuda"), {"dump-speed": 1000.0, "train-speed": 1000.0}
+    missing = make(recipe, {**known, "decode-ms": None})
+    assert missing.rows[-1][1:3] == ["hours", "unknown"] and missing.figures["eval"]["hours"] is None
+    assert ["eval", "hours", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
+    given = make(recipe, {**known, "decode-ms": 36.0})
+    assert given.figures["eval"]["hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
+    whole = sum(given.figures[stage]["hours"] for stage in ("dump", "train", "eval"))
+    assert given.rows[-1] == ["all", "hours", f"{whole:.2f} h", "their sum"]
+
+
+def test_a_full_disk_is_not_told_to_store_what_it_stores_already():
+    assert "stored_dtype='float8_e4m3fn'" in disk_warning("bfloat16")
+    assert "stored_dtype" not in disk_warning("float8_e4m3fn")
+
+
+def test_answers_of_all_methods_temperatures_and_turns(tiny_recipe, tmp_path):
+    """Two drafts and plain decoding; 3 greedy and 2 sampled repeats at each of two temperatures; 2 + 3 questions."""
+    path = tmp_path / "two-turns.jsonl"
+    lines = [{"question_id": n, "category": "x", "turns": ["a"] * (1 + n)} for n in range(2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    benchmarks = {"heldout": BenchmarkConfig(source="heldout", prompts=2), "mine": BenchmarkConfig(source=str(path))}
+    changes = {"temperatures": [0.0, 0.7, 1.0], "repeats": 3, "sampled_repeats": 2, "benchmarks": benchmarks}
+    assert answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 2 + 2) * 3
+
+
+def test_ranks_are_the_recipes_else_the_machines(tiny_recipe, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
+    assert ranks_of(changed(tiny_recipe, "train", ranks=2).train) == 2
+    assert ranks_of(changed(tiny_recipe, "train", ranks=None).train) == 8
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ranks", "bytes_a_parameter"),
+    [
+        ("float32", 0, 1, 4 + 4 + 8),
+        ("float32", 0, 4, 4 + 4 + 8),
+        ("bfloat16", 0, 4, 2 + 2 + 12),
+        ("float32", 1, 4, 4 + 4 + 2 + 4),  # ... + the bucket
+        ("bfloat16", 1, 4, 2 + 2 + 4 + 3),
+        ("bfloat16", 2, 4, 2 + 1 + 3 + 2),
+        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2 + 2),  # ... + the whole weights of a validation
+    ],
+)
+def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
+    """d = 32, 260 tokens of which the draft knows 128."""
+    recipe, size = changed(tiny_recipe, "train", dtype=dtype, zero_stage=stage), 4 if dtype == "float32" else 2
+    draft = planned(recipe)
+    embed_head = (260 + 128) * 32 * size
+    assert rank_bytes(recipe, draft, ranks) - step_bytes(recipe, draft) == pytest.approx(
+        parameter_count(draft) * bytes_a_parameter + embed_head
+    )
+
+
+def test_memory_of_decoding_while_training(tiny_recipe):
+    """The target comes beside a step where it decodes at every validation, after the last one where it decodes once."""
+    recipe = changed(tiny_recipe, "train", dtype="float32")
+    draft = planned(recipe)
+    kinds = ("never", "always", "last")
+    never, always, last = (rank_bytes(changed(recipe, "train", decode=kind), draft, 1) for kind in kinds)
+    decoding = (parameter_count_of(recipe.target) + parameter_count(draft)) * DTYPES[recipe.target.dtype].itemsize
+    assert always == never + decoding
+    assert last == never + max(0, decoding - step_bytes(recipe, draft))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_a_step(tiny_recipe, dtype):
+    """Micro-batches of 4 x 159 inputs, two branches; a CPU takes 128 of their rows at a time, a GPU that is not here
+    as many as one of 80 GB would.
+    """
+    recipe, size = changed(tiny_recipe, "train", dtype=dtype), 4 if dtype == "float32" else 2
+    draft, tokens = planned(recipe), 4 * 159
+    rest = 2 * tokens * 32 * size + tokens * 32 * (size * (1 + 2 * 2) + 4 * 2 * 2)
+    kept = activation_bytes(recipe, draft, recompute=False)
+    assert step_bytes(recipe, draft) == kept + rest + 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
+    elsewhere = changed(recipe, "target", device="auto")
+    assert step_bytes(elsewhere, draft) == kept + rest + tokens * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
+
+
+FORWARDS = {
+    "jakiro": JakiroConfig(vocabulary=128),
+    "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
+    "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, name, recompute):
+    recipe, config = changed(tiny_recipe, "train", micro_batch=2), FORWARDS[name]
+    draft = build(config, shapes_of(load_config(recipe.target)))
+    draft.initialise(0)
+    if config.vocabulary:
+        draft.set_vocabulary(torch.arange(128))
+    draft.bind(embed_head)
+    draft.recompute = recompute
+    hidden_BTD, tokens_BT = torch.randn(2, 159, 32), torch.zeros(2, 159, dtype=torch.long)
+    weights = (
+        *draft.parameters(),
+        *embed_head.decoder.parameters(),
+        *embed_head.decoder.buffers(),
+        embed_head.embedding_VD,
+    )
+    known = {x.data_ptr() for x in (*weights, hidden_BTD)}
+    kept, alive = {}, []
+
+    def keep(tensor):
+        alive.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trained = {1: torch.ones(2, 159, dtype=torch.bool)}
+        draft.predictions(Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, before_BT=tokens_BT))
+    counted = activation_bytes(recipe, planned(recipe, config), recompute)
+    assert counted == pytest.approx(sum(kept.values()), rel=0.02)
+
+
+def test_memory_of_evaluation_is_the_targets_and_more(tiny_recipe):
+    """float32; packing keeps both forms of the weights for a while."""
+    weights = 4 * parameter_count_of(tiny_recipe.target)
+    plain = evaluation_bytes(tiny_recipe)
+    cache = 2 * 2 * 2 * 8 * (160 + 8) * 4  # keys and values of 2 layers, 2 heads of 8
+    assert weights + cache < plain < weights + cache + 1e6
+    assert evaluation_bytes(changed(tiny_recipe, "eval", pack_linears=True)) == plain + weights
