@@ -22,7 +22,7 @@ from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
-from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.artifacts.reports import REPORT, origin_of, put_rows, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, kind_of, parameter_count
@@ -92,6 +92,8 @@ def measure(job: Job) -> dict:
         "table": report.table(entries),
         "plots": {path.name: sha256(path) for path in drawn},
     }
+    origins = {name: origin_of(recipe, method.draft, hardware=where) for name, method in methods.items()}
+    put_rows(folder, report.rows(entries, records, origins), whole=True)
     write_provenance(folder, recipe)
     write_text(folder / "table.md", measured["table"] + "\n")
     write_sealed(folder / REPORT, measured)

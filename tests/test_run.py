@@ -16,17 +16,20 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
+from eval.measure.report import speed_said, tau_said
 from eval.measure.tasks import make_harness, methods_of
-from eval.methods import main as side_by_side
 from eval.release import publish
 from eval.release.folder import files_in
 from eval.release.publish import build_release
 from eval.release.push import require_repository_name
+from eval.results import main as show_results
+from eval.studies.reads import main as count_reads
 from eval.tune import main as tune
 from infra.serving import in_transformers, one_line
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
+from pipeline.artifacts.reports import read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -456,20 +459,17 @@ def test_mended_code_releases_no_old_figures(copied, monkeypatch):
 
 def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
     recipe, run = copied
-    call(side_by_side, str(recipe), "--set", f"output={run}")
-    said = capsys.readouterr().out
-    table = (run / "eval/methods.md").read_text()
-    assert said.startswith(table.rstrip()) and (run / "eval/methods.png").stat().st_size > 5000
+    call(count_reads, str(recipe), "--set", f"output={run}")
     report = json.loads((run / "eval/report.json").read_text())
+    figures = {(row.figure, row.method): row.value for row in read_rows(run / "eval") if row.instrument == "read"}
+    said = capsys.readouterr().out
     for name, facts in report["drafts"].items():
-        (measured,) = (one for one in report["results"] if one["draft"] == name and one["temperature"] == 0)
-        lines = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
-        assert f"| {measured['tau']:.2f}" in lines[0] and f"| {facts['parameters']:,} |" in lines[-1]
+        assert figures["parameters", name] == facts["parameters"] and f"|  | {name} | {facts['parameters']:,} |" in said
     matrices = [x.numel() for x in load_file(run / "drafts/eagle/model.safetensors").values() if x.ndim == 2]
-    assert f"| {sum(matrices) + 260 * 32:,} |" in table  # that eagle's chain reads: its own, and the target's head
+    assert figures["active", "eagle"] == sum(matrices) + 260 * 32  # its own, and the target's head
     (run / "eval/report.json").unlink()
     with pytest.raises(PipelineError, match=r"report.json is missing: run python eval/main.py"):
-        call(side_by_side, str(recipe), "--set", f"output={run}")
+        call(count_reads, str(recipe), "--set", f"output={run}")
 
 
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
@@ -495,18 +495,15 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     card = (run / "release/README.md").read_text()
     assert ("chosen for the hardware above" in card) == faster
     assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
-    table = run_warm([sys.executable, "-m", "eval.studies.table", str(run), "--out", str(tmp_path / "table")])
-    assert table.returncode == 0, table.stderr
-    rows = json.loads((tmp_path / "table/table.json").read_text())
-    assert {(row["method"], row["temperature"]) for row in rows} == {
+    call(show_results, str(run), "--plot", str(tmp_path / "table.png"))
+    shown = capsys.readouterr().out
+    report = json.loads((run / "release/report.json").read_text())["results"]
+    assert {(one["draft"], one["temperature"]) for one in report} == {
         (name, t) for name in ("eagle", "jakiro", "jakiro-tuned") for t in (0.0, 1.0)
     }
-    report = json.loads((run / "release/report.json").read_text())["results"]
-    one = next(r for r in report if (r["draft"], r["temperature"]) == ("jakiro-tuned", 0))
-    row = next(row for row in rows if (row["method"], row["temperature"]) == ("jakiro-tuned", 0))
-    assert row["cells"]["heldout"]["tau"] == row["mean_tau"] == one["tau"] and row["mean_speedup"] == one["speedup"]
-    assert (tmp_path / "table/table.png").stat().st_size > 5000
-    assert "| 0 | tiny | target0 | jakiro-tuned |" in (tmp_path / "table/table.md").read_text()
+    for one in report:
+        assert f"| {one['temperature']:g} | {one['draft']} | {tau_said(one)} | {speed_said(one)} |" in shown
+    assert (tmp_path / "table.png").stat().st_size > 5000
 
     call(evaluate, str(recipe), *sets, "--tuned")
     said = capsys.readouterr().out
@@ -673,27 +670,21 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert {(r["method"], r["temperature"]) for r in figures} == {
-        (name, t) for name in ("eagle", "one-level") for t in (0.0, 1.0)
-    }
+    assert {(r["method"], r["temperature"]) for r in figures} == {("one-level", t) for t in (0.0, 1.0)}
     for one in figures:
-        assert one["seeds"] == [0, 1] and len(one["tau_by_seed"]) == 2 and one["prompts"] == 3
-        if one["method"] == "eagle":
-            assert one["difference"] == 0 and one["difference_by_seed"] == [0, 0]
+        assert one["seeds"] == ["seed-0", "seed-1"] and len(one["tau_by_seed"]) == 2 and one["prompts"] == 3
     decoded = json.loads((run / "release/report.json").read_text())["results"]
     want = next(r["tau"] for r in decoded if (r["draft"], r["temperature"]) == ("eagle", 0))
-    got = next(r["tau_by_seed"][0] for r in figures if (r["method"], r["temperature"]) == ("eagle", 0))
-    assert got == want  # at temperature 0 the replay of seed 0 is what decoding measured
+    rows = read_rows(tmp_path / "all/seed-0/eval")
+    assert want == next(
+        row.value for row in rows if (row.method, row.temperature) == ("eagle", 0)
+    )  # replayed: the same
     assert (tmp_path / "all/seed-1/features/manifest.json").stat().st_nlink == 2
     assert (tmp_path / "all/ablations.png").stat().st_size > 5000
-    line = next(
-        x for x in (tmp_path / "all/ablations.md").read_text().splitlines() if x.startswith("| one-level | eagle | 1 |")
-    )
-    mine = [one for one in figures if one["method"] == "one-level"]
-    assert (
-        f"| {np.mean([one['tau'] for one in mine]):.3f} | {np.mean([one['difference'] for one in mine]):+.3f} [" in line
-    )
-    assert line.count("[") == 3 and line.count("|") == 9  # over all, and two cells, with their intervals
+    line = next(x for x in done.stdout.splitlines() if x.startswith("| one-level | eagle |"))
+    mean_tau, mean_difference = np.mean([(one["tau"][1], one["difference"]) for one in figures], axis=0)
+    assert f"| {mean_tau:.3f} | {mean_difference:+.3f} [" in line
+    assert line.count("[") == 3 and line.count("|") == 8  # over all, and two cells, with their intervals
     (over_all,) = json.loads(done.stdout.splitlines()[-1])["means"]
-    assert over_all["difference"] == pytest.approx(np.mean([one["difference"] for one in mine]), abs=1e-4)
+    assert over_all["difference"] == pytest.approx(mean_difference, abs=1e-4)
     assert (over_all["method"], over_all["against"]) == ("one-level", "eagle")

@@ -1,6 +1,8 @@
-"""The release's three pictures: acceptance by depth, tau and speed by benchmark, loss curves."""
+"""Pictures: acceptance by depth, tau and speed by benchmark, loss curves; of result rows and of differences."""
 
+from itertools import product
 from pathlib import Path
+from statistics import fmean, geometric_mean
 
 import matplotlib
 import numpy as np
@@ -9,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from pipeline.artifacts.curves import COLOURS, draw_training
+from pipeline.artifacts.reports import Row
 
 
 def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
@@ -24,6 +27,13 @@ def _save(figure, path: Path) -> Path:
     if figure.get_layout_engine() is None:
         figure.tight_layout()
     figure.savefig(path, dpi=110)
+    return path
+
+
+def _close(figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(figure, path)
+    plt.close(figure)
     return path
 
 
@@ -96,41 +106,36 @@ def _legend_above(figure, axis) -> None:
     )
 
 
-def draw_methods(entries: list[dict], path: Path) -> Path:
-    """Each method's tau and speed-up, a line a method and a dot a temperature: means over benchmarks (the speed-up's
-    geometric, without those where it is withheld), the fastest method at the first temperature on top.
+def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> Path:
+    """A panel a figure: a line a name and a dot a temperature, means over benchmarks (the speed-up's geometric, without
+    those that are withheld); what is best at the first temperature on top.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temperatures = list(dict.fromkeys(entry["temperature"] for entry in entries))
-    means: dict[tuple[str, float], dict[str, float]] = {}
-    for entry in entries:
-        key = entry["draft"], entry["temperature"]
-        mine = [one for one in entries if (one["draft"], one["temperature"]) == key]
-        speeds = [np.log(one["speedup"]) for one in mine if one["speedup"]]
-        means[key] = {
-            "mean tau": float(np.mean([one["tau"] for one in mine])),
-            "mean speed-up over plain": float(np.exp(np.mean(speeds))) if speeds else float("nan"),
-        }
-    names = dict.fromkeys(method for method, _ in means)
-    names = sorted(names, key=lambda name: means[name, temperatures[0]]["mean speed-up over plain"])
-    figure, axes = plt.subplots(1, 2, figsize=(10, 1.4 + 0.3 * len(names)), sharey=True)
-    for axis, what in zip(axes, ("mean tau", "mean speed-up over plain"), strict=True):
+    figures = [figure for figure in figures if any(row.figure == figure for _, row in named)]
+    temperatures = list(dict.fromkeys(row.temperature for _, row in named if row.figure in figures))
+    means: dict[tuple, float] = {}
+    for figure, temperature, name in product(figures, temperatures, dict.fromkeys(name for name, _ in named)):
+        wanted = figure, temperature, name
+        values = [row.value for who, row in named if (row.figure, row.temperature, who) == wanted and row.value]
+        mean = geometric_mean if figure == "speedup" else fmean
+        means[wanted] = mean(values) if values else float("nan")
+    names = list(dict.fromkeys(name for name, row in named if row.figure in figures))
+    names.sort(key=lambda name: means[figures[-1], temperatures[0], name])
+    figure_, axes = plt.subplots(1, len(figures), figsize=(10, 1.4 + 0.3 * len(names)), sharey=True, squeeze=False)
+    for axis, figure in zip(axes[0], figures, strict=True):
         for number, temperature in enumerate(temperatures):
-            values = [means[name, temperature][what] for name in names]
-            axis.plot(values, range(len(names)), "o", color=COLOURS[number], label=f"T = {temperature:g}")
-        axis.axvline(1, color="grey", lw=1, ls="--")
-        axis.set(xlabel=what, yticks=range(len(names)))
+            values = [means[figure, temperature, name] for name in names]
+            label = "" if temperature is None else f"T = {temperature:g}"
+            axis.plot(values, range(len(names)), "o", color=COLOURS[number % 6], label=label)
+        axis.set(xlabel=f"mean {figure}", yticks=range(len(names)))
         axis.set_yticklabels(names, fontsize=8)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    _save(figure, path)
-    plt.close(figure)
-    return path
+    if temperatures != [None]:
+        axes[0][0].legend(fontsize=8)
+    return _close(figure_, path)
 
 
 def draw_pruned(rows: list[dict], path: Path) -> Path:
     """`eval.pruned`'s rows: perplexity and agreement over the share that passes by, a colour a way, a dot a draft."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     whole = [row for row in rows if not row["draft"]]
     for axis, key in zip(axes, ("perplexity", "agreement"), strict=True):
@@ -142,41 +147,28 @@ def draw_pruned(rows: list[dict], path: Path) -> Path:
         axis.grid(alpha=0.3)
     axes[0].set_yscale("log")
     axes[0].legend()
-    _save(figure, path)
-    plt.close(figure)
-    return path
+    return _close(figure, path)
 
 
-def draw_table(rows: list[dict], path: Path) -> Path:
-    """Mean speed-up and tau of `eval.studies.table`'s rows, a bar each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = [f"{row['run']}, {row['method']}, T = {row['temperature']:g}" for row in rows]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.35 * len(rows)), sharey=True)
-    for axis, key, label in zip(axes, ("mean_speedup", "mean_tau"), ("mean speed-up", "mean tau"), strict=True):
-        axis.barh(range(len(rows)), [row[key] or 0 for row in rows], color=COLOURS[0])
-        axis.axvline(1, color="grey", lw=1, ls="--")
-        axis.set(xlabel=label, yticks=range(len(rows)))
-        axis.set_yticklabels(names, fontsize=8)
-    axes[0].invert_yaxis()
-    _save(figure, path)
-    plt.close(figure)
-    return path
+def bracketed(interval: list[float] | None) -> str:
+    """An interval of a difference, in words."""
+    return "" if interval is None else " [{:+.3f}, {:+.3f}]".format(*interval)
 
 
 def draw_differences(results: list[dict], path: Path) -> Path:
     """Each method's tau less that of the one it is compared with, with its interval; the seeds as crosses; a panel a
     benchmark and temperature.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
     against = {r["method"]: r["against"] for r in results}
-    names = [name for name, other in against.items() if name != other]
+    names = list(against)
     size = (3.2 * len(cells) + 2, 1.2 + 0.3 * len(names))
     figure, axes = plt.subplots(1, len(cells), figsize=size, sharey=True, squeeze=False)
     for axis, cell in zip(axes[0], cells, strict=True):
         found = {r["method"]: r for r in results if (r["benchmark"], r["temperature"]) == cell}
         for place, name in enumerate(names):
-            one = found[name]
+            if (one := found.get(name)) is None:
+                continue
             low, high = one["interval"] or [one["difference"]] * 2
             axis.plot([low, high], [place, place], color=COLOURS[0], lw=2)
             axis.plot(one["difference"], place, "o", color=COLOURS[0])
@@ -186,6 +178,4 @@ def draw_differences(results: list[dict], path: Path) -> Path:
         axis.set_yticklabels([f"{name} - {against[name]}" for name in names], fontsize=8)
         axis.locator_params(axis="x", nbins=5)
     axes[0][0].invert_yaxis()
-    _save(figure, path)
-    plt.close(figure)
-    return path
+    return _close(figure, path)

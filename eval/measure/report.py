@@ -7,6 +7,7 @@ failed.
 """
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from scipy.stats import bootstrap
 
 from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
+from pipeline.artifacts.reports import Row
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
@@ -55,6 +57,46 @@ def results(records: list[Record], gates: dict[tuple[str, str, float], Gate]) ->
                 figures |= _without(circling, drafted, by_method[PLAIN], gate)
                 out.append({"benchmark": benchmark, "temperature": temperature, "draft": method, **figures})
     return out
+
+
+FIGURES = ("tau", "speedup", "tau_legacy", "draft_forwards_per_pass", "ms_per_token", "plain_ms_per_token")
+
+
+def rows(entries: list[dict], records: list[Record], origins: dict[str, dict[str, Any]]) -> list[Row]:
+    """The figures of `results`, one a row; `origins` by method. tau has its counts by prompt, and with them a digest of
+    plain decoding's answers, by which others know that they may be compared.
+    """
+    answers: dict[tuple, list] = defaultdict(list)
+    counts: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for record in records:
+        place = record.benchmark, record.temperature, record.method
+        if record.method != PLAIN:
+            found = counts[place][record.question_id]
+            found[0] += record.generation.acceptance.tokens
+            found[1] += record.generation.acceptance.passes
+        elif record.repeat == 0:
+            answers[*place[:2], record.question_id].append(record.generation.tokens)
+    out = []
+    for entry in entries:
+        where = entry["benchmark"], entry["temperature"]
+        what: dict[str, Any] = {"benchmark": where[0], "temperature": where[1], "origin": origins[entry["draft"]]}
+        for figure in FIGURES:
+            value = entry.get(figure)
+            if value is None and figure != "speedup":
+                continue
+            more: dict[str, Any] = {"interval": entry.get(f"{figure}_interval")}
+            if figure == "tau":
+                mine = dict(counts[*where, entry["draft"]])
+                more |= {"counts": mine, "answers": {q: digest(answers[*where, q]) for q in mine}}
+            out.append(Row("decoded", entry["draft"], figure, value, **what, **more))
+        rates = enumerate(entry["acceptance_by_depth"], start=1)
+        out += [Row("decoded", entry["draft"], f"accepted at depth {depth}", rate, **what) for depth, rate in rates]
+    return out
+
+
+def digest(answers: list[list[int]]) -> str:
+    """Of the target's own answers to a prompt's turns."""
+    return f"{zlib.crc32(repr(answers).encode()):08x}"
 
 
 def _place(record: Record) -> tuple[str, int, int]:

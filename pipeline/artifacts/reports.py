@@ -1,17 +1,21 @@
-"""What is known of a finished run by its files: the report that was measured, the trees that were tuned, the release's
-own list.
+"""What is known of a finished run by its files: the report that was measured, the rows of all its instruments, the
+trees that were tuned, the release's own list.
 
 Guarantee: what was changed or damaged after it was written is refused by name, and a file that they name is a plain
 name in the folder where they are.
 """
 
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed
+from pipeline.basics.files import read_sealed, read_sealed_lines, sealed_line, write_text
+from pipeline.recipe.recipe import Recipe
 
-REPORT, RELEASE = "report.json", "release.json"
+REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
 _AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
 _MOVE = "Move the folder away and run python eval/main.py RECIPE again"
 _KEYS = (
@@ -26,6 +30,56 @@ _KEYS = (
     "settings",
     "template_fingerprint",
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure that one instrument measured. Tables, plots and comparisons are views of such rows."""
+
+    instrument: str  # "decoded", "replayed", "predicted", "trained", "served", "pruned", "read"
+    method: str
+    figure: str  # "tau", "speedup", ...
+    value: float | None  # None: withheld, because the losslessness check failed
+    benchmark: str = ""
+    temperature: float | None = None
+    interval: list[float] | None = None  # 95%, over prompts
+    counts: dict[str, list[float]] = field(default_factory=dict)  # by prompt: numerator and denominator of the value
+    answers: dict[str, str] = field(default_factory=dict)  # by prompt: a digest of the target's own answers
+    setting: dict[str, Any] = field(default_factory=dict)  # what else it depends on: learning rate, concurrency, ...
+    origin: dict[str, Any] = field(default_factory=dict)  # run, seed, hardware, draft, its weights, recipe, code
+
+
+def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
+    """Where a draft's rows of results come from."""
+    found = provenance(recipe)
+    origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
+    origin |= {key: found[key] for key in ("hardware", "recipe_hash", "code_revision")}
+    if draft in recipe.trained:
+        saved = checkpoint.read_config(recipe.draft_dir(draft))
+        origin |= {"weights_sha256": saved.weights_sha256, "trained_tokens": saved.training.get("trained_tokens", 0)}
+    return origin | facts
+
+
+def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
+    """Adds rows to a run's table (results.jsonl in its eval folder), in place of those that the same instrument wrote
+    of the same methods; `whole`: in place of all that it wrote. Raises PipelineError for a damaged table.
+    """
+    instruments, methods = {row.instrument for row in rows}, {row.method for row in rows}
+    kept = [
+        row for row in read_rows(folder) if row.instrument not in instruments or not (whole or row.method in methods)
+    ]
+    write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in [*kept, *rows]))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Empty where nothing was measured. Raises PipelineError for a damaged table."""
+    lines, damaged = read_sealed_lines(folder / ROWS)
+    if damaged:
+        raise PipelineError(
+            f"{folder / ROWS}: line {damaged[0]} was changed or damaged after it was written. Remove the file and "
+            f"{folder / REPORT}, and run the commands that measured again: prompts that are decoded are kept"
+        )
+    return [Row(**{key: value for key, value in line.items() if key in Row.__dataclass_fields__}) for line in lines]
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -21,12 +21,10 @@ def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path):
     done = run_warm([sys.executable, "-m", "train.studies.sweep", str(recipe), *sets, "--rates", "1e-9", "3e-3"])
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
-    crosses = {(one["draft"], one["rate"]): one["next_classification"] for one in figures["results"]}
+    crosses = {(one["draft"], one["rate"]): one["cross-entropy"] for one in figures["results"]}
     assert set(crosses) == {("eagle", rate) for rate in (1e-9, 3e-3)}
     assert crosses["eagle", 3e-3] < crosses["eagle", 1e-9]
     for draft, rate in figures["best"].items():
         mine = [one for one in figures["results"] if one["draft"] == draft]
-        assert max(one["estimated_tau"] for one in mine) == next(
-            one["estimated_tau"] for one in mine if one["rate"] == rate
-        )
+        assert max(one["tau"] for one in mine) == next(one["tau"] for one in mine if one["rate"] == rate)
         assert f"| {draft} | {rate:g} **best** |" in done.stdout

@@ -1,28 +1,24 @@
-"""All methods of a run side by side: what each accepts, how fast it is, and what a round of it reads.
+"""What a round of each method of a run reads of its draft's weights, counted in one round with the draft's own weights.
 
-    python -m eval.methods RECIPE
+    python -m eval.studies.reads RECIPE
 
-After python eval/main.py RECIPE, whose report has the measured figures. What a round reads is counted in one round of
-each draft, with its own weights: a layer's weights once for each forward that it takes part in, in evaluation's dtype.
-Writes methods.md and methods.png into the run's eval folder.
+After python eval/main.py RECIPE. A layer's weights count once for each forward that it takes part in, in evaluation's
+dtype. The rows go to results.jsonl of the run, where ``python -m eval.results`` shows them beside what was measured.
 """
 
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
 from torch import nn
 
-from eval.measure import plots
-from eval.measure.report import rates_said, speed_said, tau_said
+from eval import results
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.artifacts.reports import REPORT, Row, origin_of, put_rows, read_report
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput
@@ -32,11 +28,8 @@ from pipeline.lm.model import DTYPES, load_config, load_embed_head, parameter_co
 from pipeline.lm.states import Needs
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import DEEPEST, Recipe
-from pipeline.running import entry, markdown
+from pipeline.running import entry
 
-TABLE, PLOT = "methods.md", "methods.png"
-HEADS = ["method", "kind", "parameters", "active", "nodes", "depth", "draft forwards", "MB read", "trained tokens"]
-HEADS.append("seconds")
 PROMPT = 16  # tokens before the round whose reading is counted
 
 
@@ -113,38 +106,23 @@ def matrices_of(asked: TargetConfig) -> int:
     return parameter_count_of(asked) - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
 
 
-def table(report: dict[str, Any], costs: dict[str, dict[str, Any]]) -> str:
-    """Markdown: for each temperature what was measured and what was accepted by depth; then what the methods are."""
-    parts, entries, facts = [], report["results"], report["drafts"]
-    benchmarks = list(dict.fromkeys(one["benchmark"] for one in entries))
-    for temperature in dict.fromkeys(one["temperature"] for one in entries):
-        measured, by_depth = [], []
-        for method in facts:
-            mine = [one for one in entries if (one["draft"], one["temperature"]) == (method, temperature)]
-            figures = [f"{tau_said(one)}, {speed_said(one)}" for one in mine]
-            measured.append([method, *figures, mean_said(mine)])
-            by_depth.append([method, *map(rates_said, mine)])
-        parts += [markdown.table([f"T = {temperature:g}: tau, speed-up", *benchmarks, "mean"], measured), ""]
-        parts += [markdown.table([f"T = {temperature:g}: accepted at depth 1, 2, ...", *benchmarks], by_depth), ""]
-    rows = []
+def rows(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> list[Row]:
+    """What the methods are, a figure a row."""
+    out, costs = [], costs_of(recipe, facts)
     for method, fact in facts.items():
-        tree, training, cost = fact["tree"], fact["training"], costs[method]
-        forwards = [one["draft_forwards_per_pass"] for one in entries if one["draft"] == method]
-        most = bool(cost.get("at most"))
-        megabytes = f"{'at most ' * most}{cost['megabytes']:.1f}"
-        cells = [method, " + ".join([fact["kind"], *fact["beside"]]), f"{fact['parameters']:,}"]
-        cells.append(f"{'at most ' * most}{cost['active']:,}")
-        cells += [tree["nodes"], tree["depth"], f"{sum(forwards) / len(forwards):.1f}", megabytes]
-        rows.append([*cells, f"{training.get('trained_tokens', 0):,}", f"{training.get('seconds', 0):.0f}"])
-    return "\n".join([*parts, markdown.table(HEADS, rows)])
-
-
-def mean_said(entries: list[dict[str, Any]]) -> str:
-    """Mean tau and the speed-ups' geometric mean, without those that are withheld."""
-    speeds = [one["speedup"] for one in entries if one["speedup"]]
-    speed = f"{geometric_mean(speeds):.2f}x" if speeds else "withheld"
-    some = f" (of {len(speeds)})" if 0 < len(speeds) < len(entries) else ""
-    return f"{fmean(one['tau'] for one in entries):.2f}, {speed}{some}"
+        cost, origin = costs[method], origin_of(recipe, fact["draft"])
+        most = ", at most" if cost.get("at most") else ""
+        figures = {
+            "parameters": fact["parameters"],
+            f"active{most}": cost["active"],
+            "nodes": fact["tree"]["nodes"],
+            "depth": fact["tree"]["depth"],
+            f"MB read{most}": cost["megabytes"],
+            "trained tokens": fact["training"].get("trained_tokens", 0),
+            "seconds of training": fact["training"].get("seconds", 0),
+        }
+        out += [Row("read", method, figure, value, origin=origin) for figure, value in figures.items()]
+    return out
 
 
 def main() -> None:
@@ -155,11 +133,8 @@ def main() -> None:
     path = recipe.eval_dir / REPORT
     if not path.exists():
         raise PipelineError(f"{path} is missing: run python eval/main.py {arguments.recipe} first")
-    report = read_report(path)
-    said = table(report, costs_of(recipe, report["drafts"]))
-    write_text(recipe.eval_dir / TABLE, said + "\n")
-    print(said)
-    print(f"plot: {plots.draw_methods(report['results'], recipe.eval_dir / PLOT)}")
+    put_rows(recipe.eval_dir, rows(recipe, read_report(path)["drafts"]), whole=True)
+    print(results.table([one for one in results.read([recipe.run_dir]) if one.row.instrument == "read"]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.methods import round_of, table
+from eval.studies.reads import round_of
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.gumiho import GumihoConfig
@@ -43,27 +43,6 @@ def test_a_round_reads_each_forwards_weights(loaded_target, embed_head, config, 
     found = round_of(draft, CHAIN)
     assert found.numbers == round_
     assert once is None or found.once == once
-
-
-def test_the_tables_have_a_line_a_method():
-    gate = {"passed": True}
-    row = {"benchmark": "b", "temperature": 0.0, "tau": 2.0, "tau_interval": None, "speedup": 1.5, "gate": gate}
-    row |= {"acceptance_by_depth": [0.5, 0.25], "draft_forwards_per_pass": 2.0}
-    facts = {
-        "kind": "eagle",
-        "beside": ["prompt-lookup"],
-        "parameters": 1234,
-        "training": {"trained_tokens": 99, "seconds": 7.2},
-    }
-    facts["tree"] = {"nodes": 6, "depth": 2}
-    rows = [row, row | {"benchmark": "c", "tau": 3.0, "speedup": 6.0}, row | {"benchmark": "d", "speedup": None}]
-    report = {"results": [one | {"draft": "mine"} for one in rows], "drafts": {"mine": facts}}
-    said = table(report, {"mine": {"active": 1000, "megabytes": 12.34}}).splitlines()
-    assert said[0] == "| T = 0: tau, speed-up | b | c | d | mean |"
-    assert said[2] == "| mine | 2.00, 1.50x | 3.00, 6.00x | 2.00, withheld | 2.33, 3.00x (of 2) |"
-    assert said[4] == "| T = 0: accepted at depth 1, 2, ... | b | c | d |"
-    assert said[6] == "| mine | 0.50, 0.25 | 0.50, 0.25 | 0.50, 0.25 |"
-    assert said[-1] == "| mine | eagle + prompt-lookup | 1,234 | 1,000 | 6 | 2 | 2.0 | 12.3 | 99 | 7 |"
 
 
 def test_experts_that_no_node_keeps_are_not_read(loaded_target, embed_head):

@@ -1,0 +1,228 @@
+"""Views of what was measured: a table of all methods of one or several runs, or their differences of tau.
+
+    python -m eval.results RUN [RUN ...] [--figure tau speedup] [--plot FILE]
+    python -m eval.results RUN [RUN ...] --against NAME [METHOD:NAME ...] [--worth 0.02] [--slope] [--plot FILE]
+
+RUN is a run's folder or a folder of runs that differ in their seed (those of eval.studies.ablations). Every instrument
+writes its rows into results.jsonl of a run's eval folder; figures are copied from there, never measured again.
+
+Without --against: a line for each temperature and method, a column for each benchmark and figure. A mean is given where
+a line has every benchmark and no speed is withheld: of speed-ups the geometric one. Seeds are averaged.
+
+With --against: tau of each method less that of NAME, a method or a RUN, on the same prompts; METHOD:NAME names another
+reference for one method. Over all benchmarks and temperatures a method pays if the mean difference is at least --worth,
+its interval excludes 0 and all seeds have its sign; it does not if the interval's upper end is below --worth; else the
+runs do not decide. --slope adds what the difference gains for each factor e of trained tokens, between two RUNs. The
+last line is JSON.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from eval.measure import plots
+from eval.studies.differences import Table, differences, slopes
+from pipeline.artifacts.reports import ROWS, Row, read_rows
+from pipeline.basics.errors import PipelineError
+from pipeline.running import entry, markdown
+
+USUAL = ["tau", "speedup"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row and the run that it was found in; `seed` names one of several runs in a folder."""
+
+    run: str
+    seed: str
+    row: Row
+
+
+def read(runs: list[Path]) -> list[Found]:
+    """Raises PipelineError for a folder without rows, and for two of one name: rows are told apart by it."""
+    names, out = [run.resolve().name for run in runs], []
+    if len(set(names)) < len(names):
+        raise PipelineError(f"two runs are called {max(names, key=names.count)!r}: rename one of the folders")
+    for run, name in zip(runs, names, strict=True):
+        tables = sorted(run.rglob(f"eval/{ROWS}"))
+        if not tables:
+            raise PipelineError(f"{run} holds no eval/{ROWS}: measure the run first (python eval/main.py RECIPE)")
+        found = [
+            Found(name, table.parent.parent.relative_to(run).as_posix(), row)
+            for table in tables
+            for row in read_rows(table.parent)
+        ]
+        if len(of := {one.row.origin.get("run") for one in found}) > 1:
+            raise PipelineError(f"{run} holds runs of several recipes ({', '.join(map(str, of))}): name each by itself")
+        out += found
+    return out
+
+
+def name_all(found: list[Found]) -> list[dict[str, str]]:
+    """What tells each row's measurement from the others': its method, and of run, instrument, hardware and settings
+    what is not the same in all.
+    """
+    facts = []
+    for one in found:
+        fact = {"method": one.row.method, "run": one.run, "instrument": one.row.instrument}
+        fact |= {"hardware": str(one.row.origin.get("hardware", ""))}
+        facts.append(fact | {key: f"{key} {value}" for key, value in one.row.setting.items()})
+    differ = {key for fact in facts for key in fact if len({other.get(key) for other in facts}) > 1}
+    return [{key: value for key, value in fact.items() if key in differ | {"method"}} for fact in facts]
+
+
+def said(figure: str, value: float | None, interval: list[float] | None = None) -> str:
+    """One figure as a table shows it."""
+    if value is None:
+        return "withheld"
+    digits, unit = (
+        (".2f", "x" if figure == "speedup" else "") if figure.startswith(("tau", "speedup")) else (",.6g", "")
+    )
+    return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + unit
+
+
+def table(found: list[Found], figures: list[str] | None = None) -> str:
+    """Markdown. `figures`: by default tau and speed-up, or all that there are."""
+    known = list(dict.fromkeys(one.row.figure for one in found))
+    figures = figures or [name for name in USUAL if name in known] or known
+    if missing := [name for name in figures if name not in known]:
+        raise PipelineError(f"no figure {missing[0]!r} was measured: there are {', '.join(known)}")
+    found = [one for one in found if one.row.figure in figures]
+    lines: dict[tuple[float, str], dict[tuple[str, str], list[Row]]] = {}
+    for name, one in zip(name_all(found), found, strict=True):
+        temperature = -1.0 if one.row.temperature is None else one.row.temperature
+        line = lines.setdefault((temperature, ", ".join(name.values())), {})
+        line.setdefault((one.row.benchmark, one.row.figure), []).append(one.row)
+    columns = list(dict.fromkeys((one.row.benchmark, figure) for one in found for figure in figures))
+    columns = [column for column in columns if any(column in line for line in lines.values())]
+    several = [figure for figure in figures if sum(column[1] == figure for column in columns) > 1]
+    heads = ["T", "method", *(f"{where}: {figure}" if where else figure for where, figure in columns)]
+    rows = []
+    for (temperature, name), line in sorted(lines.items(), key=lambda one: one[0]):
+        values = {column: _over_seeds(line[column]) for column in columns if column in line}
+        cells = [said(column[1], *values[column]) if column in values else "-" for column in columns]
+        means = [
+            _mean(figure, [values.get(column, (None,))[0] for column in columns if column[1] == figure])
+            for figure in several
+        ]
+        rows.append(["" if temperature < 0 else f"{temperature:g}", name, *cells, *means])
+    where = "; ".join(dict.fromkeys(f"{one.run}: {one.row.origin.get('hardware', 'unknown')}" for one in found))
+    note = f"Measured on: {where}. Speeds of different hardware are not to be compared."
+    return f"{markdown.table([*heads, *(f'mean: {figure}' for figure in several)], rows)}\n\n{note}"
+
+
+def _over_seeds(rows: list[Row]) -> tuple[float | None, list[float] | None]:
+    if len(rows) == 1:
+        return rows[0].value, rows[0].interval
+    values = [row.value for row in rows if row.value is not None]
+    return (fmean(values) if len(values) == len(rows) else None), None
+
+
+def _mean(figure: str, values: list[float | None]) -> str:
+    given = [value for value in values if value is not None]
+    if len(given) < len(values):
+        return "-"
+    return said(figure, geometric_mean(given) if figure == "speedup" else fmean(given))
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def taus(found: list[Found]) -> tuple[Table, dict[str, dict[str, str]]]:
+    """The rows of tau that have counts, by seed, cell and name; and what each name consists of."""
+    counted = [one for one in found if one.row.figure == "tau" and one.row.counts]
+    out: Table = {}
+    known = {}
+    for facts, one in zip(name_all(counted), counted, strict=True):
+        name = ", ".join(facts.values())
+        known[name] = facts
+        out.setdefault(one.seed, {})[(one.row.benchmark, one.row.temperature or 0.0), name] = one.row
+    return out, known
+
+
+def referred(known: dict[str, dict[str, str]], against: list[str]) -> dict[str, str]:
+    """By name, the one that it is compared with: NAME in place of its method, or else of its run."""
+    general = [one for one in against if ":" not in one]
+    own = dict(one.split(":", 1) for one in against if ":" in one)
+    names = {tuple(facts.items()): name for name, facts in known.items()}
+    out = {}
+    for name, facts in known.items():
+        for other in [own[facts["method"]]] if facts["method"] in own else general:
+            for key in ("method", "run"):
+                reference = names.get(tuple((facts | {key: other} if key in facts else {}).items()))
+                if reference and reference != name:
+                    out[name] = reference
+    if not out:
+        raise PipelineError(f"--against {' '.join(against)}: nothing to compare among {', '.join(known) or 'no rows'}")
+    return out
+
+
+def differences_table(results: list[dict[str, Any]], means: list[dict[str, Any]]) -> str:
+    """Markdown, a line a method: the mean difference (that of each seed) and the verdict, then one by one."""
+    cells = list(dict.fromkeys((one["benchmark"], one["temperature"]) for one in results))
+    heads = ["method", "against", "mean tau", "mean difference (by seed)", "verdict"]
+    rows = []
+    for mean in means:
+        mine = {(one["benchmark"], one["temperature"]): one for one in results if one["method"] == mean["method"]}
+        by_seed = ", ".join(f"{one:+.3f}" for one in mean["difference_by_seed"])
+        row = [mean["method"], mean["against"], f"{mean['tau']:.3f}"]
+        row += [f"{mean['difference']:+.3f}{plots.bracketed(mean['interval'])} ({by_seed})", mean["verdict"]]
+        for cell in cells:
+            one = mine.get(cell)
+            left = f", {one['left_out']} prompts left out" if one and one["left_out"] else ""
+            row.append(f"{one['difference']:+.3f}{plots.bracketed(one['interval'])}{left}" if one else "-")
+        rows.append(row)
+    return markdown.table([*heads, *(f"{name}, T = {t:g}" for name, t in cells)], rows)
+
+
+def slopes_of(found: list[Found], against: list[str], worth: float) -> list[dict[str, Any]]:
+    """Between two runs, of each method that both compare."""
+    each = []
+    for run in dict.fromkeys(one.run for one in found):
+        rows = [one for one in found if one.run == run]
+        counted, known = taus(rows)
+        trained = max(one.row.origin.get("trained_tokens", 0) for one in rows)
+        each.append((trained, *differences(counted, referred(known, against), worth)))
+    if len(each) != 2 or not all(trained for trained, _, _ in each):
+        raise PipelineError("--slope is between two RUNs whose drafts were trained")
+    return slopes(each)
+
+
+def compare(found: list[Found], against: list[str], worth: float, plot: Path | None, slope: bool = False) -> None:
+    """Prints the differences, and draws them."""
+    counted, known = taus(found)
+    results, means = differences(counted, referred(known, against), worth)
+    print(differences_table(results, means))
+    gains = slopes_of(found, against, worth) if slope else []
+    for one in gains:
+        gain = f"{one['slope']:+.3f}{plots.bracketed(one['interval'])}"
+        print(f"{one['method']} - {one['against']}: {gain} for each factor e of tokens")
+    if plot:
+        print(f"plot: {plots.draw_differences(results, plot)}")
+    print(json.dumps({"worth": worth, "means": means, "results": results, "slopes": gains}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
+    parser.add_argument("--figure", nargs="+", help="the columns; default: tau and speedup")
+    parser.add_argument("--against", nargs="+", metavar="NAME", help="a method or a run, or METHOD:NAME")
+    parser.add_argument("--worth", type=float, default=0.02, help="of tau: less than this does not pay")
+    parser.add_argument("--slope", action="store_true", help="between two runs of different amounts of training")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    found = read(arguments.runs)
+    if arguments.against:
+        compare(found, arguments.against, arguments.worth, arguments.plot, arguments.slope)
+        return
+    print(table(found, arguments.figure))
+    if arguments.plot:
+        named = [(", ".join(name.values()), one.row) for name, one in zip(name_all(found), found, strict=True)]
+        print(f"plot: {plots.draw_rows(named, arguments.figure or USUAL, arguments.plot)}")
+
+
+if __name__ == "__main__":
+    entry.run(main)
