@@ -4,9 +4,11 @@ it.
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -19,61 +21,42 @@ from pipeline.recipe.recipe import Recipe, digest
 PROJECT = "jakiro"
 
 
-class Tracker(Protocol):
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
-
-
-class _WandB:
-    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
-        # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
-        quiet = package.Settings(x_disable_meta=True, host="", disable_git=True, console="off", save_code=False)
-        self._run = package.init(
-            project=PROJECT, name=name, id=run_id, resume="allow", config=config, dir=str(folder), settings=quiet
-        )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+@dataclass(frozen=True)
+class Tracker:
+    log: Callable[[dict[str, float], int], None]  # (values, step)
+    close: Callable[[bool], None]  # (whether an error ended the training)
 
 
-class _Trackio:
-    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
-        self._package = package
-        package.init(project=PROJECT, name=f"{name}-{run_id}", config=config, resume="allow")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._package.log(values, step=step)
-
-    def close(self, failed: bool) -> None:
-        self._package.finish()
+def _wandb(package: Any, name: str, run_id: str, config: dict, folder: Path) -> Tracker:
+    # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
+    quiet = package.Settings(x_disable_meta=True, host="", disable_git=True, console="off", save_code=False)
+    run = package.init(
+        project=PROJECT, name=name, id=run_id, resume="allow", config=config, dir=str(folder), settings=quiet
+    )
+    return Tracker(lambda values, step: run.log(values, step=step), lambda failed: run.finish(exit_code=int(failed)))
 
 
-class _MLflow:
-    def __init__(self, package: Any, name: str, run_id: str, config: dict, folder: Path):
-        self._package = package
-        package.set_experiment(PROJECT)
-        tag = "jakiro.id"
-        known = package.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", max_results=1, output_format="list")
-        if known:
-            package.start_run(run_id=known[0].info.run_id)
-        else:
-            package.start_run(
-                run_name=name, tags={tag: run_id, "mlflow.source.name": "train/main.py", "mlflow.user": ""}
-            )
-            package.log_dict(config, "recipe.json")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._package.log_metrics(values, step=step, synchronous=False)
-
-    def close(self, failed: bool) -> None:
-        self._package.end_run("FAILED" if failed else "FINISHED")
+def _trackio(package: Any, name: str, run_id: str, config: dict, folder: Path) -> Tracker:
+    package.init(project=PROJECT, name=f"{name}-{run_id}", config=config, resume="allow")
+    return Tracker(lambda values, step: package.log(values, step=step), lambda failed: package.finish())
 
 
-TRACKERS = {"wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
+def _mlflow(package: Any, name: str, run_id: str, config: dict, folder: Path) -> Tracker:
+    package.set_experiment(PROJECT)
+    tag = "jakiro.id"
+    known = package.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", max_results=1, output_format="list")
+    if known:
+        package.start_run(run_id=known[0].info.run_id)
+    else:
+        package.start_run(run_name=name, tags={tag: run_id, "mlflow.source.name": "train/main.py", "mlflow.user": ""})
+        package.log_dict(config, "recipe.json")
+    return Tracker(
+        lambda values, step: package.log_metrics(values, step=step, synchronous=False),
+        lambda failed: package.end_run("FAILED" if failed else "FINISHED"),
+    )
+
+
+TRACKERS = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def require_tracker(recipe: Recipe) -> Any:
@@ -127,7 +110,7 @@ class Metrics:
         """Closes what watches, and says whether an error ended the training."""
         self._board.close()
         if self._tracker:
-            self._tracker.close(failed=kind is not None)
+            self._tracker.close(kind is not None)
 
 
 def _step_of(line: str) -> float:
