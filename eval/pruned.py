@@ -31,7 +31,8 @@ from pipeline.basics.progress import Progress
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import Skipper, SkipperConfig
-from pipeline.features.shards import FeatureStore, some_texts
+from pipeline.features.shards import FeatureStore
+from pipeline.features.text import some_texts
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -222,14 +223,14 @@ def main() -> None:
     if not skippers:
         raise PipelineError(f"{arguments.recipe} has no draft of kind 'skipper'")
     expected = feature_spec(recipe)
-    texts = some_texts(FeatureStore(recipe.shards_dir, "train", expected))
+    texts = some_texts(FeatureStore(recipe.shards_dir, "train", expected).texts)
     whole = Whole(recipe)
     if arguments.search:
         found = search(whole, skippers[arguments.search], texts, arguments.tries, recipe.seed)
         print(f"sparsity = {found}  # of [draft.{arguments.search}]")
         return
-    heldout = FeatureStore(recipe.shards_dir, "validation", expected)
-    given = [heldout.text(number) for number in range(len(heldout))]
+    heldout = FeatureStore(recipe.shards_dir, "validation", expected).texts
+    given = [(heldout.ids(number), heldout.mask(number)) for number in range(len(heldout))]
     checked = [(torch.tensor(ids[None].astype("int64")), torch.tensor(mask.astype(bool))) for ids, mask in given]
     nothing = whole.draft(next(iter(skippers.values())))
     nothing.shares = [0.0] * len(nothing.shares)

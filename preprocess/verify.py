@@ -2,12 +2,12 @@
 
     python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
 
-Reads every shard in full (a dump that goes on and a training read what changed since it was last found whole), checks
-it against the manifest (size, SHA-256), its schema and its counts, looks for shards that the manifest does not know,
-and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the shards on
-its own machine, unless another is given (one whose addresses hold credentials has to be, and any where the shards were
-fetched from a store). Shards that are in a store are fetched into DIR first. --repair dumps again what is damaged;
-nothing else is touched.
+Reads every table and shard in full (a dump that goes on and a training read what changed since it was last found
+whole), checks it against the manifest (size, SHA-256), its schema and its counts, looks for files that the manifest
+does not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside
+the shards on its own machine, unless another is given (one whose addresses hold credentials has to be, and any where
+the shards were fetched from a store). What is in a store is fetched into DIR first. --repair dumps again what is
+damaged; nothing else is touched.
 """
 
 import argparse
@@ -27,10 +27,12 @@ from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
+    FILES,
     HELDOUT_PROMPTS,
     SPLITS,
     FeatureStore,
     Manifest,
+    Record,
     ShardRecord,
     damage,
     open_shard,
@@ -48,21 +50,23 @@ ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Name -> what is wrong, over all shards of the manifest, all shards of the folder and the held-out prompts."""
+    """Name -> what is wrong, over all files of the manifest, all of the folder and the held-out prompts."""
     found = {}
 
-    def reason_of(record: ShardRecord) -> str | None:
-        return damage(folder, record) or _inconsistency(folder, record, manifest.spec)
+    def reason_of(record: Record) -> str | None:
+        reason = damage(folder, record)
+        return reason or (_inconsistency(folder, record, manifest.spec) if isinstance(record, ShardRecord) else None)
 
-    with Progress("verify", len(manifest.shards), "shards") as progress, ThreadPoolExecutor(THREADS) as threads:
-        for record, reason in zip(manifest.shards, threads.map(reason_of, manifest.shards), strict=True):
+    files = manifest.files
+    with Progress("verify", len(files), "files") as progress, ThreadPoolExecutor(THREADS) as threads:
+        for record, reason in zip(files, threads.map(reason_of, files), strict=True):
             if reason:
                 found[record.name] = reason
             progress.advance(1)
     if found:  # a disk may lose bits without telling: what was found whole before may be the same file
         forget(folder)
-    known = {record.name for record in manifest.shards}
-    for path in sorted(folder.glob("features-*.arrow")):
+    known = {record.name for record in files}
+    for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
         if path.name not in known:
             found[path.name] = (
                 "the manifest does not know it (a dump that was interrupted leaves such a file; it is redone)"
@@ -77,15 +81,8 @@ def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str 
         reader = open_shard(folder, record, spec)
     except PipelineError as error:
         return str(error)
-    columns = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    tokens = sum(len(batch.column("input_ids")[0]) for batch in columns)
-    trained = sum(int(batch.column("loss_mask").flatten().to_numpy().sum()) for batch in columns)
-    if (tokens, trained) != (record.tokens, record.trained_tokens):
-        return (
-            f"it holds {tokens} tokens, {trained} with a loss; the manifest says {record.tokens} and "
-            f"{record.trained_tokens}"
-        )
-    return None
+    tokens = sum(len(reader.get_batch(number).column("hidden")[0]) for number in range(reader.num_record_batches))
+    return None if tokens == record.tokens else f"it holds {tokens} tokens; the manifest says {record.tokens}"
 
 
 def recomputed(store: FeatureStore, source: FeatureSource, rows: int) -> dict[str, tuple[float, float]]:
@@ -142,8 +139,8 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
         found = damaged_shards(folder, manifest)
     for name, reason in found.items():
         print(f"{name}: {reason}")
-    whole = sum(record.name not in found for record in manifest.shards)
-    print(f"{whole} of {len(manifest.shards)} shards are whole; complete: {manifest.complete}")
+    whole = sum(record.name not in found for record in manifest.files)
+    print(f"{whole} of {len(manifest.files)} tables and shards are whole; complete: {manifest.complete}")
     needs_recipe = rows or (repair and (found or not manifest.complete))
     recipe = load_recipe(recipe_path, sets) if needs_recipe else None
     if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
@@ -154,7 +151,7 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
     if recipe and recipe.features_dir.resolve() != folder.resolve():
         raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
     if repair and recipe and (found or not manifest.complete):
-        known = {record.name for record in manifest.shards}
+        known = {record.name for record in manifest.files}
         for name in (name for name in found if store and name in known):
             store.delete(name)
             (folder / name).unlink(missing_ok=True)

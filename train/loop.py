@@ -20,15 +20,17 @@ from pipeline.decoding.contract import Method
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
-from pipeline.features.shards import FeatureStore, some_texts
+from pipeline.features.shards import FeatureStore
+from pipeline.features.text import some_texts
 from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
-from train.input.data import Batches, coverage, frequent_tokens, validation_batches
+from train.input.data import Batches, validation_batches
 from train.input.features import Stores, require_shared
+from train.input.order import coverage, frequent_tokens
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -69,13 +71,15 @@ def _train(
     draft = new_draft(recipe, name, embed_head, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     batches = Batches(store, recipe.train, draft, recipe.seed, rank, ranks)
-    engine = Engine(draft, recipe.training(name), batches.accumulation, batches.steps, state, recipe.train_hash(name))
+    engine = Engine(
+        draft, recipe.training(name), batches.accumulation, batches.order.steps, state, recipe.train_hash(name)
+    )
     draft.move_embed_head(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
     if draft.token_ids_U is not None:
-        facts["vocabulary_coverage"] = round(coverage(heldout, draft.token_ids_U.cpu()), 4)
+        facts["vocabulary_coverage"] = round(coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
         checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts)
         shutil.rmtree(state)
@@ -96,12 +100,12 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
-        draft.set_vocabulary(frequent_tokens(store, shapes["vocab_size"], len(draft.token_ids_U)))
+        draft.set_vocabulary(frequent_tokens(store.texts, shapes["vocab_size"], len(draft.token_ids_U)))
     if draft.needs.decoder:
         embed_head = load_embed_head(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
     draft.read(partial(load_tokenizer, recipe.target))
-    draft.start_from_target(some_texts(store))
+    draft.start_from_target(some_texts(store.texts))
     return draft
 
 
@@ -140,7 +144,7 @@ class _Run:
     def _is_done(self) -> bool:
         """At the last step, or where no more is to be had."""
         patience = self._config.patience
-        return self._engine.step == self._batches.steps or (patience is not None and self._stale >= patience)
+        return self._engine.step == self._batches.order.steps or (patience is not None and self._stale >= patience)
 
     def to_the_end(self) -> None:
         """Trains, and decodes with the weights that are kept where the recipe says so."""
@@ -154,7 +158,7 @@ class _Run:
 
     def _steps(self) -> None:
         quiet, first = self._engine.rank != 0, self._engine.step
-        with Progress(f"train {self._folder.name}", self._batches.steps, "steps", first, quiet) as progress:
+        with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
             begin, before = time.monotonic(), self._trained_tokens
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
@@ -175,7 +179,7 @@ class _Run:
             self._write("left_out", {"what": self._engine.left_out})
         if sums[main]["positions"]:  # else all of the step was left out: there is no loss to speak of
             self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
-        validated = step == self._batches.steps or step % self._config.validate_every == 0
+        validated = step == self._batches.order.steps or step % self._config.validate_every == 0
         if validated:
             self._validate()
         if self._is_done or step % self._config.checkpoint_every == 0:
@@ -306,9 +310,9 @@ class _Run:
         kept = self._kept
         facts = {
             "steps": kept["step"],
-            "epochs": math.ceil(kept["step"] / self._batches.steps_per_epoch),
+            "epochs": math.ceil(kept["step"] / self._batches.order.steps_per_epoch),
             "trained_tokens": kept["trained_tokens"],
-            "dialogues": self._batches.dialogues,
+            "dialogues": self._batches.order.dialogues,
             "ranks": self._engine.ranks,
             "seconds": round(kept.get("seconds", self._seconds), 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
@@ -319,7 +323,7 @@ class _Run:
     @property
     def cut_short(self) -> str | None:
         """Where training ended before its schedule did. Fewer dialogues, by data.max_tokens, make a shorter one."""
-        step, planned = self._engine.step, self._batches.steps
+        step, planned = self._engine.step, self._batches.order.steps
         if step == planned:
             return None
         rate = self._engine.learning_rate()

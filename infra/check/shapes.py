@@ -23,7 +23,7 @@ from pipeline.decoding.contract import Method
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
-from pipeline.features.shards import Manifest, write_shard
+from pipeline.features.shards import write_features
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import DTYPES, Target
 from pipeline.recipe.load import load_recipe
@@ -177,7 +177,7 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
     """A training set whose features are random: what a step costs does not depend on what they are."""
     spec: FeatureSpec = feature_spec(recipe)
     generator, dtype = torch.Generator().manual_seed(0), row_dtype(spec.stored_dtype)
-    rows = (
+    rows = [
         Row(
             document.doc_id,
             document.input_ids,
@@ -185,10 +185,8 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
             torch.randn(len(document.input_ids), spec.hidden_size, generator=generator).to(dtype),
         )
         for document in documents(recipe, shape.documents, shape.config["vocab_size"])
-    )
-    folder = recipe.features_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    Manifest(spec, [write_shard(folder, "train", 0, spec, rows, {})], complete=True).save(folder)
+    ]
+    write_features(recipe.features_dir, spec, {"train": [rows]})
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Training:
         store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
         draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
         self._batches = Batches(store, config, draft, recipe.seed, 0, 1)
-        self._engine = Engine(draft, config, self._batches.accumulation, self._batches.steps, folder, name)
+        self._engine = Engine(draft, config, self._batches.accumulation, self._batches.order.steps, folder, name)
         draft.move_embed_head(self._engine.device, self._engine.dtype)
         self._draft = draft
         self.tokens, self.waited = 0, 0.0  # of the last turn: what it trained, and seconds that it waited for batches

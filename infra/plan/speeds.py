@@ -35,7 +35,7 @@ def dump_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -
     tokens, first, begin = 0, 0, time.perf_counter()
     while time.perf_counter() - begin < seconds and first < len(mixed):
         part = mixed[first : first + TOGETHER]
-        tokens += sum(len(row.input_ids) for row in worker.rows(ShardTask("train", 0, part), {}))
+        tokens += sum(row.tokens for row in worker.rows(ShardTask("train", 0, part), {}))
         first += TOGETHER
     return tokens / (time.perf_counter() - begin)
 

@@ -1,4 +1,4 @@
-"""A run's features: what its shards declare, and where they are brought from."""
+"""A run's features: what its shards declare, and where tables and shards are brought from."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from filelock import FileLock
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
+from pipeline.features.engines import identity_of
 from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, prompts_damage
 from pipeline.features.store import Store, lacking
@@ -39,6 +40,7 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
             f"{recipe.target.model!r} turns all its positions otherwise (longrope), shorter dialogues' as well; set it "
             f"to {most} or less"
         )
+    states = identity_of(recipe.target, layers)
     return FeatureSpec(
         hidden_size=config.hidden_size,
         stored_dtype=recipe.stored_dtype,
@@ -47,7 +49,11 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         template=template_fingerprint(tokenizer),
         template_settings=template_settings(tokenizer, recipe.target),
         recipe=recipe.dump_hash,
-        auxiliary_layers=" ".join(map(str, layers)),
+        norm_stage=states.norm_stage,
+        auxiliary_layers=" ".join(map(str, states.layers)),
+        dtype=states.dtype,
+        engine=states.engine,
+        engine_version=states.version,
     )
 
 

@@ -1,9 +1,9 @@
-"""Shards that were read back and found whole, and what is known of them without reading them again.
+"""Tables and shards that were read back and found whole, and what is known of them without reading them again.
 
-Guarantees: a shard counts as whole without being read only while its size and times of change (of content, of inode:
+Guarantees: a file counts as whole without being read only while its size and times of change (of content, of inode:
 a copy has its own) are those it had when its SHA-256 was made, and was the manifest's. What a disk loses without
 touching these is found by `preprocess.verify` alone, which always reads everything. What is remembered is lost or
-damaged without harm: shards are then read again. (Whoever writes it by hand could write the manifest as well.)
+damaged without harm: files are then read again. (Whoever writes it by hand could write the manifest as well.)
 """
 
 import time
@@ -17,17 +17,17 @@ from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import file_identity, read_sealed, settled, write_sealed
-from pipeline.features.shards import ShardRecord, damage
+from pipeline.features.shards import Record, damage
 
 CHECKED = "checked.json"
 THREADS = 8  # that hash: hashlib lets the others go on
 
 
-def checked(folder: Path, records: Iterable[ShardRecord]) -> Iterator[tuple[ShardRecord, str | None]]:
-    """Each shard, in order, and why the one on disk is not the manifest's, or None when it is."""
+def checked(folder: Path, records: Iterable[Record]) -> Iterator[tuple[Record, str | None]]:
+    """Each file, in order, and why the one on disk is not the manifest's, or None when it is."""
     known, found = _known(folder), dict[str, list]()
 
-    def look(record: ShardRecord) -> tuple[ShardRecord, str | None]:
+    def look(record: Record) -> tuple[Record, str | None]:
         reason = damage(folder, record, checksum=False)
         if reason:
             return record, reason
@@ -48,7 +48,7 @@ def checked(folder: Path, records: Iterable[ShardRecord]) -> Iterator[tuple[Shar
 
 
 def forget(folder: Path) -> None:
-    """Every shard is read again when it is asked for next."""
+    """Every file is read again when it is asked for next."""
     with suppress(OSError):  # another user's folder
         (folder / CHECKED).unlink(missing_ok=True)
 

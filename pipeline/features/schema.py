@@ -1,18 +1,23 @@
-"""THE feature-shard contract, version 1. Everything that writes or reads a shard goes through this file.
+"""THE feature contract, version 2. Everything that writes or reads a text table or a shard goes through this file.
 
-A shard is an uncompressed Arrow IPC file; one record batch of one row is one dialogue:
+Both are uncompressed Arrow IPC files. A text table holds the dialogues of a set (training, validation, answers), one
+row each, in batches of any size:
 
-    doc_id      string                               stable id of the dialogue
-    input_ids   large_list<int32>                    t_0 .. t_{L-1}
-    loss_mask   large_list<uint8>                    1 where t_i was written by the assistant
+    doc_id      string              stable id of the dialogue
+    input_ids   large_list<int32>   t_0 .. t_{L-1}
+    loss_mask   large_list<uint8>   1 where t_i was written by the assistant
+
+A shard holds the target's states of some of a table's rows; each of its record batches has one row:
+
+    row         int64                                the row of the table
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
     scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
-    auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, one after the
-    other
+    auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, in a row
     auxiliary_scale  large_list<float32>             float8_e4m3fn only: K a token
 
-The schema's metadata carries the fields of `FeatureSpec`; W is uint16 for bfloat16 and float16, uint32 for float32,
-uint8 for float8_e4m3fn.
+W is uint16 for bfloat16 and float16, uint32 for float32, uint8 for float8_e4m3fn. A shard's metadata carries the fields
+of `FeatureSpec`, a table's those that its text depends on. A row that no shard names (its states were not finite) is
+not used: which these are, the manifest says.
 """
 
 import warnings
@@ -28,7 +33,7 @@ from pipeline.basics.errors import PipelineError
 # Shards are mapped read-only, and nobody writes to a Row: torch's warning about that would only repeat itself.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-VERSION = 1
+VERSION = 2
 POST_FINAL_NORM = "post-final-norm"
 _WORDS: dict[str, tuple[torch.dtype, Any, Any]] = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
     "bfloat16": (torch.bfloat16, np.uint16, pa.uint16()),
@@ -53,6 +58,9 @@ class FeatureSpec:
     norm_stage: str = POST_FINAL_NORM
     auxiliary_layers: str = ""  # "2 15 27", counted from 1; what follows the last hidden state
     template_settings: str = ""  # in words: whether the target thinks, what date it is told, its template's keywords
+    dtype: str = "bfloat16"  # in which the target computed
+    engine: str = "transformers"  # that computed the states, and its version
+    engine_version: str = ""
     version: int = VERSION
 
     @property
@@ -81,9 +89,9 @@ class Row:
 class StoredRow:
     """A row as a shard holds it: `columns`, as `stored_columns` has them, on the host."""
 
-    doc_id: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
+    number: int  # row of the text table
+    tokens: int
+    trained_tokens: int
     columns: list[torch.Tensor]
 
 
@@ -105,14 +113,21 @@ def quantised(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (exact / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
-def arrow_schema(spec: FeatureSpec) -> pa.Schema:
-    word = _WORDS[spec.stored_dtype][2]
+def text_schema(spec: FeatureSpec) -> pa.Schema:
+    """Of the text tables that go with shards of this spec."""
     fields = [
         ("doc_id", pa.string()),
         ("input_ids", pa.large_list(pa.int32())),
         ("loss_mask", pa.large_list(pa.uint8())),
-        ("hidden", pa.large_list(pa.list_(word, spec.hidden_size))),
     ]
+    of_text = ("version", "tokenizer", "template", "template_settings")
+    return pa.schema(fields, metadata={name: str(getattr(spec, name)) for name in of_text})
+
+
+def arrow_schema(spec: FeatureSpec) -> pa.Schema:
+    """Of a shard."""
+    word = _WORDS[spec.stored_dtype][2]
+    fields = [("row", pa.int64()), ("hidden", pa.large_list(pa.list_(word, spec.hidden_size)))]
     if spec.stored_dtype == FP8:
         fields.append(("scale", pa.large_list(pa.float32())))
     if spec.auxiliary:
@@ -143,7 +158,9 @@ def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
 
 
 def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None:
-    """Refuses features that were not made by the recipe and target at hand, naming what differs."""
+    """Refuses features that were not made by the recipe and target at hand, naming what differs. Another engine, or
+    another version of it, is none of these (`another_engine`).
+    """
     meanings = {
         "target": "another target model or revision",
         "tokenizer": "another tokenizer",
@@ -153,6 +170,7 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
         "stored_dtype": "another stored dtype",
         "hidden_size": "another hidden size",
         "auxiliary_layers": "other auxiliary layers",
+        "dtype": "another dtype of the target's forward",
         "recipe": "other data or feature settings",
     }
     for field, meaning in meanings.items():
@@ -162,6 +180,14 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
                 f"{where}: features of {meaning} ({field} is {have!r}, this run expects {want!r}). "
                 "Use the recipe they were dumped with, or dump again into another output folder"
             )
+
+
+def another_engine(got: FeatureSpec, expected: FeatureSpec) -> str | None:
+    """What to tell whoever expects the states of another engine than these were computed by; None where it is the
+    same.
+    """
+    made, here = ((spec.engine, spec.engine_version) for spec in (got, expected))
+    return None if made == here else f"features were computed by {' '.join(made)}, here is {' '.join(here)}"
 
 
 def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.Tensor]:
@@ -177,27 +203,8 @@ def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.
     return columns
 
 
-def to_batch(row: Row | StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
-    word = _WORDS[spec.stored_dtype][1]
-
-    def one(values: pa.Array) -> pa.Array:
-        return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
-
-    columns = [
-        pa.array([row.doc_id]),
-        one(pa.array(row.input_ids.astype(np.int32, copy=False))),
-        one(pa.array(row.loss_mask.astype(np.uint8, copy=False))),
-    ]
-    for column in row.columns if isinstance(row, StoredRow) else _columns(row, spec):
-        if column.dim() == 1:
-            columns.append(one(pa.array(column.numpy())))
-        else:
-            words = pa.array(column.numpy().view(word).reshape(-1))
-            columns.append(one(pa.FixedSizeListArray.from_arrays(words, column.shape[1])))
-    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
-
-
-def _columns(row: Row, spec: FeatureSpec) -> list[torch.Tensor]:
+def stored(row: Row, number: int, spec: FeatureSpec) -> StoredRow:
+    """A dialogue in memory as the shard of this spec holds it, for row `number` of its table."""
     length = len(row.hidden_TD)
     states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
     shapes = [(length, spec.hidden_size)] + ([(length, spec.auxiliary, spec.hidden_size)] if spec.auxiliary else [])
@@ -207,15 +214,32 @@ def _columns(row: Row, spec: FeatureSpec) -> list[torch.Tensor]:
         or not (len(row.input_ids) == len(row.loss_mask) == length)
     ):
         raise AssertionError(f"row {row.doc_id}: {row.hidden_TD.shape} {row.hidden_TD.dtype} does not fit {spec}")
-    return stored_columns(states, spec.stored_dtype)
+    return StoredRow(number, length, int(row.loss_mask.sum()), stored_columns(states, spec.stored_dtype))
 
 
-def from_batch(batch: pa.RecordBatch, spec: FeatureSpec, decode: bool = True) -> Row:
-    """Zero-copy views into the batch's (memory-mapped) buffers; FP8 is decoded here or, without `decode`, by whoever
-    has the row's scales.
+def to_batch(row: StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
+    word = _WORDS[spec.stored_dtype][1]
+
+    def one(values: pa.Array) -> pa.Array:
+        return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+
+    columns = [pa.array([row.number], pa.int64())]
+    for column in row.columns:
+        if column.dim() == 1:
+            columns.append(one(pa.array(column.numpy())))
+        else:
+            words = pa.array(column.numpy().view(word).reshape(-1))
+            columns.append(one(pa.FixedSizeListArray.from_arrays(words, column.shape[1])))
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
+
+
+def from_batch(
+    batch: pa.RecordBatch, spec: FeatureSpec, text: tuple[str, np.ndarray, np.ndarray], decode: bool = True
+) -> Row:
+    """The dialogue `text` (id, tokens, mask) with its states: zero-copy views into the batch's (memory-mapped) buffers.
+    FP8 is decoded here or, without `decode`, by whoever has the row's scales.
     """
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
-
     scales_of: list[torch.Tensor] = []
 
     def states(column: str, scales: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -231,14 +255,8 @@ def from_batch(batch: pa.RecordBatch, spec: FeatureSpec, decode: bool = True) ->
     hidden_TD, auxiliary_TKD = states("hidden", "scale", (-1, spec.hidden_size)), None
     if spec.auxiliary:
         auxiliary_TKD = states("auxiliary", "auxiliary_scale", (-1, spec.auxiliary, spec.hidden_size))
-    return Row(
-        doc_id=batch.column("doc_id")[0].as_py(),
-        input_ids=batch.column("input_ids").flatten().to_numpy(zero_copy_only=True),
-        loss_mask=batch.column("loss_mask").flatten().to_numpy(zero_copy_only=True),
-        hidden_TD=hidden_TD,
-        auxiliary_TKD=auxiliary_TKD,
-        scales_TS=None if decode or not scales_of else torch.cat(scales_of, dim=1),
-    )
+    scales_TS = None if decode or not scales_of else torch.cat(scales_of, dim=1)
+    return Row(*text, hidden_TD=hidden_TD, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
 def decoded(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

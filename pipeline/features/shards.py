@@ -1,24 +1,23 @@
-"""Writing, listing and reading feature shards.
+"""The manifest of a feature folder; writing and reading its shards.
 
 Guarantees: a shard is whole or absent; the manifest is the only truth about what is finished; a reader refuses
 anything whose size, checksum, structure or origin differs from the manifest and from its own recipe.
 """
 
-import hashlib
-import io
 import os
 import shutil
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
+from pipeline.basics.files import read_sealed, sha256, write_sealed
 from pipeline.features.schema import (
+    VERSION,
     FeatureSpec,
     Row,
     StoredRow,
@@ -26,17 +25,19 @@ from pipeline.features.schema import (
     from_batch,
     require_same,
     spec_of,
+    stored,
     to_batch,
 )
+from pipeline.features.text import TextRecord, TextTable, arrow_file, write_text_table
 
-SOME_TOKENS = 1024  # of `some_texts`
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation")  # the sets of the source's dialogues
+ANSWERS = "answers"  # the set of the target's own greedy answers to the calibration prompts
+FILES = ("text-*.arrow", "features-*.arrow")  # tables and shards of a folder
 UNREADABLE = (
     f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
 )
-ANSWERS = "answers"  # a split beside these: the target's own greedy answers to the calibration prompts
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ShardRecord:
     """One line of the manifest. Counts are of dialogues (rows), tokens and tokens with a loss."""
 
     name: str
-    split: str
+    split: str  # its set
     index: int
     rows: int
     tokens: int
@@ -53,17 +54,23 @@ class ShardRecord:
     sha256: str
     rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
     documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
+    text: TextRecord | None = None  # of answers: the part of their table that came with the shard
+
+
+Record = ShardRecord | TextRecord  # of a file
 
 
 @dataclass
 class Manifest:
-    """What a feature folder holds; ``complete`` only after the last shard and the final accounting."""
+    """What a feature folder holds; ``complete`` only after the last shard, the tables and the final accounting."""
 
     spec: FeatureSpec
-    shards: list[ShardRecord] = field(default_factory=list)
+    shards: list[ShardRecord] = field(default_factory=list)  # of the source's dialogues
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
-    answers: str = ""  # Recipe.answers_hash, of the shards of that split
+    text: dict[str, TextRecord] = field(default_factory=dict)  # the tables of the source's dialogues, by split
+    answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
+    answers_hash: str = ""  # Recipe.answers_hash, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
 
     @classmethod
@@ -78,38 +85,72 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: dict[str, Any], path: object) -> "Manifest":
-        """Raises PipelineError for what is no manifest, and for a shard whose name is not that of its split and
-        index.
-        """
+        """Raises PipelineError for what is no manifest, and for a file whose name is not that of its set and index."""
         try:
+            if raw["spec"]["version"] != VERSION:
+                raise PipelineError(
+                    f"{path}: features of version {raw['spec']['version']!r}, expected {VERSION!r}: they were dumped "
+                    "by another version of this project; dump again into another folder"
+                )
             found = cls(
                 spec=FeatureSpec(**raw["spec"]),
-                shards=[ShardRecord(**record) for record in raw["shards"]],
+                shards=list(map(_shard_record, raw["shards"])),
                 accounting=raw["accounting"],
                 complete=raw["complete"],
-                answers=raw["answers"],
+                text={split: TextRecord(**record) for split, record in raw["text"].items()},
+                answers=list(map(_shard_record, raw["answers"])),
+                answers_hash=raw["answers_hash"],
                 prompts_sha256=raw["prompts_sha256"],
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
         names = set()
-        for record in found.shards:
-            if not _is_named_rightly(record) or record.name in names:
+        for set_name, record in found._listed():
+            if not _is_named_rightly(record, set_name) or record.name in names:
                 raise PipelineError(
-                    f"{path}: shard {record.name!r} (split {record.split!r}, index {record.index!r}) is not one that "
-                    f"a dump writes, or is there twice. {UNREADABLE}"
+                    f"{path}: {record.name!r} (of {set_name!r}) is not one that a dump writes, or is there twice. "
+                    f"{UNREADABLE}"
                 )
             names.add(record.name)
         return found
 
+    def _listed(self) -> Iterator[tuple[str, Record]]:
+        """Every file of the folder with the name of its set."""
+        yield from self.text.items()
+        for shard in self.shards:
+            yield shard.split if shard.split in SPLITS else "", shard
+        for shard in self.answers:
+            yield ANSWERS, shard
+            if shard.text is not None:
+                yield ANSWERS, shard.text
+
+    @property
+    def files(self) -> list[Record]:
+        """Tables and shards."""
+        return [record for _, record in self._listed()]
+
     def save(self, folder: Path) -> None:
-        self.shards.sort(key=lambda record: (record.split, record.index))
+        for shards in (self.shards, self.answers):
+            shards.sort(key=lambda record: (record.split, record.index))
         write_sealed(folder / MANIFEST, asdict(self))
 
-    def total(self, split: str, count: str) -> int:
-        return sum(getattr(record, count) for record in self.shards if record.split == split)
+    def of(self, name: str) -> list[ShardRecord]:
+        """The shards of a set."""
+        return [record for record in (*self.shards, *self.answers) if record.split == name]
+
+    def text_of(self, name: str) -> list[TextRecord]:
+        """The parts of a set's table, in the order of its shards."""
+        came_with = [record.text for record in self.of(name) if record.text is not None]
+        return [self.text[name]] if name in self.text else came_with
+
+    def total(self, name: str, count: str) -> int:
+        return sum(getattr(record, count) for record in self.of(name))
+
+
+def _shard_record(raw: dict[str, Any]) -> ShardRecord:
+    return ShardRecord(**{**raw, "text": None if raw["text"] is None else TextRecord(**raw["text"])})
 
 
 def link_features(source: Path, folder: Path) -> None:
@@ -126,56 +167,71 @@ def shard_name(split: str, index: int) -> str:
     return f"features-{split}-{index:06d}.arrow"
 
 
-def _is_named_rightly(record: ShardRecord) -> bool:
-    """Whether it names the file that its split and index make, and no other place; and whether its counts are such."""
-    counts = (record.index, record.rows, record.tokens, record.trained_tokens, record.bytes)
-    known = record.split in (*SPLITS, ANSWERS) and all(type(count) is int and count >= 0 for count in counts)
-    return known and record.name == shard_name(record.split, record.index)
+def text_name(split: str, index: int | None = None) -> str:
+    """Of a table, or of the part of one that comes with a shard."""
+    return f"text-{split}.arrow" if index is None else f"text-{split}-{index:06d}.arrow"
+
+
+def _is_named_rightly(record: Record, set_name: str) -> bool:
+    """Whether it names the file that its set and index make, and no other place; and whether its counts are such."""
+    counts: list[Any] = [record.rows, record.bytes]
+    if isinstance(record, TextRecord):
+        here = set_name in SPLITS and record.name == text_name(set_name)
+        index = record.name.removeprefix(f"text-{ANSWERS}-").removesuffix(".arrow")
+        here |= set_name == ANSWERS and index.isdecimal() and record.name == text_name(ANSWERS, int(index))
+    else:
+        counts += [record.index, record.tokens, record.trained_tokens]
+        here = set_name == record.split != ""
+    if not here or not all(type(count) is int and count >= 0 for count in counts):
+        return False
+    return isinstance(record, TextRecord) or record.name == shard_name(record.split, record.index)
 
 
 def write_shard(
-    folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[Row | StoredRow], rejected: dict[str, str]
+    folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[StoredRow], rejected: dict[str, str]
 ) -> ShardRecord:
     """Writes one shard atomically and returns its manifest record. Raises PipelineError when the disk is full.
 
     `rejected` may be filled by `rows` while it is consumed.
     """
     path = folder / shard_name(split, index)
-    count = tokens = trained = 0
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        sink = _Hashed(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, "w"), arrow_schema(spec)) as writer:
-            for row in rows:
-                writer.write_batch(to_batch(row, spec))
-                count += 1
-                tokens += len(row.input_ids)
-                trained += int(row.loss_mask.sum())
-        size, checksum = sink.tell(), sink.state.hexdigest()
-    return ShardRecord(path.name, split, index, count, tokens, trained, size, checksum, rejected)
+    tokens = trained = 0
+    with arrow_file(path, arrow_schema(spec)) as file:
+        for row in rows:
+            file.write(to_batch(row, spec))
+            tokens += row.tokens
+            trained += row.trained_tokens
+    return ShardRecord(path.name, split, index, file.rows, tokens, trained, file.bytes, file.sha256, rejected)
 
 
-class _Hashed(io.RawIOBase):
-    """A file that is hashed as it is written, so that nothing is read back."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.state = file, hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def write(self, content) -> int:
-        self.state.update(content)
-        return self._file.write(content)
+def write_features(
+    folder: Path, spec: FeatureSpec, sets: dict[str, list[list[Row]]], answers_hash: str = ""
+) -> Manifest:
+    """A whole folder of dialogues that are in memory: by set, the rows of each of its shards."""
+    manifest = Manifest(spec, complete=True, answers_hash=answers_hash)
+    for name, shards in sets.items():
+        first = 0
+        if name in SPLITS:
+            rows = [row for shard in shards for row in shard]
+            manifest.text[name] = write_text_table(folder / text_name(name), rows, spec)
+        for index, rows in enumerate(shards):
+            numbered = (stored(row, first + place, spec) for place, row in enumerate(rows))
+            record = write_shard(folder, name, index, spec, numbered, {})
+            first += len(rows)
+            if name in SPLITS:
+                manifest.shards.append(record)
+            else:
+                part = write_text_table(folder / text_name(name, index), rows, spec)
+                manifest.answers.append(replace(record, text=part))
+    manifest.save(folder)
+    return manifest
 
 
 _OTHER = "its SHA-256 is not the manifest's: its content was changed or damaged"
 
 
-def damage(folder: Path, record: ShardRecord, checksum: bool = True) -> str | None:
-    """Why the shard on disk is not the one of the manifest, or None when it is."""
+def damage(folder: Path, record: Record, checksum: bool = True) -> str | None:
+    """Why the file on disk is not the one of the manifest, or None when it is."""
     path = folder / record.name
     if not path.exists():
         return "it is missing"
@@ -219,47 +275,56 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
 
 
 class FeatureStore:
-    """The dialogues of one split, memory-mapped; rows are numbered across shards in manifest order."""
+    """The dialogues of one set, memory-mapped: its usable texts, numbered in the order of the table, and their states.
+
+    A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
+    """
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
-        """Opens every shard and checks size, structure and origin (not checksums: see `require_whole`).
+        """Opens the table and every shard and checks size, structure and origin (not checksums: see `require_whole`).
 
-        Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged shard.
+        Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged file.
         """
         manifest = Manifest.load(folder)
         require_same(manifest.spec, expected, folder)
         if not manifest.complete:
             raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
         self.spec = manifest.spec
-        self.records = [record for record in manifest.shards if record.split == split]
+        self.records = manifest.of(split)
         if not self.records:
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
             )
-        self._readers = [open_shard(folder, record, self.spec) for record in self.records]
+        self.texts = usable_texts(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
+        self._readers = [open_shard(folder, record, self.spec) for record in self.records]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _batch(self, index: int) -> pa.RecordBatch:
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._readers[shard].get_batch(index - int(self._starts[shard]))
-
-    def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(input_ids, loss_mask)`` of a row, without its hidden states."""
-        batch = self._batch(index)
-        return tuple(batch.column(name).flatten().to_numpy(zero_copy_only=True) for name in ("input_ids", "loss_mask"))
-
     def row(self, index: int, decode: bool = True) -> Row:
-        return from_batch(self._batch(index), self.spec, decode)
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch = self._readers[shard].get_batch(index - int(self._starts[shard]))
+        if batch.column("row")[0].as_py() != self.texts.rows_N[index]:
+            name = self.records[shard].name
+            raise PipelineError(f"feature shard {name} names other rows than the manifest says. Run the dump again")
+        text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
+        return from_batch(batch, self.spec, text, decode)
 
 
-def some_texts(store: FeatureStore, tokens: int = SOME_TOKENS) -> list[list[int]]:
-    """The first dialogues, so many tokens of them: what a draft at step 0 may be made of."""
-    found: list[list[int]] = []
-    for number in range(len(store)):
-        if (room := tokens - sum(map(len, found))) <= 0:
-            break
-        found.append(store.text(number)[0][:room].tolist())
-    return found
+def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:
+    """The texts of a set whose states are, or will be, in its shards. Needs no shard: shard k is of the next rows of
+    the table, as many as it holds and rejects. Raises PipelineError.
+    """
+    table, usable, first = TextTable.open(folder, manifest.text_of(split), manifest.spec), [], 0
+    for record in manifest.of(split):
+        last = first + record.rows + len(record.rejected)
+        rows = range(first, min(last, len(table)))
+        usable += [row for row in rows if not record.rejected or table.doc_id(row) not in record.rejected]
+        first = last
+    if first != len(table) or len(usable) != manifest.total(split, "rows"):
+        raise PipelineError(
+            f"{folder}: the {split} table holds {len(table)} dialogues, {len(usable)} of them usable; by the shards "
+            f"these are {first} and {manifest.total(split, 'rows')}. Dump again into another folder"
+        )
+    return table.only(np.array(usable, np.int64))

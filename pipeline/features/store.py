@@ -18,7 +18,7 @@ from pipeline.features.shards import (
     MANIFEST,
     UNREADABLE,
     Manifest,
-    ShardRecord,
+    Record,
     damage,
 )
 
@@ -106,14 +106,16 @@ class Store:
             raise self._failed(f"deleting {name}", error) from None
 
 
-def lacking(folder: Path, manifest: Manifest) -> list[ShardRecord]:
-    """The shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was saved."""
+def lacking(folder: Path, manifest: Manifest) -> list[Record]:
+    """The tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was
+    saved.
+    """
     try:
-        held = {record.name: record.sha256 for record in Manifest.load(folder).shards}
+        held = {record.name: record.sha256 for record in Manifest.load(folder).files}
     except PipelineError:  # none there, or not to be read: it is about to be written anew
         held = {}
     return [
         record
-        for record in manifest.shards
+        for record in manifest.files
         if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
     ]

@@ -46,12 +46,12 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"
-    if manifest.answers != recipe.answers_hash:
+    if manifest.answers_hash != recipe.answers_hash:
         return False, "answers to calibration prompts are to be given anew"
-    here = [] if recipe.features.store else manifest.shards
+    here = [] if recipe.features.store else manifest.files
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
     if broken:
-        return False, f"{len(broken)} of {len(manifest.shards)} shards missing or truncated"
+        return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"

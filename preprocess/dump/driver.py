@@ -1,13 +1,15 @@
 """The dump job: has the planned shards written and keeps the manifest, the only truth about what is finished.
 
-A shard of the manifest that is whole on disk is not written again; it is read back to see that, once as long as it does
+The plan's texts go into tables, one a split, as the plan is made. A shard of the manifest that is whole on disk is not
+written again; it is read back to see that, once as long as it does
 not change. Where the recipe names a store, "on disk" means there, and whole means its size: reading it all back is
 `verify`'s business.
 """
 
 import json
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,22 +20,28 @@ from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.checked import checked
-from pipeline.features.schema import FeatureSpec, require_same
+from pipeline.features.schema import FeatureSpec, require_same, text_schema
 from pipeline.features.shards import (
     ANSWERS,
+    FILES,
     HELDOUT_PROMPTS,
     MANIFEST,
     SPLITS,
     Manifest,
+    Record,
     ShardRecord,
     damage,
     prompts_damage,
+    shard_name,
+    text_name,
 )
 from pipeline.features.store import Store
+from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.plan import Plan
 from preprocess.dump.pool import Pool
+from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker
 
 REJECTED = "rejected.jsonl"
@@ -73,34 +81,45 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
-    whole = []
-    wanted = [shard for shard in manifest.shards if shard.split != ANSWERS or manifest.answers == answers]
-    with Progress("verify shards", len(wanted), "shards", quiet=not wanted) as progress:
-        if store is None:
-            found = ((shard, reason is None) for shard, reason in checked(folder, wanted))
-        else:
-            found = ((shard, _is_stored(folder, shard, store, sizes)) for shard in wanted)
-        for shard, is_whole in found:
-            if is_whole:
-                whole.append(shard)
-            progress.advance(1)
+    if manifest.answers_hash != answers:
+        manifest.answers, manifest.answers_hash, manifest.complete = [], answers, False
+    lost = _lost(folder, manifest, store, sizes)
     published = store is None or MANIFEST in sizes
-    same = len(whole) == len(manifest.shards) and manifest.answers == answers
-    if not same or prompts_damage(folder, manifest) or not published:
-        manifest.shards, manifest.complete = whole, False  # saved with the first shard that is written again
-        manifest.answers = answers
+    if lost or prompts_damage(folder, manifest) or not published:
+        manifest.complete = False  # saved with the first shard that is written again
+    manifest.shards = [shard for shard in manifest.shards if shard.name not in lost]
+    manifest.answers = [s for s in manifest.answers if not {s.name, s.text.name if s.text else ""} & lost]
     return manifest
 
 
-def _is_stored(folder: Path, shard: ShardRecord, store: Store, sizes: dict[str, int]) -> bool:
+def _lost(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:
+    """The tables and shards of the manifest that are not whole, there or here."""
+    with Progress("verify shards", len(manifest.files), "files", quiet=not manifest.files) as progress:
+        lost = set()
+        if store is None:
+            found = ((record, reason is None) for record, reason in checked(folder, manifest.files))
+        else:
+            found = ((record, _is_stored(folder, record, store, sizes)) for record in manifest.files)
+        for record, is_whole in found:
+            if not is_whole:
+                lost.add(record.name)
+            progress.advance(1)
+        return lost
+
+
+def _is_stored(folder: Path, record: Record, store: Store, sizes: dict[str, int]) -> bool:
     """Of a dump that is to go to a store, what lies whole on disk from before is sent off."""
-    if sizes.get(shard.name) == shard.bytes:
+    if sizes.get(record.name) == record.bytes:
         return True
-    if damage(folder, shard) is not None:
+    if damage(folder, record) is not None:
         return False
-    store.put(folder / shard.name)
-    (folder / shard.name).unlink()
+    _move(folder / record.name, store)
     return True
+
+
+def _move(path: Path, store: Store) -> None:
+    store.put(path)
+    path.unlink()
 
 
 class _Ledger:
@@ -122,7 +141,7 @@ class _Ledger:
                 self.save()
 
     def add(self, record: ShardRecord) -> None:
-        self._manifest.shards.append(record)
+        (self._manifest.shards if record.text is None else self._manifest.answers).append(record)
         self._behind = True
         if time.monotonic() >= self._due:
             self.save()
@@ -140,20 +159,27 @@ class _Ledger:
 
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) -> None:
     plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
-    finished = {(shard.split, shard.index): shard for shard in manifest.shards}
-    tasks = (task for task in plan.tasks() if not task.is_done(finished.get((task.split, task.index)), recipe))
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-    with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger:
-        for record in Pool(recipe, make, "features.batch_tokens").records(tasks):
+    pool = Pool(recipe, make, "features.batch_tokens")
+    with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
+        tables = {
+            split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
+            for split in SPLITS
+        }
+        for record in pool.records(_tasks(recipe, plan, manifest, tables)):
             ledger.add(record)
             if 0 < most < plan.train_tokens:
                 progress.expect(plan.train_tokens)
-            progress.advance(record.tokens if record.split == "train" else 0, shards=len(manifest.shards))
+            progress.advance(record.tokens if record.split == "train" else 0, shards=_count(manifest))
         progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
+    manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
+    if store is not None:
+        for record in manifest.text.values():
+            _move(folder / record.name, store)
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
@@ -166,20 +192,35 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             f"{f' ({together}, which stay together)' if (together := _together(manifest)) else ''}: "
             "raise it, or say with data.group what belongs together ('id': nothing does)"
         )
-    dialogues = [shard for shard in manifest.shards if shard.split != ANSWERS]
-    rejected = [*plan.rejected, *(pair for shard in dialogues for pair in shard.rejected.items())]
+    rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    known = {shard.name for shard in manifest.shards}
-    for path in folder.glob("features-*.arrow"):
+    known = {record.name for record in manifest.files}
+    for path in (path for pattern in FILES for path in folder.glob(pattern)):
         if path.name not in known:  # of an earlier plan whose manifest is gone
             path.unlink()
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
+
+
+def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile]) -> Iterator[ShardTask]:
+    """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
+    by every run: the same bytes as long as the source and the settings are the same.
+    """
+    finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
+    for task in plan.tasks():
+        if task.split in tables:  # answers are no texts yet
+            tables[task.split].write(text_batch(task.in_order, manifest.spec))
+        if not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
+            yield task
+
+
+def _count(manifest: Manifest) -> int:
+    return len(manifest.shards) + len(manifest.answers)
 
 
 def _together(manifest: Manifest) -> str:
@@ -211,12 +252,12 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
     answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")
-    lost = sum(len(shard.rejected) for shard in manifest.shards if shard.split == ANSWERS)
+    lost = sum(len(shard.rejected) for shard in manifest.answers)
     lines.append(
         f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens"
         + (f"; {lost} rejected" if lost else "")
     )
-    size = sum(shard.bytes for shard in manifest.shards) / 1e6
+    size = sum(record.bytes for record in manifest.files) / 1e6
     where = public_name(recipe.features.store) if recipe.features.store else recipe.features_dir
-    lines.append(f"{len(manifest.shards)} shards, {size:,.0f} MB in {where}")
+    lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
     return lines

@@ -209,10 +209,9 @@ class Plan:
         return task
 
     def accounting(self, shards: list[ShardRecord]) -> dict:
-        """Counts by fate: records + further sequences = accepted + rejected + skipped, exactly."""
-        shards = [
-            shard for shard in shards if shard.split != ANSWERS
-        ]  # those are of dialogues that are counted already
+        """Counts of the source's dialogues by fate: records + further sequences = accepted + rejected + skipped,
+        exactly.
+        """
         late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)

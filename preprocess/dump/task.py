@@ -1,7 +1,7 @@
 """What a worker is given to do, and how it says what it is busy with."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,11 @@ class Item(Protocol):
         """Everything but the id that the result depends on."""
 
 
+def longest_first(documents: Iterable[Any]) -> list[Any]:
+    """Whatever order they come in."""
+    return sorted(documents, key=lambda document: (-len(document.input_ids), document.doc_id))
+
+
 @dataclass(frozen=True)
 class ShardTask:
     """One output file: its dialogues, in the form in which the worker takes them."""
@@ -39,6 +44,11 @@ class ShardTask:
     documents: list[Any]  # of Item
     suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
+
+    @property
+    def in_order(self) -> list[Any]:
+        """Documents as the text table and the shard have them: the longest first, which are forwarded together."""
+        return longest_first(self.documents)
 
     @property
     def fingerprint(self) -> str:

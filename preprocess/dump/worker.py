@@ -17,11 +17,12 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
-from pipeline.features.shards import ANSWERS, ShardRecord, write_shard
+from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shard
 from pipeline.features.source import FeatureSource, Prompt
+from pipeline.features.text import write_text_table
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
-from preprocess.dump.task import ShardTask, Tell, in_flight, nobody_listens
+from preprocess.dump.task import ShardTask, Tell, in_flight, longest_first, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")
 NOT_ANSWERED = "not_answered"
@@ -43,7 +44,7 @@ class Document:
 def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
     """Longest first; a batch holds at most `batch_tokens` padded tokens (or one dialogue that is longer)."""
     batch: list[Document] = []
-    for document in sorted(documents, key=lambda d: (-len(d.input_ids), d.doc_id)):
+    for document in longest_first(documents):
         if batch and len(batch[0].input_ids) * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
@@ -119,38 +120,39 @@ class FeatureWorker:
         for document in task.documents:
             if document.doc_id in task.suspects:
                 self._arrived(self._compute([document]))
-        rejected = dict(task.set_aside)
-        if task.split == ANSWERS:
-            task, fingerprint = self._answered(task, rejected), task.fingerprint
-        else:
-            fingerprint = task.fingerprint
-        rows = self.rows(task, rejected)
+        rejected, text = dict(task.set_aside), None
+        made = task
+        if task.split == ANSWERS:  # its texts are the target's own, so they are not in a table yet
+            made = replace(task, documents=self._answered(task, rejected))
+            text = write_text_table(self._folder / text_name(task.split, task.index), made.in_order, self._spec)
+        rows = self.rows(made, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
         if self._store is not None:
             self._tell(())  # what goes wrong from here on is no dialogue's fault
-            self._store.put(self._folder / record.name)
-            (self._folder / record.name).unlink()
-        return replace(record, documents=fingerprint)
+            for name in (record.name, *([text.name] if text else [])):
+                self._store.put(self._folder / name)
+                (self._folder / name).unlink()
+        return replace(record, documents=task.fingerprint, text=text)
 
-    def _answered(self, task: ShardTask, rejected: dict[str, str]) -> ShardTask:
-        """The prompts with the target's greedy answers behind them, by the same loop that evaluation decodes plainly
-        with; the mask is on the answers. What cannot be answered is entered into `rejected`.
+    def _answered(self, task: ShardTask, rejected: dict[str, str]) -> list[Document]:
+        """The prompts with the target's greedy answers behind them; the mask is on the answers. What cannot be answered
+        stays a prompt, and is entered into `rejected`.
         """
         sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
         whole = []
         for document in task.documents:
-            if document.doc_id in task.set_aside:
-                continue
-            self._tell((document.doc_id,))
-            try:
-                (answer,) = self._source.answers([Prompt(document.input_ids.tolist())], sampling)
-            except PipelineError:  # logits that are not finite
-                rejected[document.doc_id] = NOT_ANSWERED
-                continue
-            tokens = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
-            mask = np.arange(len(tokens)) >= len(document.input_ids)
-            whole.append(Document(document.doc_id, tokens, mask.astype(np.uint8)))
-        return replace(task, documents=whole)
+            tokens: list[int] = []
+            if document.doc_id not in rejected:
+                self._tell((document.doc_id,))
+                try:
+                    (answer,) = self._source.answers([Prompt(document.input_ids.tolist())], sampling)
+                    tokens = answer.tokens
+                except PipelineError:  # logits that are not finite
+                    rejected[document.doc_id] = NOT_ANSWERED
+            ids = np.concatenate([document.input_ids, np.array(tokens, np.int32)])
+            mask = np.arange(len(ids)) >= len(document.input_ids)
+            whole.append(Document(document.doc_id, ids, mask.astype(np.uint8)))
+        return whole
 
     def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
         """``states_TSD`` of each dialogue, in the target's dtype, on its device."""
@@ -193,13 +195,18 @@ class FeatureWorker:
         return stored_columns(parts, self._spec.stored_dtype), states_TSD.isfinite().all()
 
     def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[StoredRow]:
-        """The task's dialogues with their hidden states; what is not finite is entered into `rejected`."""
-        documents = [document for document in task.documents if document.doc_id not in task.set_aside]
+        """The task's dialogues as the shard holds them, all but those in `rejected`; what is not finite is entered
+        there. Shard k's are the k-th `rows_per_shard` rows of the table.
+        """
+        first = task.index * self._settings.rows_per_shard
+        numbers = {document.doc_id: first + place for place, document in enumerate(task.in_order)}
+        documents = [document for document in task.documents if document.doc_id not in rejected]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
         for batch, stored in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
             finite_B = self._arrived(stored).finite_B.tolist()
             for document, columns, finite in zip(batch, stored.columns, finite_B, strict=True):
                 if finite:
-                    yield StoredRow(document.doc_id, document.input_ids, document.loss_mask, columns)
+                    trained = int(document.loss_mask.sum())
+                    yield StoredRow(numbers[document.doc_id], len(document.input_ids), trained, columns)
                 else:
                     rejected[document.doc_id] = "features_not_finite"

@@ -93,7 +93,7 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path):
     assert not list(features.glob(".*.tmp"))
 
 
-def test_damaged_shards_are_redone(job, tmp_path):
+def test_damaged_shards_and_tables_are_redone(job, tmp_path):
     recipe, features, expected = job
     copy = tmp_path / "features"
     shutil.copytree(features, copy)
@@ -103,6 +103,8 @@ def test_damaged_shards_are_redone(job, tmp_path):
     content[len(content) // 2] ^= 1
     flipped.write_bytes(content)
     deleted.unlink()
+    (copy / "text-validation.arrow").unlink()
+    (copy / "text-answers-000001.arrow").write_bytes(b"half")
     dump_here(load_recipe(recipe, [f"output={tmp_path}"]))
     assert checksums(copy) == expected
 
@@ -123,8 +125,16 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     assert "the target's own to 2 calibration prompts" in "\n".join(dump(changed))
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
     answers = {name for name in before if "answers" in name}
-    assert len(answers) == 2 and after.keys() == before.keys() - {"features-answers-000001.arrow"}
-    assert {name for name in after if after[name] != stamps[name]} == {"features-answers-000000.arrow"}
+    assert len(answers) == 4 and after.keys() == before.keys() - {
+        "features-answers-000001.arrow",
+        "text-answers-000001.arrow",
+    }
+    assert {name for name in after if after[name] != stamps[name]} == {
+        "features-answers-000000.arrow",
+        "text-answers-000000.arrow",
+        "text-train.arrow",
+        "text-validation.arrow",
+    }
     manifest = Manifest.load(tmp_path / "features")
     assert manifest.complete and 2 < manifest.total(ANSWERS, "trained_tokens") <= 10
 

@@ -239,7 +239,7 @@ def test_a_store_cannot_make_a_trainer_write_outside_its_folder(tiny_recipe, tmp
     Manifest(spec, [record], {}, complete=True).save(store)
     (tmp_path / "here").mkdir()
     tree = tiny_recipe.model_copy(update={"output": str(tmp_path / "here/run")})
-    with pytest.raises(PipelineError, match=rf"manifest.json: shard '{name}' .* is not one that a dump writes"):
+    with pytest.raises(PipelineError, match=rf"manifest.json: '{name}' .* is not one that a dump writes"):
         fetch(tree.with_features(store=f"file://{store}"), spec)
     assert not [path for path in (tmp_path / "here").rglob("*") if path.is_file() and path.name != ".fetch.lock"]
 

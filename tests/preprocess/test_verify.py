@@ -52,8 +52,8 @@ def arguments(dumped, *more: str) -> list[str]:
 
 def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, capsys):
     call(main, *arguments(dumped))
-    told, shards = capsys.readouterr().out, len(Manifest.load(dumped[1]).shards)
-    assert f"{shards} of {shards} shards are whole; complete: True" in told
+    told, shards = capsys.readouterr().out, len(Manifest.load(dumped[1]).files)
+    assert f"{shards} of {shards} tables and shards are whole; complete: True" in told
     assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
 
 
@@ -135,7 +135,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(dumped, tmp_path):
     (tmp_path / "evil.arrow").write_bytes((features / "features-train-000000.arrow").read_bytes())
     shards = len(Manifest.load(folder).shards)
     change_sealed(folder / "manifest.json", lambda raw: raw["shards"][shards - 1].update(name="../../evil.arrow"))
-    with pytest.raises(PipelineError, match=r"shard '../../evil.arrow' .* is not one that a dump writes"):
+    with pytest.raises(PipelineError, match=r"'../../evil.arrow' .* is not one that a dump writes"):
         check(folder, recipe, [], rows=0, repair=False)
 
 

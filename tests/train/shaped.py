@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.features.schema import Row
-from pipeline.features.shards import Manifest, write_shard
+from pipeline.features.shards import SPLITS, write_features
 from pipeline.recipe.load import load_recipe, override_arguments
 from tests.kit import byte_tokenizer, run_command, train_command
 
@@ -68,9 +68,7 @@ def dump_random(recipe, dialogues: int, length: int) -> None:
         )
         for number in range(dialogues)
     ]
-    recipe.features_dir.mkdir(parents=True, exist_ok=True)
-    shards = [write_shard(recipe.features_dir, split, 0, spec, rows, {}) for split in ("train", "validation")]
-    Manifest(spec, shards, complete=True).save(recipe.features_dir)
+    write_features(recipe.features_dir, spec, {split: [rows] for split in SPLITS})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which dialogues make up a step, and what the store's statistics are."""
+"""Which dialogues make up a step, what its batches hold, and what the texts' statistics are."""
 
 from types import SimpleNamespace
 
@@ -9,10 +9,11 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.features.batch import trained
 from pipeline.features.schema import FeatureSpec, Row
-from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
-from train.input.data import Batches, coverage, frequent_tokens, packed, validation_batches
+from train.input.data import Batches, validation_batches
+from train.input.order import Order, coverage, frequent_tokens, packed
 
 WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
@@ -30,11 +31,7 @@ def dialogue(number: int, tokens=None, mask=None) -> Row:
 
 def store_of(folder, rows, split="train") -> FeatureStore:
     """Spread over shards of seven rows."""
-    shards = [
-        write_shard(folder, split, index, SPEC, rows[first : first + 7], {})
-        for index, first in enumerate(range(0, len(rows), 7))
-    ]
-    Manifest(SPEC, shards, complete=True).save(folder)
+    write_features(folder, SPEC, {split: [rows[first : first + 7] for first in range(0, len(rows), 7)]})
     return FeatureStore(folder, split, SPEC)
 
 
@@ -52,51 +49,44 @@ def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batch
 
 
 def dialogues_of(one: Batches, step: int) -> list[int]:
-    return [number for row in one.rows_of(step) for number in row]
+    return [number for row in one.order.rows_of(step) for number in row]
 
 
 def numbers_in(batch) -> list[int]:
     return batch.tokens_BT[:, 0].tolist()
 
 
-def test_the_order_is_a_function_of_seed_and_epoch(store):
+def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(store, tmp_path):
+    for shard in tmp_path.glob("features-*"):
+        shard.unlink()
+
     def order(seed):
-        one = batches(store, seed=seed)
+        one = Order(store.texts, config(), seed)
         return [one.rows_of(step) for step in range(one.steps)]
 
-    assert order(5) == order(5)
-    assert order(5) != order(6)
-    epochs = [order(5)[first : first + 4] for first in (0, 4, 8)]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
-def test_an_epoch_uses_every_dialogue_at_most_once(store):
-    one = batches(store)
-    assert (one.steps_per_epoch, one.steps) == (4, 12)  # 37 dialogues: five stay out of each epoch
+    steps = order(5)
+    assert steps == order(5) != order(6) and len(steps) == 12
     left_out = []
-    for epoch in range(3):
-        rows = [row for step in range(4 * epoch, 4 * epoch + 4) for row in dialogues_of(one, step)]
-        assert len(rows) == len(set(rows)) == 32
-        assert set(rows) <= set(range(37))
-        left_out.append(set(range(37)) - set(rows))
-    assert left_out[0] != left_out[1] != left_out[2]  # not always the same ones
-
-
-def test_a_step_can_be_asked_for_out_of_order(store):
-    one = batches(store)
-    wanted = one.rows_of(7)
-    one.rows_of(2)
-    assert one.rows_of(7) == wanted
+    for epoch in (steps[:4], steps[4:8], steps[8:]):  # 37 dialogues: five stay out of each epoch
+        used = [number for rows in epoch for row in rows for number in row]
+        assert len(used) == len(set(used)) == 32 and set(used) <= set(range(37))
+        left_out.append(set(range(37)) - set(used))
+    assert left_out[0] != left_out[1] != left_out[2] and steps[:4] != steps[4:8]
+    one = Order(store.texts, config(), 5)
+    assert [one.rows_of(step) for step in (7, 2, 7)] == [steps[7], steps[2], steps[7]]
+    for rows in steps:
+        lengths = [len(dialogue(number).input_ids) for row in rows for number in row]
+        assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (1, 2), (2, 1), (8, 1)])
 def test_ranks_and_micro_batches_share_out_exactly_the_global_batch(store, ranks, micro):
     reference = batches(store)
     shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
-    for step in range(reference.steps):
+    for step in range(reference.order.steps):
         found = []
         for share in shares:
-            assert share.rows_of(step) == reference.rows_of(step)
+            assert share.order.rows_of(step) == reference.order.rows_of(step)
             parts = share.micro_batches(step)
             assert len(parts) == share.accumulation == 8 // (ranks * micro)
             assert all(len(part.tokens_BT) == micro for part in parts)
@@ -131,12 +121,14 @@ def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro)
 
 @pytest.mark.parametrize("rule", ["predicted", "legacy"])
 def test_totals_count_the_whole_global_batch(store, rule):
-    one = batches(store, rank=1, ranks=2, mask=rule)
-    for step in range(one.steps):
-        totals = [part.totals for part in one.micro_batches(step)]
+    shares = [batches(store, rank=rank, ranks=2, mask=rule) for rank in (0, 1)]
+    for step in range(shares[0].order.steps):
+        parts = [part for share in shares for part in share.micro_batches(step)]
         for horizon in (1, 2):
-            want = sum(int(trained(dialogue(row).loss_mask, horizon, rule).sum()) for row in dialogues_of(one, step))
-            assert {total[horizon] for total in totals} == {want}
+            masks = [dialogue(number).loss_mask for number in dialogues_of(shares[0], step)]
+            want = sum(int(trained(mask, horizon, rule).sum()) for mask in masks)
+            assert {part.totals[horizon] for part in parts} == {want}
+            assert sum(int(part.trained[horizon].sum()) for part in parts) == want
 
 
 def test_totals_by_hand(tmp_path):
@@ -145,19 +137,6 @@ def test_totals_by_hand(tmp_path):
     one = batches(store_of(tmp_path, rows), global_batch=4, micro_batch=1)
     # t_2 and later count for horizon 1: 2 + 3; t_3 and later for horizon 2: 1 + 2
     assert [part.totals for part in one.micro_batches(0)] == [{1: 5, 2: 3}] * 4
-
-
-def test_the_trained_positions_of_all_shares_sum_to_the_totals(store):
-    parts = [part for rank in range(2) for part in batches(store, rank=rank, ranks=2).micro_batches(1)]
-    for horizon in (1, 2):
-        assert sum(int(part.trained[horizon].sum()) for part in parts) == parts[0].totals[horizon]
-
-
-def test_the_longest_dialogues_share_a_micro_batch(store):
-    one = batches(store)
-    for step in range(one.steps):
-        lengths = [len(dialogue(row).input_ids) for row in dialogues_of(one, step)]
-        assert lengths == sorted(lengths, reverse=True)
 
 
 def test_noise_differs_by_epoch_and_can_be_switched_off(store):
@@ -196,17 +175,17 @@ def test_a_batch_names_its_dialogues(store):
 
 
 def test_packed_rows_hold_every_dialogue_once_and_overflow_never(store):
-    rows = packed(store, 20, seed=3)
+    rows = packed(store.texts, 20, seed=3)
     inputs = {n: len(dialogue(n).input_ids) - 1 for n in range(37)}
     assert sorted(n for row in rows for n in row) == list(range(37))
     filled = [sum(inputs[n] for n in row) for row in rows]
     assert max(filled) <= 20 and len(rows) <= sum(inputs.values()) / 20 * 11 / 9 + 1  # first-fit decreasing's bound
-    assert rows == packed(store, 20, seed=3) != packed(store, 20, seed=4)
+    assert rows == packed(store.texts, 20, seed=3) != packed(store.texts, 20, seed=4)
 
 
 def test_a_dialogue_longer_than_a_row_is_refused_by_name(store):
     with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
-        packed(store, 6, seed=0)
+        packed(store.texts, 6, seed=0)
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
@@ -218,7 +197,7 @@ def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, 
         out = {}
         for rank in range(ranks):
             one = batches(store, rank=rank, ranks=ranks, micro_batch=micro, **changes)
-            for step in range(one.steps):
+            for step in range(one.order.steps):
                 for part in one.micro_batches(step):
                     assert part.tokens_BT.shape == (micro, 20)
                     for b, ids in enumerate(part.documents):
@@ -245,14 +224,14 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
             assert part.begins_BT[b, here].tolist() == [begin] * (here.stop - begin)
             begin = here.stop
         assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)
-    assert one.dialogues == sum(len(row) for step in range(one.steps_per_epoch) for row in one.rows_of(step))
+    assert one.order.dialogues == sum(len(dialogues_of(one, step)) for step in range(one.order.steps_per_epoch))
 
 
 def test_too_few_dialogues_are_refused(tmp_path):
     few = store_of(tmp_path, [dialogue(number) for number in range(7)])
     with pytest.raises(PipelineError, match=r"7 training dialogues do not fill one global batch of 8"):
         batches(few)
-    assert batches(few, global_batch=7, micro_batch=7).steps_per_epoch == 1
+    assert batches(few, global_batch=7, micro_batch=7).order.steps_per_epoch == 1
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(3, 1), (2, 8), (1, 3), (16, 1)])
@@ -327,10 +306,10 @@ def counted(tmp_path):
     ],
 )
 def test_frequent_tokens(counted, size, want):
-    got = frequent_tokens(counted, 12, size)
+    got = frequent_tokens(counted.texts, 12, size)
     assert (got.dtype, got.tolist()) == (torch.long, want)
 
 
 @pytest.mark.parametrize(("ids", "share"), [([7], 3 / 10), ([2, 7], 5 / 10), ([2, 3, 5, 7, 9], 1.0), ([1, 8], 0.0)])
 def test_coverage_is_the_share_of_assistant_tokens(counted, ids, share):
-    assert coverage(counted, torch.tensor(ids)) == share
+    assert coverage(counted.texts, torch.tensor(ids)) == share

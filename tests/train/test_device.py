@@ -9,7 +9,7 @@ import torch
 
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
-from pipeline.features.shards import FeatureStore, Manifest, write_shard
+from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
@@ -32,8 +32,7 @@ def store_of(folder, stored_dtype: str, auxiliary: bool) -> FeatureStore:
         mask = np.ones(length, np.uint8)
         more = states[:, 1:] if auxiliary else None
         rows.append(Row(f"doc{number}", np.full(length, number, np.int32), mask, states[:, 0], more))
-    folder.mkdir()
-    Manifest(spec, [write_shard(folder, "train", 0, spec, rows, {})], complete=True).save(folder)
+    write_features(folder, spec, {"train": [rows]})
     return FeatureStore(folder, "train", spec)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import Row
-from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, write_shard
+from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, write_features
 from pipeline.lm.model import fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
 from tests.kit import (
@@ -239,15 +239,11 @@ def poisoned(dumped, tmp_path_factory) -> tuple[tuple[Path, Path], str]:
     """The dump with one number of one dialogue that is none, and that dialogue's id."""
     recipe, features = dumped
     folder, manifest = tmp_path_factory.mktemp("poisoned"), Manifest.load(features)
-    shards = []
-    for split in ("train", "validation", ANSWERS):
-        rows = rows_of(FeatureStore(features, split, manifest.spec))
-        if split == "train":
-            doc_id = rows[5].doc_id
-            rows[5].hidden_TD[7, 3] = float("nan")
-        shards.append(write_shard(folder, split, 0, manifest.spec, rows, {}))
-    Manifest(manifest.spec, shards, complete=True, answers=manifest.answers).save(folder)
-    return (recipe, folder), doc_id
+    sets = {name: [rows_of(FeatureStore(features, name, manifest.spec))] for name in (*SPLITS, ANSWERS)}
+    bad = sets["train"][0][5]
+    bad.hidden_TD[7, 3] = float("nan")
+    write_features(folder, manifest.spec, sets, manifest.answers_hash)
+    return (recipe, folder), bad.doc_id
 
 
 def rows_of(store: FeatureStore) -> list[Row]:
@@ -306,9 +302,7 @@ def test_features_of_another_template_are_refused(dumped, tmp_path):
     manifest = Manifest.load(features)
     spec = replace(manifest.spec, template="0" * 16)
     folder = tmp_path / "features"
-    folder.mkdir()
-    rows = rows_of(FeatureStore(features, "train", manifest.spec))
-    Manifest(spec, [write_shard(folder, "train", 0, spec, rows, {})], complete=True).save(folder)
+    write_features(folder, spec, {"train": [rows_of(FeatureStore(features, "train", manifest.spec))]})
     with pytest.raises(PipelineError, match="features of another chat template"):
         train_here((recipe, folder), tmp_path, draft="eagle")
 
@@ -316,12 +310,8 @@ def test_features_of_another_template_are_refused(dumped, tmp_path):
 def test_a_dump_without_a_trained_position_is_refused(dumped, tmp_path):
     recipe, features = dumped
     manifest, folder = Manifest.load(features), tmp_path / "features"
-    folder.mkdir()
-    shards = []
-    for split in ("train", "validation"):
-        rows = rows_of(FeatureStore(features, split, manifest.spec))
-        rows = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in rows] if split == "train" else rows
-        shards.append(write_shard(folder, split, 0, manifest.spec, rows, {}))
-    Manifest(manifest.spec, shards, complete=True).save(folder)
+    sets = {split: rows_of(FeatureStore(features, split, manifest.spec)) for split in SPLITS}
+    sets["train"] = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in sets["train"]]
+    write_features(folder, manifest.spec, {split: [rows] for split, rows in sets.items()})
     with pytest.raises(PipelineError, match="no trained position"):
         train_here((recipe, folder), tmp_path)

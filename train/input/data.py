@@ -1,7 +1,5 @@
-"""Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks.
-
-Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
-is `train.global_batch` rows and one optimiser step; a micro-batch is one forward of one rank.
+"""The micro-batches of a training: texts and states of the dialogues that `order.py` chooses. A micro-batch is one
+forward of one rank.
 """
 
 from collections import deque
@@ -11,22 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, trained, uniform_noise
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
+from train.input.order import Order
 
 CPU = torch.device("cpu")
 T, R = TypeVar("T"), TypeVar("R")
 AHEAD = 2  # steps that are read while one computes
-WINDOW = 1024  # dialogues among which rows are packed
 
 
 class Batches:
@@ -37,49 +33,15 @@ class Batches:
         self._store, self._config, self._horizons, self._seed = store, config, draft.horizons, seed
         self._auxiliary = auxiliary_of(store, draft)
         self._rank, self._ranks = rank, ranks
-        self._rows = packed(store, config.pack_tokens, seed) if config.pack_tokens else [[n] for n in range(len(store))]
-        if len(self._rows) < config.global_batch:
-            what = (
-                f"training dialogues, packed into {len(self._rows)} rows,"
-                if config.pack_tokens
-                else "training dialogues"
-            )
-            raise PipelineError(
-                f"{len(store)} {what} do not fill one global batch of {config.global_batch}: "
-                "dump more, or lower train.global_batch"
-            )
-        self.steps_per_epoch = len(self._rows) // config.global_batch
-        self.steps = self.steps_per_epoch * config.epochs
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))  # an epoch and its order
-
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-
-    def rows_of(self, step: int) -> list[list[int]]:
-        """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
-        no batch.
-        """
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            self._order = epoch, self._shuffled(epoch)
-        chosen = self._order[1][place * self._config.global_batch :][: self._config.global_batch].tolist()
-        tokens = {row: sum(len(self._store.text(n)[0]) for n in self._rows[row]) for row in chosen}
-        return [self._rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
-
-    @property
-    def dialogues(self) -> int:
-        """How many the first epoch takes in; where rows are packed, later ones may leave out others."""
-        return sum(
-            len(self._rows[row]) for row in self._shuffled(0)[: self.steps_per_epoch * self._config.global_batch]
-        )
+        self.order = Order(store.texts, config, seed)
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
         """This rank's, as `Batch.to` takes them to a device: to an accelerator from pinned memory, with what it decodes
         and draws itself. (Its noise is its own generator's, from the same seeds.)
         """
-        rows = self.rows_of(step)
+        rows = self.order.rows_of(step)
         totals = self._totals([number for row in rows for number in row])
-        size, epoch = self._config.micro_batch, step // self.steps_per_epoch
+        size, epoch = self._config.micro_batch, step // self.order.steps_per_epoch
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
@@ -89,7 +51,7 @@ class Batches:
         return out
 
     def _totals(self, numbers: list[int]) -> dict[int, int]:
-        masks = [self._store.text(number)[1] for number in numbers]
+        masks = [self._store.texts.mask(number) for number in numbers]
         return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
 
     def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int, here: bool) -> Batch:
@@ -119,7 +81,7 @@ class Batches:
 
     def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:
         """(step, micro-batches) from `first` to the end."""
-        steps = range(first, self.steps)
+        steps = range(first, self.order.steps)
         yield from zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True)
 
 
@@ -134,33 +96,6 @@ def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
-
-
-def packed(store: FeatureStore, tokens: int, seed: int) -> list[list[int]]:
-    """Every dialogue in one row of at most so many inputs: windows of the shuffled dialogues, in each first-fit by
-    falling length.
-
-    The same for all epochs, which shuffle the rows. Raises PipelineError for a dialogue that fits no row.
-    """
-    lengths = np.array([len(store.text(number)[0]) - 1 for number in range(len(store))])
-    if lengths.max() > tokens:
-        raise PipelineError(
-            f"train.pack_tokens={tokens}, but dialogue {store.row(int(lengths.argmax())).doc_id} has {lengths.max()} "
-            "inputs: raise it to data.max_length"
-        )
-    order, rows = np.random.default_rng((seed, 0x7061636B)).permutation(len(store)), []
-    for first in range(0, len(order), WINDOW):
-        window = order[first : first + WINDOW]
-        filled: list[list[int]] = []
-        room = np.full(len(window), tokens)
-        for number in window[np.argsort(-lengths[window], kind="stable")].tolist():
-            row = int(np.argmax(room >= lengths[number]))  # the first that has room
-            if row == len(filled):
-                filled.append([])
-            filled[row].append(number)
-            room[row] -= lengths[number]
-        rows += filled
-    return rows
 
 
 def validation_batches(
@@ -194,23 +129,3 @@ def validation_batches(
 def auxiliary_of(store: FeatureStore, draft: TrainedDraft) -> list[int]:
     """Which of the stored auxiliary states the draft wants."""
     return [store.spec.auxiliary_numbers.index(layer) for layer in draft.needs.auxiliary]
-
-
-def frequent_tokens(store: FeatureStore, target_vocabulary: int, size: int) -> torch.Tensor:
-    """The `size` most frequent assistant tokens of the training dialogues, ascending by id; ties go to the smaller
-    id.
-    """
-    counts = np.zeros(target_vocabulary, dtype=np.int64)
-    for number in range(len(store)):
-        ids, mask = store.text(number)
-        counts += np.bincount(ids[mask.astype(bool)], minlength=target_vocabulary)
-    order = np.argsort(-counts, kind="stable")[:size]
-    return torch.from_numpy(np.sort(order))
-
-
-def coverage(store: FeatureStore, ids: torch.Tensor) -> float:
-    """Share of the assistant tokens of `store` that a reduced vocabulary holds."""
-    known = set(ids.tolist())
-    tokens = [ids[mask.astype(bool)] for ids, mask in (store.text(n) for n in range(len(store)))]
-    flat = np.concatenate(tokens)
-    return float(np.isin(flat, list(known)).mean())

@@ -5,6 +5,7 @@ may read, whatever other hosts have (it reads what changed since it was found wh
 one that is damaged anywhere ends all ranks by name, before the first step.
 """
 
+import logging
 import shutil
 import socket
 import uuid
@@ -17,13 +18,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import checked
-from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, ShardRecord, damage
+from pipeline.features.schema import FeatureSpec, another_engine, require_same
+from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, Record, damage
 from pipeline.features.store import lacking
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, place_on_host, together
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
+log = logging.getLogger(__name__)
 LOCK = ".fetch.lock"  # as `fetch` has it
 
 
@@ -57,7 +59,7 @@ def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
         manifest.save(folder)
 
 
-def _copy_one(source: Path, folder: Path, record: ShardRecord) -> None:
+def _copy_one(source: Path, folder: Path, record: Record) -> None:
     reason = damage(source, record, checksum=False)
     with atomic_path(folder / record.name) as temporary:
         if not reason:
@@ -88,7 +90,7 @@ def _require_whole(recipe: Recipe) -> None:
     """The ranks of a host share its shards among them."""
     number, count = place_on_host()
     folder, brought = recipe.shards_dir, recipe.features.store or recipe.train.shards
-    for record, reason in checked(folder, Manifest.load(folder).shards[number::count]):
+    for record, reason in checked(folder, Manifest.load(folder).files[number::count]):
         if reason:
             again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
@@ -100,14 +102,16 @@ def _require_whole(recipe: Recipe) -> None:
 def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     folder = recipe.shards_dir
     manifest = Manifest.load(folder)
-    store, heldout = (FeatureStore(folder, split, expected) for split in ("train", "validation"))
+    if note := another_engine(manifest.spec, expected):
+        log.warning("%s: %s", folder, note)
+    store, heldout = (FeatureStore(folder, split, expected) for split in SPLITS)
     if manifest.total("train", "trained_tokens") == 0:
         raise PipelineError(
             f"{folder}: its {len(store)} training dialogues have no trained position: no token of theirs is the "
             "assistant's. Look at the chat template, and dump again into another folder"
         )
     if manifest.total(ANSWERS, "rows"):
-        if manifest.answers != recipe.answers_hash:
+        if manifest.answers_hash != recipe.answers_hash:
             raise PipelineError(
                 f"{folder}: its answers to calibration prompts are of another data.calibration_prompts or "
                 "features.answer_tokens. Run the dump again: it keeps the rest"

@@ -1,0 +1,184 @@
+"""A set's dialogues without their states: ids, loss masks and document ids, known before any state is computed.
+
+Vocabulary statistics, packing, the order of batches and the number of steps need no more than this.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import atomic_path
+from pipeline.features.schema import FeatureSpec, text_schema
+
+SOME_TOKENS = 1024  # of `some_texts`
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """A text table, or a part of one, as the manifest lists it."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Text(Protocol):
+    """What the rows of a table are made of."""
+
+    @property
+    def doc_id(self) -> str: ...
+    @property
+    def input_ids(self) -> np.ndarray: ...
+    @property
+    def loss_mask(self) -> np.ndarray: ...
+
+
+class ArrowFile:
+    """An Arrow file that is being written: its bytes are hashed on the way, so that nothing is read back."""
+
+    def __init__(self, sink: "_Hashed", writer: pa.ipc.RecordBatchFileWriter):
+        self._sink, self._writer, self.rows = sink, writer, 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._writer.write_batch(batch)
+        self.rows += batch.num_rows
+
+    @property
+    def bytes(self) -> int:
+        return self._sink.tell()
+
+    @property
+    def sha256(self) -> str:
+        return self._sink.state.hexdigest()
+
+
+@contextmanager
+def arrow_file(path: Path, schema: pa.Schema) -> Iterator[ArrowFile]:
+    """Whole or absent: the file appears under its name when the block has succeeded. Raises PipelineError when the disk
+    is full.
+    """
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        sink = _Hashed(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, "w"), schema) as writer:
+            yield ArrowFile(sink, writer)
+
+
+class _Hashed(io.RawIOBase):
+    def __init__(self, file: BinaryIO):
+        self._file, self.state, self._size = file, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, content) -> int:
+        self.state.update(content)
+        written = self._file.write(content)
+        self._size += written
+        return written
+
+
+def text_batch(texts: Iterable[Text], spec: FeatureSpec) -> pa.RecordBatch:
+    texts = list(texts)
+    ends = np.cumsum([0, *(len(text.input_ids) for text in texts)])
+    columns = [pa.array([text.doc_id for text in texts], pa.string())]
+    for name, dtype in (("input_ids", np.int32), ("loss_mask", np.uint8)):
+        values = np.concatenate([np.empty(0, dtype), *(getattr(text, name).astype(dtype) for text in texts)])
+        columns.append(pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(values)))
+    return pa.RecordBatch.from_arrays(columns, schema=text_schema(spec))
+
+
+def write_text_table(path: Path, texts: Iterable[Text], spec: FeatureSpec) -> TextRecord:
+    with arrow_file(path, text_schema(spec)) as file:
+        file.write(text_batch(texts, spec))
+    return record_of(path, file)
+
+
+def record_of(path: Path, file: ArrowFile) -> TextRecord:
+    """Of a table that is written."""
+    return TextRecord(path.name, file.rows, file.bytes, file.sha256)
+
+
+class TextTable:
+    """Some rows of a text table, numbered from 0 in its order. Ids and masks are views into the mapped file."""
+
+    def __init__(self, parts: list[pa.RecordBatch]):
+        self._parts = parts
+        self._starts = np.cumsum([0, *(part.num_rows for part in parts)])
+        self._ends = [part.column("input_ids").offsets.to_numpy() for part in parts]
+        self.rows_N = np.arange(self._starts[-1])  # of the table, by number
+
+    @classmethod
+    def open(cls, folder: Path, records: list[TextRecord], spec: FeatureSpec) -> "TextTable":
+        """The whole table, of its parts. Raises PipelineError for a part that is missing, cut off or of other texts."""
+        parts: list[pa.RecordBatch] = []
+        for record in records:
+            path = folder / record.name
+            try:
+                reader = pa.ipc.open_file(pa.memory_map(str(path)))
+                found = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise PipelineError(
+                    f"text table {path} is not a whole Arrow file: {error}. Run the dump again"
+                ) from None
+            whole = path.stat().st_size == record.bytes and sum(part.num_rows for part in found) == record.rows
+            if not whole or not reader.schema.equals(text_schema(spec), check_metadata=True):
+                raise PipelineError(f"text table {path} is not the one of the manifest. Run the dump again")
+            parts += found
+        return cls(parts)
+
+    def only(self, rows_N: np.ndarray) -> "TextTable":
+        """The same table, of which only these rows are numbered."""
+        found = TextTable(self._parts)
+        found.rows_N = rows_N
+        return found
+
+    def __len__(self) -> int:
+        return len(self.rows_N)
+
+    def _at(self, number: int) -> tuple[int, int]:
+        row = int(self.rows_N[number])
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return part, row - int(self._starts[part])
+
+    def doc_id(self, number: int) -> str:
+        part, at = self._at(number)
+        return self._parts[part].column("doc_id")[at].as_py()
+
+    def _column(self, name: str, number: int) -> np.ndarray:
+        part, at = self._at(number)
+        begin, end = self._ends[part][at : at + 2]
+        return self._parts[part].column(name).values.to_numpy(zero_copy_only=True)[begin:end]
+
+    def ids(self, number: int) -> np.ndarray:
+        return self._column("input_ids", number)
+
+    def mask(self, number: int) -> np.ndarray:
+        return self._column("loss_mask", number)
+
+    @property
+    def lengths_N(self) -> np.ndarray:
+        """Tokens of each."""
+        every = np.concatenate([np.empty(0, np.int64), *(np.diff(ends) for ends in self._ends)])
+        return every[self.rows_N]
+
+
+def some_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:
+    """The first dialogues, so many tokens of them: what a draft at step 0 may be made of."""
+    found: list[list[int]] = []
+    for number in range(len(texts)):
+        if (room := tokens - sum(map(len, found))) <= 0:
+            break
+        found.append(texts.ids(number)[:room].tolist())
+    return found

@@ -1,0 +1,325 @@
+"""One worker of the dump, without Ray: features that are the target's own, the same bytes whoever writes them."""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
+from pipeline.features.text import write_text_table
+from pipeline.recipe.recipe import Recipe
+from preprocess.dump import worker as dump_worker
+from preprocess.dump.task import ShardTask
+from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
+from tests.kit import PATIENCE, write_sharegpt
+from tests.preprocess.test_plan import planned, recipe_for
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_sharegpt(tmp_path / "data.json")
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def document(doc_id: str, length: int) -> Document:
+    mask = np.ones(length, np.uint8)
+    mask[0] = 0
+    return Document(doc_id, (np.arange(length) * 7 + len(doc_id)).astype(np.int32) % 256, mask)
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.randoms())
+def test_batches_keep_the_budget_lose_nothing_and_do_not_depend_on_the_order(lengths, budget, random):
+    documents = [document(f"d{number}", length) for number, length in enumerate(lengths)]
+    batches = list(length_sorted_batches(documents, budget))
+    flat = [d for batch in batches for d in batch]
+    assert sorted(d.doc_id for d in flat) == sorted(d.doc_id for d in documents)
+    assert [len(d.input_ids) for d in flat] == sorted(lengths, reverse=True)
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * len(batch[0].input_ids) <= budget
+    for batch, after in pairwise(batches):
+        assert (len(batch) + 1) * len(batch[0].input_ids) > budget, f"{after[0].doc_id} had room"
+    random.shuffle(documents)
+    assert [d.doc_id for batch in length_sorted_batches(documents, budget) for d in batch] == [d.doc_id for d in flat]
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+def float_recipe(tiny_target: Path, source: Path, **features) -> Recipe:
+    return recipe_for(source, tiny_target, features={"stored_dtype": "float32", **features})
+
+
+def listed(recipe: Recipe, folder: Path, task: ShardTask, record: ShardRecord) -> FeatureStore:
+    """The manifest of one shard, with its table, as a dump has them."""
+    spec = feature_spec(recipe)
+    manifest = Manifest(spec, complete=True)
+    if record.text is None:
+        manifest.text[task.split] = write_text_table(folder / text_name(task.split), task.in_order, spec)
+    (manifest.shards if record.text is None else manifest.answers).append(record)
+    manifest.save(folder)
+    return FeatureStore(folder, task.split, spec)
+
+
+def dumped(recipe: Recipe, folder: Path, task: ShardTask) -> FeatureStore:
+    return listed(recipe, folder, task, FeatureWorker(recipe, folder, feature_spec(recipe)).work(task))
+
+
+def first_task(recipe: Recipe) -> ShardTask:
+    return planned(recipe)[1][0]
+
+
+@pytest.mark.parametrize(("batch_tokens", "tolerance"), [(1, 0.0), (512, 1e-5)], ids=["one by one", "padded"])
+def test_features_are_the_targets_own_hidden_states(
+    tmp_path, source, tiny_target, loaded_target, batch_tokens, tolerance
+):
+    """Of the single unpadded dialogue, as transformers gives them; and the head makes the model's logits of them."""
+    recipe = float_recipe(tiny_target, source, batch_tokens=batch_tokens)
+    task = first_task(recipe)
+    assert len({len(d.input_ids) for d in task.documents}) > 1
+    store = dumped(recipe, tmp_path / "features", task)
+    documents = {d.doc_id: d for d in task.documents}
+    assert {store.row(index).doc_id for index in range(len(store))} == set(documents)
+    for index in range(len(store)):
+        row = store.row(index)
+        document = documents[row.doc_id]
+        assert row.input_ids.tolist() == document.input_ids.tolist()
+        assert row.loss_mask.tolist() == document.loss_mask.tolist()
+        with torch.inference_mode():
+            tokens = torch.from_numpy(document.input_ids.astype(np.int64))[None]
+            out = loaded_target.model(input_ids=tokens, output_hidden_states=True)
+            logits = loaded_target.head(row.hidden_TD)
+        torch.testing.assert_close(row.hidden_TD, out.hidden_states[-1][0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(logits, out.logits[0], rtol=0, atol=20 * tolerance)
+
+
+def test_features_are_stored_in_the_recipes_dtype(tmp_path, source, tiny_target):
+    single, half = (
+        dumped(recipe, tmp_path / recipe.features.stored_dtype, first_task(recipe))
+        for recipe in (float_recipe(tiny_target, source, stored_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    )
+    for index in range(len(single)):
+        assert torch.equal(half.row(index).hidden_TD, single.row(index).hidden_TD.bfloat16())
+
+
+def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_target):
+    recipe = float_recipe(tiny_target, source)
+    task = first_task(recipe)
+    spec = feature_spec(recipe)
+    one, other = (FeatureWorker(recipe, tmp_path / name, spec) for name in ("one", "other"))
+    first = one.work(task)
+    written = (tmp_path / "one" / first.name).read_bytes()
+    again = one.work(ShardTask(task.split, task.index, task.documents[::-1]))
+    other.work(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
+    third = other.work(task)
+    assert first == again == third
+    assert (tmp_path / "one" / first.name).read_bytes() == written
+    assert (tmp_path / "other" / first.name).read_bytes() == written
+
+
+def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_target):
+    """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
+    recipe = float_recipe(tiny_target, source, batch_tokens=1, auxiliary_layers=[1, 2])
+    task, told = first_task(recipe), []
+    wide = recipe.with_features(gpus_per_worker=3)
+    one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
+    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), told.append)
+    forward, meeting = three._forward, threading.Barrier(3)
+
+    def together(batch):
+        if len(told) <= 3:
+            meeting.wait(PATIENCE)
+        return forward(batch)
+
+    three._forward = together
+    name = one.work(task).name
+    assert three.work(task).name == name
+    assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    assert max(map(len, told)) == 3 and {doc_id for ids in told for doc_id in ids} == {d.doc_id for d in task.documents}
+
+
+# Of the columns of such a shard, as they were written by one thread from rows on the host.
+GOLDEN = {
+    "bfloat16": "3cec73f0353cd320",
+    "float16": "f2e0de852544dcd3",
+    "float32": "cbd1310f22ce7db7",
+    "float8_e4m3fn": "fd229d52d6177470",
+}
+
+
+def drawn(batch: list[Document], seed: int = 0) -> list[torch.Tensor]:
+    """States of a batch: exact numbers, a token of zeros, layers that differ in size."""
+    generator = torch.Generator().manual_seed(seed + len(batch[0].input_ids))
+    shape = len(batch), len(batch[0].input_ids), 3, 32
+    states_BTSD = torch.randint(-9999, 9999, shape, generator=generator) / 1024
+    states_BTSD[:, 1] = 0
+    states_BTSD *= torch.tensor([1.0, 30.0, 3000.0])[:, None]
+    return [states_BTSD[b, : len(document.input_ids)] for b, document in enumerate(batch)]
+
+
+def late(happen: Callable[[], None] = lambda: None) -> Callable:
+    """`to_host` as an accelerator has it: the content is there once somebody has waited for it."""
+
+    def to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], SimpleNamespace]:
+        sent = [torch.full_like(tensor, 1) for tensor in tensors]
+
+        def synchronize() -> None:
+            happen()
+            for here, there in zip(sent, tensors, strict=True):
+                here.copy_(there)
+
+        return sent, SimpleNamespace(synchronize=synchronize)
+
+    return to_host
+
+
+@pytest.mark.parametrize("stored_dtype", GOLDEN)
+def test_every_stored_dtype_has_the_same_bytes_wherever_it_is_made(
+    tmp_path, source, tiny_target, monkeypatch, stored_dtype
+):
+    recipe = float_recipe(tiny_target, source, stored_dtype=stored_dtype, auxiliary_layers=[1, 2], batch_tokens=128)
+    task, spec = (
+        ShardTask("train", 0, [document(f"d{number}", 9 + number) for number in range(9)]),
+        feature_spec(recipe),
+    )
+    written = []
+    for name in ("host", "accelerator"):
+        worker = FeatureWorker(recipe, tmp_path / name, spec)
+        worker._forward = drawn
+        record = worker.work(task)
+        written.append((tmp_path / name / record.name).read_bytes())
+        assert record.rows == len(task.documents) and not worker._busy
+        monkeypatch.setattr(dump_worker, "to_host", late())
+    assert written[0] == written[1]
+    state, reader = hashlib.sha256(), pa.ipc.open_file(pa.BufferReader(written[0]))
+    for number in range(reader.num_record_batches):
+        row, *columns = reader.get_batch(number).columns
+        text = task.in_order[row[0].as_py()]
+        state.update(text.input_ids.tobytes() + text.loss_mask.tobytes())
+        for column in columns:
+            values = column.flatten()
+            values = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+            state.update(values.to_numpy().tobytes())
+    assert state.hexdigest()[:16] == GOLDEN[stored_dtype]
+
+
+@pytest.mark.parametrize("where", ["in a forward", "on the way to the host"])
+def test_what_fails_ahead_of_the_writing_fails_the_shard(tmp_path, source, tiny_target, monkeypatch, where):
+    """And leaves nothing half-written; until it has arrived, a batch counts as what the worker is busy with."""
+    recipe = float_recipe(tiny_target, source, auxiliary_layers=[1, 2], batch_tokens=1)
+    task, calls = first_task(recipe), []
+
+    def third() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+
+    worker = FeatureWorker(recipe, tmp_path / "features", feature_spec(recipe))
+    worker._forward = lambda batch: (where == "in a forward" and third()) or drawn(batch)
+    monkeypatch.setattr(dump_worker, "to_host", late(third if where != "in a forward" else lambda: None))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        worker.work(task)
+    assert list((tmp_path / "features").iterdir()) == []
+    ordered = [batch[0].doc_id for batch in length_sorted_batches(task.documents, 1)]
+    assert (ordered[2],) in worker._busy and (ordered[1],) not in worker._busy
+
+
+def test_a_layer_that_the_target_does_not_have_is_refused(source, tiny_target):
+    with pytest.raises(PipelineError, match=r"auxiliary_layers=\[3\], but .* has 2 layers"):
+        feature_spec(float_recipe(tiny_target, source, auxiliary_layers=[3]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, source, tiny_target, value):
+    recipe = float_recipe(tiny_target, source)
+    task = first_task(recipe)
+    bad = task.documents[2]
+    worker = FeatureWorker(recipe, tmp_path / "features", feature_spec(recipe))
+    forward = worker._forward
+
+    def spoilt(batch):
+        for document, states_TSD in zip(batch, forward(batch), strict=True):
+            states_TSD = states_TSD.clone()
+            if document is bad:
+                states_TSD[-1, 0, 5] = value
+            yield states_TSD
+
+    worker._forward = spoilt
+    record = worker.work(task)
+    assert record.rejected == {bad.doc_id: "features_not_finite"}
+    assert record.rows == len(task.documents) - 1
+    store = listed(recipe, tmp_path / "features", task, record)
+    assert {store.row(index).doc_id for index in range(len(store))} == {d.doc_id for d in task.documents} - {bad.doc_id}
+
+
+def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, tiny_target):
+    """What is finite in the target's arithmetic may be infinite in float16."""
+    recipe = float_recipe(tiny_target, source, stored_dtype="float16")
+    task = first_task(recipe)
+    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
+    forward = worker._forward
+    worker._forward = lambda batch: [states_TSD * 1e6 for states_TSD in forward(batch)]
+    record = worker.work(task)
+    assert record.rows == 0
+    assert set(record.rejected) == {d.doc_id for d in task.documents}
+
+
+def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_target, loaded_target):
+    recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
+    folder = recipe.features_dir
+    (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
+    worker = FeatureWorker(recipe, folder, feature_spec(recipe))
+    record = worker.work(task)
+    assert record.documents == task.fingerprint  # of the prompts: what a dump that goes on compares
+    store = listed(recipe, folder, task, record)
+    prompts = {document.doc_id: document.input_ids.tolist() for document in task.documents}
+    assert len(store) == len(prompts) == 4
+    for number in range(len(store)):
+        row = store.row(number)
+        prompt = prompts[row.doc_id]
+        answer = plain(loaded_target, prompt, Sampling(12, frozenset(loaded_target.stop_ids()))).tokens
+        assert row.input_ids.tolist() == prompt + answer
+        assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
+        own = loaded_target.capture(torch.tensor([prompt + answer]))[0]
+        assert torch.allclose(row.hidden_TD, own, atol=1e-5)
+    (doc_id, *_) = prompts
+    answers = worker._source.answers
+
+    def broken(asked, sampling):  # of the first prompt, logits that are not finite
+        if asked[0].tokens == prompts[doc_id]:
+            raise PipelineError("not finite")
+        return answers(asked, sampling)
+
+    worker._source.answers = broken
+    for aside, reason in (({}, "not_answered"), ({doc_id: "kills_workers"}, "kills_workers")):
+        some = worker.work(replace(task, set_aside=aside))
+        assert some.rows == 3 and some.rejected == {doc_id: reason} and some.text.rows == 4
+        store = listed(recipe, folder, task, some)
+        assert doc_id not in [store.texts.doc_id(number) for number in range(len(store))]
+
+
+@pytest.mark.parametrize(("asked", "got"), [("2", 2), ("8", 3), (None, 3)])
+def test_a_worker_takes_the_recipes_threads_or_fewer_where_the_user_says_so(monkeypatch, asked, got):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    try:
+        take_threads(3)
+        assert torch.get_num_threads() == got
+    finally:
+        torch.set_num_threads(before)
