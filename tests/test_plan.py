@@ -85,8 +85,9 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     for row in ("| dump | disk |", "| train | eagle: hours |", "| eval | memory |", "| all | hours |"):
         assert row in done.stdout
     assert "5,000 tokens/s a rank, as given" in done.stdout and "measured on" in done.stdout
-    shards = dump_here(load_recipe(recipe)).shards
-    tokens, size = sum(shard.tokens for shard in shards), sum(shard.bytes for shard in shards)
+    manifest = dump_here(load_recipe(recipe))
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    size = sum(file.bytes for file in (*manifest.shards, *manifest.text.values()))
     assert abs(figures["dump"]["tokens"] / tokens - 1) < 0.1
     assert abs(figures["dump"]["disk_bytes"] / size - 1) < 0.2  # so small shards are mostly frame
 
