@@ -6,7 +6,7 @@ After train/main.py. For each skipper, along the held-out dialogues: how many pa
 over the assistant's tokens perplexity, agreement with the whole target's likeliest token, and the mean of
 sum min(p, q), with which a drawn token would be accepted. Beside the trained routers, at the same sparsity: the static
 ones that they began as, random tokens in their place, and the whole blocks of least influence dropped
-(ShortGPT, arXiv 2403.03853). Writes pruned.md, pruned.json and pruned.png into the run's eval folder.
+(ShortGPT, arXiv 2403.03853). The rows go to results.jsonl of the run; eval.results draws them.
 
 `--search` prints a share for each block, to be the draft's `sparsity` in the recipe. It starts from the draft's own or
 from the dropped blocks, whichever static target is closer to the whole one along training dialogues (KL divergence). In
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eval.measure import plots
+from eval import results
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.reports import Row, origin_of, put_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_json, write_text
 from pipeline.basics.progress import Progress
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
@@ -36,14 +36,13 @@ from pipeline.features.text import some_texts
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import entry, markdown
+from pipeline.running import entry
 
 WHOLE, TRAINED, STATIC, CHANCE = "whole", "trained routers", "static routers", "random tokens"
 DROPPED = "blocks dropped"
 STEP = 0.2  # the largest part of a share that moves in a try, unless all of it does
 MOST = 0.98  # the largest share that the search gives a block: it leaves a router something to decide
 CHUNK = 256  # positions whose logits are formed at once
-HEADS = ["draft", "way", "passed by", "perplexity", "agreement", "acceptance"]
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Sums:
 
     def facts(self) -> dict[str, float]:
         return {
-            "passed": self.passed / self.pairs,
+            "passed by": self.passed / self.pairs,
             "perplexity": float(torch.tensor(self.nats / self.tokens).exp()),
             "agreement": self.agree / self.tokens,
             "acceptance": self.accepted / self.tokens,
@@ -201,15 +200,6 @@ def search(whole: Whole, config: SkipperConfig, texts: list[list[int]], tries: i
     return [round(share, 3) for share in best]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """As Markdown."""
-    cells = []
-    for one in rows:
-        figures = [f"{one['perplexity']:.2f}", f"{one['agreement']:.1%}", f"{one['acceptance']:.3f}"]
-        cells.append([one["draft"], one["way"], f"{one['passed']:.1%}", *figures])
-    return markdown.table(HEADS, cells)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
@@ -234,17 +224,20 @@ def main() -> None:
     checked = [(torch.tensor(ids[None].astype("int64")), torch.tensor(mask.astype(bool))) for ids, mask in given]
     nothing = whole.draft(next(iter(skippers.values())))
     nothing.shares = [0.0] * len(nothing.shares)
-    rows = []
+    rows: list[Row] = []
+
+    def measure(name: str, way: str, draft: Skipper) -> None:
+        what = {"setting": {"way": way}, "origin": origin_of(recipe, name)}
+        facts = whole.compare(draft, checked, bar).facts()
+        rows.extend(Row("pruned", name, figure, value, **what) for figure, value in facts.items())
+
     with Progress("pruned", len(checked) * (1 + 4 * len(skippers)), "dialogues") as bar:
-        rows.append({"draft": "", "way": WHOLE} | whole.compare(nothing, checked, bar).facts())
+        measure("target", WHOLE, nothing)
         for name in skippers:
             for way, draft in ways(whole, recipe, name, texts):
-                rows.append({"draft": name, "way": way} | whole.compare(draft, checked, bar).facts())
-    said = table(rows)
-    write_json(recipe.eval_dir / "pruned.json", rows)
-    write_text(recipe.eval_dir / "pruned.md", said + "\n")
-    print(said)
-    print(f"plot: {plots.draw_pruned(rows, recipe.eval_dir / 'pruned.png')}")
+                measure(name, way, draft)
+    put_rows(recipe.eval_dir, rows, whole=True)
+    print(results.table(results.chosen(results.read([recipe.run_dir]), ["pruned"])))
 
 
 if __name__ == "__main__":

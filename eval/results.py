@@ -1,10 +1,12 @@
 """Views of what was measured: a table of all methods of one or several runs, or their differences of tau.
 
-    python -m eval.results RUN [RUN ...] [--figure tau speedup] [--plot FILE]
+    python -m eval.results RUN [RUN ...] [--figure tau speedup] [--instrument decoded] [--plot FILE]
     python -m eval.results RUN [RUN ...] --against NAME [METHOD:NAME ...] [--worth 0.02] [--slope] [--plot FILE]
 
 RUN is a run's folder or a folder of runs that differ in their seed (those of eval.studies.ablations). Every instrument
-writes its rows into results.jsonl of a run's eval folder; figures are copied from there, never measured again.
+writes its rows into results.jsonl of a run's eval folder; figures are copied from there, never measured again. Shown
+are those of evaluation, where it was made, or of the named instruments: decoded, replayed, predicted, trained, served,
+pruned, read.
 
 Without --against: a line for each temperature and method, a column for each benchmark and figure. A mean is given where
 a line has every benchmark and no speed is withheld: of speed-ups the geometric one. Seeds are averaged.
@@ -72,6 +74,15 @@ def name_all(found: list[Found]) -> list[dict[str, str]]:
         facts.append(fact | {key: f"{key} {value}" for key, value in one.row.setting.items()})
     differ = {key for fact in facts for key in fact if len({other.get(key) for other in facts}) > 1}
     return [{key: value for key, value in fact.items() if key in differ | {"method"}} for fact in facts]
+
+
+def chosen(found: list[Found], instruments: list[str] | None) -> list[Found]:
+    """The rows of these instruments; by default of evaluation, or all where it was not made."""
+    known = {one.row.instrument for one in found}
+    wanted = set(instruments or {"decoded"} & known or known)
+    if unknown := wanted - known:
+        raise PipelineError(f"--instrument {unknown.pop()!r}: the runs have rows of {', '.join(sorted(known))}")
+    return [one for one in found if one.row.instrument in wanted]
 
 
 def said(figure: str, value: float | None, interval: list[float] | None = None) -> str:
@@ -209,12 +220,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, for instance runs/demo")
     parser.add_argument("--figure", nargs="+", help="the columns; default: tau and speedup")
+    parser.add_argument("--instrument", nargs="+", help="default: decoded, or all where there is none")
     parser.add_argument("--against", nargs="+", metavar="NAME", help="a method or a run, or METHOD:NAME")
     parser.add_argument("--worth", type=float, default=0.02, help="of tau: less than this does not pay")
     parser.add_argument("--slope", action="store_true", help="between two runs of different amounts of training")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    found = read(arguments.runs)
+    found = chosen(read(arguments.runs), arguments.instrument)
     if arguments.against:
         compare(found, arguments.against, arguments.worth, arguments.plot, arguments.slope)
         return

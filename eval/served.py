@@ -4,8 +4,7 @@
 
 The recipe's benchmarks go to ``/v1/chat/completions`` with its temperatures, sampling and `max_new_tokens`.
 `--plain-url` names a server of the same target without a draft; the two take turns. A key, where the server wants one,
-stands in the environment variable OPENAI_API_KEY. The figures go to ``served.json`` in the run's eval folder, or to
-`--out`, after each level.
+stands in the environment variable OPENAI_API_KEY. The rows go to results.jsonl of the run after each level.
 
 tau is 1 + accepted guesses / passes, by the server's own counts: llama.cpp's in each answer, of all passes; SGLang's in
 each answer and vLLM's in ``/metrics``, of passes that verified guesses (nobody else may use vLLM meanwhile). A server
@@ -21,10 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -34,8 +32,8 @@ from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from eval.measure.tasks import units_of
 from pipeline.artifacts.provenance import provenance
+from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_json
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name, scrubbed
 from pipeline.lm.chat import prompt_ids
@@ -44,7 +42,6 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
 
-SERVED = "served.json"
 TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
 VLLM = "vllm:spec_decode_num_"
 _FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError)
@@ -105,6 +102,17 @@ class LoadPoint:
     @property
     def per_second(self) -> float:
         return self.tokens / self.seconds
+
+    def rows(self, origin: dict[str, Any]) -> list[Row]:
+        figures: dict[str, float] = {"tokens/s": self.per_second, "answers": self.answers, "refused": self.refused}
+        if self.counts and self.counts.tau:
+            figures["tau"] = self.counts.tau
+            for place, accepted in self.counts.by_place.items():
+                figures[f"accepted at depth {place}"] = accepted / self.counts.passes
+        what = {"setting": {"concurrency": self.concurrency}, "origin": origin}
+        where = self.benchmark, self.temperature
+        method = "server" if self.draft else "server without a draft"
+        return [Row("served", method, figure, value, *where, **what) for figure, value in figures.items()]
 
 
 class Refused(PipelineError):
@@ -229,14 +237,14 @@ def counts_of(found: dict[str, Any]) -> Counts | None:
     return None
 
 
-def converse(server: Server, unit: EvalTask, level: str) -> list[Answer] | Refused:
+def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | Refused:
     """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
     messages: list[dict[str, str]] = []
     found = []
-    for turn in unit.prompt.turns:
+    for turn in task.prompt.turns:
         messages.append({"role": "user", "content": turn})
         try:
-            found.append(server.ask(messages, unit.temperature, level))
+            found.append(server.ask(messages, task.temperature, level))
         except Refused as error:
             return error
         messages.append({"role": "assistant", "content": found[-1].text})
@@ -244,16 +252,16 @@ def converse(server: Server, unit: EvalTask, level: str) -> list[Answer] | Refus
 
 
 def level(
-    server: Server, units: list[EvalTask], concurrency: int, draft: bool, progress: Progress
+    server: Server, tasks: list[EvalTask], concurrency: int, draft: bool, progress: Progress
 ) -> tuple[LoadPoint, list]:
-    """Measures one. Also its answers, by unit."""
-    name = f"{units[0].benchmark} {units[0].temperature} {concurrency} {time.time()}"
+    """Measures one. Also its answers, by task."""
+    name = f"{tasks[0].benchmark} {tasks[0].temperature} {concurrency} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         found = []
-        for answers in pool.map(lambda unit: converse(server, unit, name), units):
+        for answers in pool.map(lambda task: converse(server, task, name), tasks):
             found.append(answers)
-            progress.advance(1, benchmark=units[0].benchmark, concurrency=concurrency)
+            progress.advance(1, benchmark=tasks[0].benchmark, concurrency=concurrency)
     seconds, after = time.perf_counter() - begin, server.counters()
     flat = [answer for answers in found if not isinstance(answers, Refused) for answer in answers]
     refused = [one for one in found if isinstance(one, Refused)]
@@ -263,33 +271,33 @@ def level(
     counts = sum(told, Counts()) if told else after - before if after and before else Counts()
     size = len(refused), len(flat), sum(answer.tokens for answer in flat)
     known = counts if counts.drafted else None
-    return LoadPoint(units[0].benchmark, units[0].temperature, concurrency, draft, *size, seconds, known), found
+    return LoadPoint(tasks[0].benchmark, tasks[0].temperature, concurrency, draft, *size, seconds, known), found
 
 
-def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int], out: Path) -> dict[str, Any]:
-    """All levels, written to `out` after each."""
-    units, lengths, differ = units_of(recipe), _lengths(recipe), set()
+def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]) -> tuple[list[LoadPoint], int]:
+    """All levels, and how many prompts have other lengths on the server than here. The rows so far are written after
+    each level.
+    """
+    tasks, lengths, differ = units_of(recipe), _lengths(recipe), set()
     for server in servers.values():
-        converse(server, units[0], "warm-up")  # a server's first answer pays for what it compiles
+        converse(server, tasks[0], "warm-up")  # a server's first answer pays for what it compiles
     levels: list[LoadPoint] = []
-    # of this machine, which asks; the server's is not known
-    origin = {key: value for key, value in provenance(recipe).items() if key != "hardware"}
-    found = {"provenance": origin, "model": public_name(servers[True].model)}
-    with Progress("served", len(units) * len(concurrency) * len(servers), "prompts") as progress:
-        for group, size, (draft, server) in product(_groups(units), concurrency, servers.items()):
+    found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
+    origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
+    origin |= {"model": public_name(servers[True].model)}
+    with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
+        for group, size, (draft, server) in product(_groups(tasks), concurrency, servers.items()):
             one, answers = level(server, group, size, draft, progress)
             levels.append(one)
-            for unit, said in zip(group, answers, strict=True):
+            for task, said in zip(group, answers, strict=True):
                 if isinstance(said, Refused):
                     continue
                 if draft:
-                    found["server"] = said[0].server
-                if said[0].prompt_tokens != lengths(unit.prompt):
-                    differ.add((unit.benchmark, unit.prompt.question_id))
-            found["levels"] = [asdict(one) | {"tau": one.counts.tau if one.counts else None} for one in levels]
-            found |= {"prompts_of_other_lengths": len(differ), "table": table(levels)}
-            write_json(out, found)
-    return found
+                    origin["server"] = said[0].server
+                if said[0].prompt_tokens != lengths(task.prompt):
+                    differ.add((task.benchmark, task.prompt.question_id))
+            put_rows(recipe.eval_dir, [row for one in levels for row in one.rows(origin)], whole=True)
+    return levels, len(differ)
 
 
 def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
@@ -298,9 +306,9 @@ def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
     return cache(lambda prompt: len(prompt_ids(tokenizer, [{"role": "user", "content": prompt.turns[0]}])))
 
 
-def _groups(units: list[EvalTask]) -> Iterator[list[EvalTask]]:
-    for key in dict.fromkeys((unit.benchmark, unit.temperature) for unit in units):
-        yield [unit for unit in units if (unit.benchmark, unit.temperature) == key]
+def _groups(tasks: list[EvalTask]) -> Iterator[list[EvalTask]]:
+    for key in dict.fromkeys((task.benchmark, task.temperature) for task in tasks):
+        yield [task for task in tasks if (task.benchmark, task.temperature) == key]
 
 
 def table(levels: list[LoadPoint]) -> str:
@@ -327,7 +335,6 @@ def main() -> None:
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 4, 16], help="answers asked for at the same time"
     )
-    parser.add_argument("--out", type=Path, help="default: served.json in the run's eval folder")
     arguments = parser.parse_args()
     if min(arguments.concurrency) < 1:
         raise PipelineError(f"--concurrency {arguments.concurrency}: expected numbers from 1 on")
@@ -339,14 +346,11 @@ def main() -> None:
     servers = {True: Server(arguments.url, recipe, arguments.model)}
     if arguments.plain_url:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
-    out = arguments.out or recipe.eval_dir / SERVED
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found = measure(recipe, servers, arguments.concurrency, out)
-    print(found["table"])
-    refused = sum(one["refused"] for one in found["levels"])
-    if refused:
+    levels, differ = measure(recipe, servers, arguments.concurrency)
+    print(table(levels))
+    if refused := sum(one.refused for one in levels):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
-    if differ := found["prompts_of_other_lengths"]:
+    if differ:
         print(f"{differ} prompts have other lengths on the server than here: its chat template is another one")
 
 

@@ -31,6 +31,7 @@ from eval.measure.tasks import fits, make_harness, read_tuned, untuned
 from eval.tuning.calibrate import Answer, Bin, draw
 from eval.tuning.choose import Replays, choose, largest, tune
 from eval.tuning.costs import Costs, measure_costs
+from pipeline.artifacts.reports import Row, origin_of, put_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
 from pipeline.basics.progress import Progress
@@ -158,6 +159,9 @@ def main() -> None:
     for name, replays in replayed(harness, texts, arguments.depth).items():
         found[name] = tune(recipe, harness, name, units, replays, costs[name], arguments.depth, print)
         write_sealed(path, known | found)
+        origin = origin_of(recipe, methods[name].draft)
+        predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
+        put_rows(recipe.eval_dir, predicted)
         if bins := [Bin(**raw) for raw in found[name]["reliability"]]:
             draw(bins, recipe.eval_dir / f"calibration-{name}.png")
     print(

@@ -134,22 +134,6 @@ def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> P
     return _close(figure_, path)
 
 
-def draw_pruned(rows: list[dict], path: Path) -> Path:
-    """`eval.pruned`'s rows: perplexity and agreement over the share that passes by, a colour a way, a dot a draft."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    whole = [row for row in rows if not row["draft"]]
-    for axis, key in zip(axes, ("perplexity", "agreement"), strict=True):
-        for number, way in enumerate(dict.fromkeys(row["way"] for row in rows if row["draft"])):
-            shown = [*whole, *(row for row in rows if row["way"] == way)]
-            shares = [row["passed"] for row in shown]
-            axis.plot(shares, [row[key] for row in shown], "o", alpha=0.8, color=COLOURS[number % 6], label=way)
-        axis.set(xlabel="share of (token, block) pairs that pass by", ylabel=key)
-        axis.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    axes[0].legend()
-    return _close(figure, path)
-
-
 def bracketed(interval: list[float] | None) -> str:
     """An interval of a difference, in words."""
     return "" if interval is None else " [{:+.3f}, {:+.3f}]".format(*interval)

@@ -4,8 +4,8 @@
 
 Dumps once, trains every draft of the recipe once a seed (what is done is not done again), lets the target answer the
 benchmarks' prompts once, and replays those answers with each method's tree (pipeline/decoding/replay.py: the tokens and
-rounds of decoding, counted without verifying). The rows go to results.jsonl of each seed's run, OUTPUT/seed-N; what is
-shown of them, and drawn to ablations.png, is what ``python -m eval.results OUTPUT --against METHOD`` shows.
+rounds of decoding, counted without verifying). The rows go to results.jsonl of each seed's run, OUTPUT/seed-N, and the
+differences to ablations.png: ``python -m eval.results OUTPUT --instrument replayed --against METHOD`` shows them again.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def main() -> None:
         harness = make_harness(run, methods)
         answers = answers or answered(run, harness)
         put_rows(run.eval_dir, rows(run, harness, answers), whole=True)
-    found = [one for one in results.read([recipe.run_dir]) if one.row.instrument == "replayed"]
+    found = results.chosen(results.read([recipe.run_dir]), ["replayed"])
     results.compare(found, arguments.against, arguments.worth, recipe.run_dir / "ablations.png")
 
 

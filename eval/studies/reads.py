@@ -134,7 +134,7 @@ def main() -> None:
     if not path.exists():
         raise PipelineError(f"{path} is missing: run python eval/main.py {arguments.recipe} first")
     put_rows(recipe.eval_dir, rows(recipe, read_report(path)["drafts"]), whole=True)
-    print(results.table([one for one in results.read([recipe.run_dir]) if one.row.instrument == "read"]))
+    print(results.table(results.chosen(results.read([recipe.run_dir]), ["read"])))
 
 
 if __name__ == "__main__":

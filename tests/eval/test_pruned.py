@@ -1,11 +1,10 @@
 """A pruned target against the whole one: identities where nothing or everything passes by, and the command itself."""
 
-import json
-
 import pytest
 import torch
 
 from eval.pruned import CHANCE, DROPPED, STATIC, TRAINED, WHOLE, Whole, influences, main, search, to_least, ways
+from pipeline.artifacts.reports import read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.recipe.load import load_recipe
@@ -44,7 +43,7 @@ def test_a_target_that_nothing_passes_by_is_the_whole_one(whole):
     draft.shares = [0.0] * LAYERS
     sums = whole.compare(draft, CHECKED)
     facts = sums.facts()
-    assert (facts["passed"], facts["agreement"]) == (0, 1) and sums.tokens == 3 * 49
+    assert (facts["passed by"], facts["agreement"]) == (0, 1) and sums.tokens == 3 * 49
     assert facts["acceptance"] == pytest.approx(1, abs=1e-5) and abs(sums.apart) < 1e-4
     logits = whole.target.head(whole.target.capture(CHECKED[0][0])[0, 10:-1]).log_softmax(-1)
     nats = -logits.gather(1, CHECKED[0][0][0, 11:, None]).sum().item()
@@ -80,7 +79,7 @@ def test_least_influence_gets_the_whole_sum(whole):
 def test_random_tokens_pass_by_as_often_as_they_should(whole, run):
     recipe = load_recipe(run[0], [f"output={run[1]}"])
     facts = [whole.compare(dict(ways(whole, recipe, "some", TEXTS))[CHANCE], CHECKED).facts() for _ in range(2)]
-    assert facts[0] == facts[1] and facts[0]["passed"] == pytest.approx(0.4 * (1 - 4 / 60), abs=0.02)  # 4 are kept
+    assert facts[0] == facts[1] and facts[0]["passed by"] == pytest.approx(0.4 * (1 - 4 / 60), abs=0.02)  # 4 are kept
 
 
 def apart(whole, shares):
@@ -106,14 +105,13 @@ def test_a_move_that_comes_closer_stays(whole, monkeypatch):
     assert apart(whole, some) < 0.8 * apart(whole, given)
 
 
-def test_the_command_writes_table_figures_and_plot(run, capsys):
+def test_the_command_writes_rows_and_shows_them(run, capsys):
     call(main, str(run[0]), "--set", f"output={run[1]}")
-    rows = json.loads((run[1] / "eval" / "pruned.json").read_text())
-    assert [row["way"] for row in rows] == [WHOLE, TRAINED, STATIC, CHANCE, DROPPED]
-    assert rows[0]["agreement"] == 1 and all(0 < row["agreement"] < 1 for row in rows[1:])
-    assert rows[4]["passed"] == 0.4 and rows[2]["passed"] == pytest.approx(0.4, abs=0.1)
-    assert (run[1] / "eval" / "pruned.png").stat().st_size > 10_000
-    told = capsys.readouterr().out
-    assert "| some | blocks dropped | 40.0% |" in told and (run[1] / "eval" / "pruned.md").read_text() in told
+    found = {(row.setting["way"], row.figure): row.value for row in read_rows(run[1] / "eval")}
+    assert list(dict.fromkeys(way for way, _ in found)) == [WHOLE, TRAINED, STATIC, CHANCE, DROPPED]
+    assert found[WHOLE, "agreement"] == 1
+    assert all(0 < found[way, "agreement"] < 1 for way in (TRAINED, STATIC, CHANCE, DROPPED))
+    assert found[DROPPED, "passed by"] == 0.4 and found[STATIC, "passed by"] == pytest.approx(0.4, abs=0.1)
+    assert "|  | some, way blocks dropped | 0.4 |" in capsys.readouterr().out
     call(main, str(run[0]), "--set", f"output={run[1]}", "--search", "some", "--tries", "2")
     assert capsys.readouterr().out.startswith("sparsity = [0.0, ")

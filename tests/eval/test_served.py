@@ -8,6 +8,7 @@ import pytest
 
 from eval import served
 from eval.served import Counts, counts_of
+from pipeline.artifacts.reports import read_rows
 from pipeline.basics.errors import PipelineError
 from tests.kit import call, recipe_tree, write_recipe
 from tests.loopback import Handler, Loopback
@@ -89,9 +90,17 @@ def recipe(tiny_target, tmp_path) -> Path:
     return write_recipe(tree, tmp_path / "recipe.toml")
 
 
-def measured(recipe: Path, *arguments: str) -> dict:
+def rows_of(recipe: Path) -> dict[tuple[float, int, str], dict[str, float]]:
+    """Figures by temperature, concurrency and method, in the order in which they were measured."""
+    found: dict[tuple[float, int, str], dict[str, float]] = {}
+    for row in read_rows(recipe.parent / "run/eval"):
+        found.setdefault((row.temperature, row.setting["concurrency"], row.method), {})[row.figure] = row.value
+    return found
+
+
+def measured(recipe: Path, *arguments: str) -> dict[tuple[float, int, str], dict[str, float]]:
     call(served.main, str(recipe), *arguments)
-    return json.loads(next((recipe.parent / "run").rglob("served.json")).read_text())
+    return rows_of(recipe)
 
 
 def refusal(recipe: Path, *arguments: str) -> str:
@@ -103,19 +112,20 @@ def refusal(recipe: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llama.cpp"])
 def test_tau_is_of_the_servers_own_counts(recipe, kind):
     with Engine(kind) as engine:
-        levels = measured(recipe, "--url", f"{engine.url}/v1/", "--concurrency", "1", "2")["levels"]
-    assert [(one["temperature"], one["concurrency"]) for one in levels] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
-    for one in levels:  # the warm-up's answers and those before it are not among them
-        assert (one["answers"], one["tokens"], one["tau"]) == (3, 3 * TOKENS, 2.0)
-        expected = {"passes": 9, "drafted": 27, "accepted": 9}
-        assert one["counts"] == expected | {"by_place": {"1": 6, "2": 3, "3": 0} if kind == "vllm" else {}}
+        levels = measured(recipe, "--url", f"{engine.url}/v1/", "--concurrency", "1", "2")
+    assert list(levels) == [(t, size, "server") for t in (0.0, 1.0) for size in (1, 2)]
+    for one in levels.values():  # the warm-up's answers and those before it are not among them
+        assert (one["answers"], one["tau"]) == (3, 2.0)
+        places = [one.get(f"accepted at depth {place}") for place in (1, 2, 3)]
+        assert places == ([2 / 3, 1 / 3, 0] if kind == "vllm" else [None] * 3)
 
 
-def test_a_server_that_does_not_tell_gets_no_tau(recipe, capsys):
+def test_a_server_that_does_not_tell_gets_no_tau_and_another_template_is_told(recipe, capsys):
     with Engine("silent") as engine:
-        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
-    assert [one["tau"] for one in levels] == [None, None]
-    assert "not told" in capsys.readouterr().out
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    assert not [one for one in levels.values() if "tau" in one]
+    said = capsys.readouterr().out
+    assert "not told" in said and "2 prompts have other lengths" in said and "chat template is another one" in said
 
 
 def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
@@ -131,18 +141,11 @@ def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
 
 def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
     with Engine("vllm") as engine, Engine("silent") as plain:
-        levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--concurrency", "2")["levels"]
-    assert [one["draft"] for one in levels] == [True, False, True, False]
+        levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--concurrency", "2")
+    assert list(levels) == [(t, 2, name) for t in (0.0, 1.0) for name in ("server", "server without a draft")]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| b | 0 |"))
-    speed, base = (one["tokens"] / one["seconds"] for one in levels[:2])
+    speed, base = (one["tokens/s"] for one in list(levels.values())[:2])
     assert row.split(" | ")[5:] == ["0.67, 0.33, 0.00", f"{speed:.1f}", f"{base:.1f}", f"{speed / base:.2f}x |"]
-
-
-def test_another_template_on_the_server_is_told(recipe, capsys):
-    with Engine("silent") as engine:
-        found = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert found["prompts_of_other_lengths"] == 2
-    assert "chat template is another one" in capsys.readouterr().out
 
 
 def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
@@ -174,7 +177,7 @@ def test_refusals(recipe, monkeypatch):
     with Engine("silent", key="sk-secret") as engine:
         assert "401" in (said := refusal(recipe, "--url", engine.url)) and "Set OPENAI_API_KEY" in said
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-        assert measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
+        assert measured(recipe, "--url", engine.url, "--concurrency", "1")
     gone = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
     assert "cannot be read" in gone and "hunter2" not in gone
 
@@ -188,23 +191,20 @@ def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):
 def test_a_prompt_that_the_server_does_not_take_is_left_out_and_told(recipe, capsys):
     with Engine("llama.cpp") as engine:
         engine.longest = 1  # the second turn has three messages
-        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")["levels"]
-        assert [(one["refused"], one["answers"]) for one in levels] == [(1, 1), (1, 1)]
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+        assert [(one["refused"], one["answers"]) for one in levels.values()] == [(1, 1), (1, 1)]
         assert "2 prompts were refused" in capsys.readouterr().out
         engine.longest = 0
         assert "too long" in refusal(recipe, "--url", engine.url)
 
 
-def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch, tmp_path):
-    out = tmp_path / "other/one.json"
+def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch):
     with Engine("vllm") as engine:
         answer = engine.answer
         monkeypatch.setattr(engine, "answer", lambda body: answer(body) if body["temperature"] == 0 else {})
-        assert "does not answer as" in refusal(
-            recipe, "--url", engine.url, "--concurrency", "1", "2", "--out", str(out)
-        )
+        assert "does not answer as" in refusal(recipe, "--url", engine.url, "--concurrency", "1", "2")
         salts = [body["cache_salt"] for body in engine.bodies]
-    assert [one["concurrency"] for one in json.loads(out.read_text())["levels"]] == [1, 2]
+    assert [size for _, size, _ in rows_of(recipe)] == [1, 2]
     assert len(set(salts)) == 4 and salts[0] == "warm-up" and {body["top_k"] for body in engine.bodies} == {-1}
 
 
