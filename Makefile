@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint serve-test one-line
+.PHONY: install demo check test lint serve-test one-line
 
 install: $(STAMP)
 
@@ -15,6 +15,15 @@ FIRST := output=runs/first data.max_tokens=40_000 data.validation_dialogues=6 da
 demo: $(STAMP)
 	$(BIN)/python -m pipeline run infra/recipes/demo.toml $(FIRST:%=--set %)
 	$(BIN)/python -m pipeline run infra/recipes/demo.toml
+
+# What to run first, two minutes: style and types, the layout, one draft through loss, tree and lossless decoding, and one
+# tiny run from the dump over training and evaluation to a release.
+FIRST_TESTS := tests/test_layout.py \
+	"tests/pipeline/test_architectures.py::test_the_whole_path_from_dump_to_lossless_decoding[llama-3.1]" \
+	tests/test_run.py::test_a_run_ends_with_its_table_its_release_and_its_plots
+
+check: lint
+	$(BIN)/python -m pytest -p no:xdist -q $(FIRST_TESTS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -27,6 +27,14 @@ def test_links_and_pictures_lead_somewhere(page):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_what_make_check_runs_is_there():
+    text = (ROOT / "Makefile").read_text()
+    found = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)
+    assert len(found) >= 3 and {path for path, _ in found} >= {"tests/test_layout.py", "tests/test_run.py"}
+    for path, test in found:
+        assert f"def {test}" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:

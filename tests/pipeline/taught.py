@@ -168,7 +168,7 @@ def planted(target, right: list[int]):
     return propose
 
 
-def taught(target, embed_head, config, prompt, answer, steps=250):
+def taught(target, embed_head, config, prompt, answer, steps=150):
     """A draft trained on one text until it knows it: what it proposes there is mostly accepted."""
     draft = build(config, shapes_of(target.config))
     draft.initialise(0)

@@ -29,11 +29,11 @@ pytestmark = pytest.mark.real
 APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
 
 
-@pytest.mark.parametrize(("micro_batch", "ranks"), [(1, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize(("micro_batch", "ranks"), [(1, 1), (1, 2)])
 def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
     dumped, undisturbed, tmp_path, micro_batch, ranks
 ):
-    """1x8 (and 4x2, the reference) on one rank; 4x1 and 1x4 on two. Every way: tests/train/equality.py."""
+    """1x8 (and 4x2, the reference) on one rank, 1x4 on two. Every way: tests/train/equality.py."""
     sets = [f"train.micro_batch={micro_batch}"]
     if ranks == 1:
         train_here(dumped, tmp_path / "run", *sets)
@@ -131,16 +131,14 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     print(f"killed at step {steps_so_far(output)}")
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
-    other = run_training(dumped, output, "train.learning_rate=0.01")
-    assert other.returncode != 0 and "Traceback" not in other.stderr
-    assert "holds the resume state of a run with other settings" in other.stdout + other.stderr
+    with pytest.raises(PipelineError, match="holds the resume state of a run with other settings"):
+        train_here(dumped, output, "train.learning_rate=0.01")
     state = json.loads(resume.read_text())
     assert set(state["files"]) == {f"{state['tag']}/{path.name}" for path in (resume.parent / state["tag"]).iterdir()}
     (name,) = state["files"]
     flip(resume.parent / name)
-    refused = run_training(dumped, output)
-    assert refused.returncode != 0 and "Traceback" not in refused.stderr
-    assert f"resume state {resume.parent / name} was changed or damaged" in refused.stdout + refused.stderr
+    with pytest.raises(PipelineError, match=f"resume state {resume.parent / name} was changed or damaged"):
+        train_here(dumped, output)
     flip(resume.parent / name)
     again = run_command(command)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -161,17 +159,15 @@ def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undist
 
 
 def test_bad_shards_stop_training_before_it_starts(dumped, tmp_path):
-    """One damage through the launcher, found by one of two ranks; each that the reader refuses is in
+    """One damage, found by one of two ranks; each that the reader refuses is in
     tests/pipeline/test_shards.py.
     """
     recipe, features = dumped
     copy = tmp_path / "features"
     shutil.copytree(features, copy)
     victim = copy / "features-train-000001.arrow"
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    done = run_command(train_command(recipe, f"output={tmp_path}", draft="eagle", ranks=2))
+    flip(victim)
+    done = run_training((recipe, copy), tmp_path, draft="eagle", ranks=2)
     assert done.returncode != 0
     assert "its SHA-256 is not the manifest's" in done.stderr + done.stdout and "Traceback" not in done.stderr
     assert not (tmp_path / "drafts/eagle/metrics.jsonl").exists()

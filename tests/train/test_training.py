@@ -184,7 +184,7 @@ def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
     return found["step"]
 
 
-@pytest.mark.parametrize(("stage", "before", "after"), [(0, 2, 1), (2, 1, 2), (3, 2, 1)])
+@pytest.mark.parametrize(("stage", "before", "after"), [(2, 1, 2), (3, 2, 1)])
 def test_another_number_of_ranks_goes_on(dumped, undisturbed, tmp_path, stage, before, after):
     output, sets = tmp_path / "run", ZERO_3 if stage == 3 else [f"train.zero_stage={stage}"]
     step = stopped(dumped, output, *sets, ranks=before)
