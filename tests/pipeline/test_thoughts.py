@@ -153,7 +153,7 @@ def test_thoughts_are_told_from_answers():
 
 
 @pytest.mark.parametrize(
-    ("template", "content", "cut"),
+    ("template", "said", "cut"),
     [
         (QWEN_3, "<think>\nhm", True),
         (QWEN_3, THOUGHT + "a", False),
@@ -161,16 +161,11 @@ def test_thoughts_are_told_from_answers():
         (QWEN_3_THINKING, "hm", True),
         (QWEN_3_THINKING, "hm\n</think>\n\na", False),
         (LLAMA_3_2, "a", False),
+        (GPT_OSS, "<|channel|>analysis<|message|>hm", True),
+        (GPT_OSS, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a", False),
     ],
 )
-def test_an_answer_may_be_cut_in_its_thoughts(template, content, cut):
-    assert cut_in_thoughts(settled(template), {"role": "assistant", "content": content}) is cut
-
-
-@pytest.mark.parametrize(
-    ("final", "cut"), [("", True), ("<|end|><|start|>assistant<|channel|>final<|message|>a", False)]
-)
-def test_gpt_oss_may_be_cut_in_its_thoughts(final, cut):
-    tokenizer = settled(GPT_OSS)
-    said = tokenizer("<|channel|>analysis<|message|>hm" + final, add_special_tokens=False)["input_ids"]
-    assert cut_in_thoughts(tokenizer, as_message(tokenizer, said)) is cut
+def test_an_answer_may_be_cut_in_its_thoughts(template, said, cut):
+    tokenizer = settled(template)
+    message = as_message(tokenizer, tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert cut_in_thoughts(tokenizer, message) is cut

@@ -1,7 +1,6 @@
 """The rules that make a clean dialogue of a record, or reject it for a reason."""
 
 import json
-import random
 
 import pytest
 
@@ -168,17 +167,13 @@ def test_a_joined_answer_keeps_its_thoughts_and_its_call():
 @pytest.mark.parametrize("asker", ["human", "user"])
 @pytest.mark.parametrize("answerer", ["gpt", "chatgpt", "bing", "bard", "assistant"])
 def test_every_known_role_has_one_of_three_names(asker, answerer):
-    dialogue = clean(record(("system", "s"), (asker, "q"), (answerer, "a")))
+    dialogue = clean(record(("system", "s"), (asker, " q\n"), (answerer, "\ta ")))  # white space is kept
     assert dialogue.messages == [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": " q\n"},
+        {"role": "assistant", "content": "\ta "},
     ]
     assert dialogue.edits == ()
-
-
-def test_white_space_around_a_turn_is_kept():
-    assert [m["content"] for m in clean(record(("human", " q\n"), ("gpt", "\ta "))).messages] == [" q\n", "\ta "]
 
 
 @pytest.mark.parametrize(
@@ -195,60 +190,31 @@ def test_white_space_around_a_turn_is_kept():
     ],
 )
 def test_edits_are_made_and_named(pairs, kept, edits):
-    dialogue = clean(record(*pairs))
-    assert [m["content"] for m in dialogue.messages] == [text for _, text in kept]
-    assert dialogue.edits == edits
-
-
-def test_cleaning_leaves_the_record_as_it_was():
-    item = record(A, Q, A, Q)
+    item = record(*pairs)
     before = json.dumps(item)
-    clean(item)
-    assert json.dumps(item) == before
+    dialogue = clean(item)
+    assert [m["content"] for m in dialogue.messages] == [text for _, text in kept]
+    assert dialogue.edits == edits and json.dumps(item) == before  # the record stays as it was
 
 
 # -- ids and the split -----------------------------------------------------------------------------------------------
 
 
-def test_a_record_keeps_its_id():
-    assert record_id({"id": "abc_0"}) == "abc_0"
-    assert record_id({"id": 7}) == "7"
-    assert record_id({"id": 0}) == "0"
-
-
-@pytest.mark.parametrize("item", [{"a": 1}, {"id": "", "a": 1}, {"id": None, "a": 1}, {"id": [1]}, [1], "text", None])
-def test_a_record_without_an_id_gets_one_from_its_content(item):
-    found = record_id(item)
-    assert found.startswith("sha-")
-    assert found == record_id(json.loads(json.dumps(item)))
-
-
-def test_ids_from_content_differ_with_the_content():
+def test_a_record_keeps_its_id_or_gets_one_from_its_content():
+    assert [record_id({"id": given}) for given in ("abc_0", 7, 0)] == ["abc_0", "7", "0"]
+    for item in [{"a": 1}, {"id": "", "a": 1}, {"id": None, "a": 1}, {"id": [1]}, [1], "text", None]:
+        assert record_id(item).startswith("sha-") and record_id(item) == record_id(json.loads(json.dumps(item)))
     assert record_id({"conversations": turns(Q, A)}) != record_id({"conversations": turns(A, Q)})
 
 
 IDS = [f"conv{number:05x}" for number in range(20_000)]
 
 
-@pytest.mark.parametrize("fraction", [0.02, 0.25])
-def test_the_held_out_fraction_is_about_what_was_asked_for(fraction):
-    share = sum(held_out(doc_id, fraction) for doc_id in IDS) / len(IDS)
-    assert abs(share - fraction) < 4 * (fraction * (1 - fraction) / len(IDS)) ** 0.5
-
-
-def test_nothing_or_everything_can_be_held_out():
-    assert not any(held_out(doc_id, 0.0) for doc_id in IDS[:1000])
-    assert all(held_out(doc_id, 1.0) for doc_id in IDS[:1000])
-
-
 def test_the_split_is_a_function_of_the_id_alone():
     """By the hash of the id: the same in any order, in any process, on any machine."""
-    expected = {doc_id for doc_id in IDS if held_out(doc_id, 0.02)}
-    shuffled = random.Random(0).sample(IDS, len(IDS))
-    assert {doc_id for doc_id in shuffled if held_out(doc_id, 0.02)} == expected
-    assert sorted(expected)[:3] == ["conv0001c", "conv0002a", "conv0004d"]
-
-
-def test_a_larger_fraction_holds_out_more_of_the_same():
-    small, large = ({doc_id for doc_id in IDS[:2000] if held_out(doc_id, fraction)} for fraction in (0.02, 0.1))
-    assert small < large
+    held = {f: {doc_id for doc_id in IDS if held_out(doc_id, f)} for f in (0.0, 0.02, 0.25, 1.0)}
+    assert sorted(held[0.02])[:3] == ["conv0001c", "conv0002a", "conv0004d"]
+    assert not held[0.0] and held[0.02] < held[0.25] < held[1.0] == set(IDS)
+    for fraction in (0.02, 0.25):
+        allowed = 4 * (fraction * (1 - fraction) / len(IDS)) ** 0.5
+        assert abs(len(held[fraction]) / len(IDS) - fraction) < allowed
