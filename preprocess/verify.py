@@ -41,6 +41,7 @@ from pipeline.features.shards import (
 from pipeline.features.source import FeatureSource
 from pipeline.lm.model import fingerprint
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from preprocess.dump.driver import dump
 
@@ -123,65 +124,77 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
             "with, --recipe RECIPE (and the overrides, --set section.key=value). --rows 0 checks sizes and checksums "
             "without one"
         )
-    sets = [
-        *overrides,
-        f"output={json.dumps(str(folder.absolute().parent.resolve()), ensure_ascii=False)}",
-    ]  # in TOML's syntax
-    store = store_of(load_recipe(recipe_path, sets)) if recipe_path else None
-    if store:
-        fetch(load_recipe(recipe_path, sets), checksums=False)
+    output = json.dumps(str(folder.absolute().parent.resolve()), ensure_ascii=False)  # in TOML's syntax
+    recipe = load_recipe(recipe_path, [*overrides, f"output={output}"]) if recipe_path else None
+    found = _damaged(folder, recipe)
     manifest = Manifest.load(folder)
-    found = damaged_shards(folder, manifest)
-    if store and found:  # here only? What is damaged in the store, too, stays
-        for name in found:
-            (folder / name).unlink(missing_ok=True)
-        fetch(load_recipe(recipe_path, sets), checksums=False)
-        found = damaged_shards(folder, manifest)
     for name, reason in found.items():
         print(f"{name}: {reason}")
     whole = sum(record.name not in found for record in manifest.files)
     print(f"{whole} of {len(manifest.files)} tables and shards are whole; complete: {manifest.complete}")
-    needs_recipe = rows or (repair and (found or not manifest.complete))
-    recipe = load_recipe(recipe_path, sets) if needs_recipe else None
-    if repair and recipe and recipe.dump_hash != manifest.spec.recipe:
-        raise PipelineError(
-            f"{recipe_path} is not the recipe that {folder} was dumped with (a copy in the folder has credentials cut "
-            "off): give it with --recipe"
-        )
-    if recipe and recipe.features_dir.resolve() != folder.resolve():
-        raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
     if repair and recipe and (found or not manifest.complete):
-        known = {record.name for record in manifest.files}
-        for name in (name for name in found if store and name in known):
-            store.delete(name)
-            (folder / name).unlink(missing_ok=True)
-        print("\n".join(dump(recipe)))
-        fetch(recipe, checksums=False)
+        _repair(folder, recipe, manifest, found)
         found, manifest = damaged_shards(folder, Manifest.load(folder)), Manifest.load(folder)
     if found or not manifest.complete:
         raise PipelineError(
             f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --recipe RECIPE --repair"
         )
     if recipe and rows:
-        if fingerprint(recipe.target) != manifest.spec.target:
-            raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
-        source = open_source(recipe.target, manifest.spec.auxiliary_numbers)
-        errors = {
-            doc_id: error
-            for split in (*SPLITS, ANSWERS)
-            if manifest.total(split, "rows")
-            for doc_id, error in recomputed(FeatureStore(folder, split, manifest.spec), source, rows).items()
-        }
-        of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
-        print(
-            f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed "
-            f"{ALLOWED_ROW}), of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
+        _forward_again(folder, recipe, manifest, rows)
+
+
+def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
+    """What is damaged here is fetched again where a store has it; what is damaged there, too, stays."""
+    if recipe:
+        fetch(recipe, checksums=False)
+    found = damaged_shards(folder, Manifest.load(folder))
+    if found and recipe and recipe.features.store:
+        for name in found:
+            (folder / name).unlink(missing_ok=True)
+        fetch(recipe, checksums=False)
+        found = damaged_shards(folder, Manifest.load(folder))
+    return found
+
+
+def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
+    if recipe.features_dir.resolve() != folder.resolve():
+        raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
+
+
+def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, str]) -> None:
+    """Dumps again what was found damaged, and what is missing."""
+    if recipe.dump_hash != manifest.spec.recipe:
+        raise PipelineError(
+            f"the recipe is not the one that {folder} was dumped with (a copy in the folder has credentials cut off): "
+            "give it with --recipe"
         )
-        wrong = [name for name, (row, token) in errors.items() if not (row <= ALLOWED_ROW and token <= ALLOWED_TOKEN)]
-        if wrong:
-            raise PipelineError(
-                f"{folder}: the hidden states of {wrong[0]} are not the target's; dump into another folder"
-            )
+    _require_runs_folder(folder, recipe)
+    if (store := store_of(recipe)) is not None:
+        for name in {record.name for record in manifest.files} & set(found):
+            store.delete(name)
+            (folder / name).unlink(missing_ok=True)
+    print("\n".join(dump(recipe)))
+    fetch(recipe, checksums=False)
+
+
+def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int) -> None:
+    """Compares a sample of each set with the target."""
+    _require_runs_folder(folder, recipe)
+    if fingerprint(recipe.target) != manifest.spec.target:
+        raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
+    source = open_source(recipe.target, manifest.spec.auxiliary_numbers)
+    errors: dict[str, tuple[float, float]] = {}
+    for name in (*SPLITS, ANSWERS):
+        if manifest.total(name, "rows"):
+            errors |= recomputed(FeatureStore(folder, name, manifest.spec), source, rows)
+    of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
+    print(
+        f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed {ALLOWED_ROW}), "
+        f"of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
+    )
+    wrong = [name for name, (row, token) in errors.items() if not (row <= ALLOWED_ROW and token <= ALLOWED_TOKEN)]
+    if wrong:
+        raise PipelineError(f"{folder}: the hidden states of {wrong[0]} are not the target's; dump into another folder")
 
 
 def main() -> None:

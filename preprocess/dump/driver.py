@@ -87,6 +87,8 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     published = store is None or MANIFEST in sizes
     if lost or prompts_damage(folder, manifest) or not published:
         manifest.complete = False  # saved with the first shard that is written again
+    if not manifest.complete:
+        manifest.text = {}  # written with the plan, which is made again
     manifest.shards = [shard for shard in manifest.shards if shard.name not in lost]
     manifest.answers = [s for s in manifest.answers if not {s.name, s.text.name if s.text else ""} & lost]
     return manifest

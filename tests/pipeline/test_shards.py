@@ -168,6 +168,9 @@ def test_auxiliary_states_are_stored_beside_the_last_one(tmp_path, dtype):
 def test_the_documented_reader_reads_what_was_written(tmp_path, dtype):
     page = (ROOT / "docs/feature-shards.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    assert set(re.findall(r"^ *(?:import|from) (.*?)(?: as| import|$)", code, re.MULTILINE)) == {
+        "json, sys", "pathlib", "numpy", "pyarrow"
+    }  # fmt: skip
     rows = [replace(row, hidden_TD=row.hidden_TD.to(schema.row_dtype(dtype))) for row in plausible_rows()]
     if dtype == "float16":
         rows = [replace(row, hidden_TD=row.hidden_TD.clamp(-6e4, 6e4)) for row in rows]
@@ -285,26 +288,24 @@ def test_writing_twice_gives_the_same_bytes(tmp_path):
 # -- what is damaged or unfinished is refused ------------------------------------------------------------------------
 
 
-def test_a_truncated_shard_is_refused(folder):
-    record = Manifest.load(folder).shards[0]
-    path = folder / record.name
-    os.truncate(path, record.bytes - 1)
-    reason = f"it has {record.bytes - 1} bytes, the manifest says {record.bytes}: it was truncated or overwritten"
-    assert damage(folder, record, checksum=False) == reason
-    message = refusal(folder)
-    assert f"feature shard {path}: {reason}" in message
-    assert f"python -m preprocess.verify {folder} --recipe RECIPE --repair" in message
-
-
-def test_a_flipped_byte_is_found_by_the_checksum(folder):
-    record = Manifest.load(folder).shards[0]
-    content = bytearray((folder / record.name).read_bytes())
-    content[len(content) // 3] ^= 1
-    (folder / record.name).write_bytes(content)
-    assert damage(folder, record, checksum=False) is None
-    assert "its SHA-256 is not the manifest's" in damage(folder, record)
+def test_a_shard_that_is_missing_or_truncated_or_has_a_flipped_byte_is_refused(folder):
+    truncated, missing, flipped = Manifest.load(folder).shards
+    for record in (truncated, missing, flipped):
+        assert damage(folder, record) is None
+    flip(folder / flipped.name)
+    assert damage(folder, flipped, checksum=False) is None
+    assert "its SHA-256 is not the manifest's" in damage(folder, flipped)
     with pytest.raises(PipelineError, match="It can be dumped again"):
-        require_whole(folder, record)
+        require_whole(folder, flipped)
+    (folder / missing.name).unlink()
+    assert damage(folder, missing) == "it is missing" and f"{missing.name}: it is missing" in refusal(folder)
+    size = truncated.bytes - 1
+    os.truncate(folder / truncated.name, size)
+    reason = f"it has {size} bytes, the manifest says {truncated.bytes}: it was truncated or overwritten"
+    assert damage(folder, truncated, checksum=False) == reason
+    message = refusal(folder)
+    assert f"feature shard {folder / truncated.name}: {reason}" in message
+    assert f"python -m preprocess.verify {folder} --recipe RECIPE --repair" in message
 
 
 # -- what was found whole is not read again while it is the same file --------------------------------------------------
@@ -370,13 +371,6 @@ def test_a_file_that_is_younger_than_its_clock_is_coarse_is_not_remembered(folde
         (folder / record.name).touch()
     monkeypatch.setattr(checked, "damage", lambda *_, checksum=True: time.sleep(0.6 * checksum))
     assert reasons(folder) == [None, None, None] and not (folder / checked.CHECKED).exists()
-
-
-def test_a_missing_shard_is_refused(folder):
-    record = Manifest.load(folder).shards[1]
-    (folder / record.name).unlink()
-    assert damage(folder, record) == "it is missing"
-    assert f"{folder / record.name}: it is missing" in refusal(folder)
 
 
 def test_a_missing_manifest_says_how_to_dump(folder):
@@ -510,57 +504,39 @@ def test_a_foreign_shard_under_a_fitting_manifest_is_refused(folder, field):
     assert f"({field} is 'X', this run expects" in refusal(folder)
 
 
-def test_a_shard_of_another_version_is_refused(folder):
-    record = shard_of(folder, rows_of(3), replace(SPEC, version=1))
-    replace_shard(folder, folder / record.name)
-    assert f"{folder / record.name}: feature-shard version '1', expected 2" in refusal(folder)
-
-
 def write_table(path: Path, table: pa.Table) -> None:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
 
 
-def test_an_arrow_file_that_is_no_shard_is_refused(folder):
-    path = folder / shard_name("train", 0)
-    write_table(path, pa.table({"text": ["a", "b", "c"]}))
-    replace_shard(folder, path)
-    message = refusal(folder)
-    assert str(path) in message
-    assert "it is no feature shard" in message
-
-
-def test_columns_of_other_types_are_refused(folder):
-    path = folder / shard_name("train", 0)
-    declared = schema.arrow_schema(SPEC)
-    changed = declared.set(0, pa.field("row", pa.int32()))
-    write_table(path, changed.empty_table())
-    replace_shard(folder, path)
-    assert f"{path}: columns are" in refusal(folder)
-
-
-def test_a_file_that_is_no_arrow_file_is_refused(folder):
-    path = folder / shard_name("train", 0)
-    path.write_bytes(b"not arrow at all")
-    replace_shard(folder, path)
-    assert f"feature shard {path} is not a whole Arrow file" in refusal(folder)
-
-
-def test_a_broken_footer_is_refused(folder):
-    """What a dump reads back when checksums are not asked for (train.verify_checksums = false)."""
-    path = folder / shard_name("train", 0)
+def break_footer(path: Path) -> None:
     content = bytearray(path.read_bytes())
     footer = int.from_bytes(content[-10:-6], "little")
     content[-10 - footer : -10 - footer + 4] = b"\xff\xff\xff\x7f"
     path.write_bytes(content)
-    assert str(path) in refusal(folder)
 
 
-def test_an_arrow_file_with_a_version_of_its_own_is_refused(folder):
+OTHER = pa.table({"text": ["a", "b", "c"]})
+COLUMNS = schema.arrow_schema(SPEC).set(0, pa.field("row", pa.int32())).empty_table()
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: shard_of(path.parent, rows_of(3), replace(SPEC, version=1)), "version '1', expected 2"),
+        (lambda path: write_table(path, OTHER), "it is no feature shard"),
+        (lambda path: write_table(path, OTHER.replace_schema_metadata({"version": "2"})), "is not a feature shard's"),
+        (lambda path: write_table(path, COLUMNS), "columns are"),
+        (lambda path: path.write_bytes(b"not arrow at all"), "is not a whole Arrow file"),
+        (break_footer, ""),  # what a dump reads back when checksums are not asked for
+    ],
+    ids=["version", "other columns", "other metadata", "other types", "no Arrow file", "footer"],
+)
+def test_a_file_that_is_no_shard_is_refused_by_name(folder, write, message):
     path = folder / shard_name("train", 0)
-    write_table(path, pa.table({"text": ["a", "b", "c"]}).replace_schema_metadata({"version": "2"}))
+    write(path)
     replace_shard(folder, path)
-    assert str(path) in refusal(folder)
+    assert str(path) in refusal(folder) and message in refusal(folder)
 
 
 @pytest.mark.parametrize(
