@@ -4,7 +4,7 @@ A draft that answers level by level has `start` and `step`, and `propose` grows 
 finds candidates in another way has a `propose` of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,14 +99,12 @@ class Pool:
         return found[1:]
 
 
-class Forwards(Protocol):
-    """A draft's forwards, as a tree asks for them."""
+Timer = Callable[..., Any]  # timer(name, function, *arguments): the function's result; its seconds go to that name
 
-    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
 
-    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
-        """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
+def untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A `Timer` that takes no time."""
+    return function(*arguments)
 
 
 class TreeSupport(Protocol):
@@ -130,7 +128,7 @@ class TreeSupport(Protocol):
         """
 
 
-class Draft(Forwards, Protocol):
+class Draft(Protocol):
     """What decoding knows of a draft."""
 
     name: str  # for messages
@@ -150,12 +148,18 @@ class Draft(Forwards, Protocol):
     def open(self) -> Any:
         """A state of one sequence."""
 
+    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
+        """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
+
+    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+        """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
+
     def propose(
-        self, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
         """A tree below the last emitted token: a function of the text and of the draft alone, but for what is drawn.
 
-        `forwards` are the draft's own, timed. Raises PipelineError where logits are not finite.
+        `timer` calls the draft's forwards, by the name "draft". Raises PipelineError where logits are not finite.
         """
 
 
@@ -165,9 +169,7 @@ class Source(Draft, Protocol):
     def packable(self) -> list[torch.nn.Module]:
         """What decodes: modules whose linear layers may be laid out anew."""
 
-    def pool(
-        self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards | None = None
-    ) -> Pool:
+    def pool(self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
 
     def chance(self, depth: int, score: float) -> float:

@@ -5,7 +5,6 @@ same clock.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from transformers import (
 from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
-from pipeline.decoding.contract import Cache, Draft, DraftOutput, Draws, Method, RoundInput, States, TargetModel
+from pipeline.decoding.contract import Cache, Draws, Method, RoundInput, States, TargetModel
 from pipeline.decoding.tree import Tree
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
@@ -149,14 +148,6 @@ class Stopwatch:
         return out
 
 
-class _Timed:
-    """A draft's forwards, timed."""
-
-    def __init__(self, draft: Draft, watch: Stopwatch):
-        self.start: Callable[..., DraftOutput] = partial(watch, "draft", draft.start)
-        self.step: Callable[..., DraftOutput] = partial(watch, "draft", draft.step)
-
-
 @dataclass
 class Prefilled:
     """A prompt's own forward, which all answers to it share; one of them at a time."""
@@ -237,7 +228,7 @@ def speculative(
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
     cache, states, logits_V = (prefilled or prefill(target, prompt, room, layers)).taken()
     watch = Stopwatch(target.device, exact_split)
-    timed, draws = _Timed(draft, watch) if draft.stepwise else None, Draws(sampling, sampler)
+    draws = Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     out = Generation([])
@@ -245,7 +236,7 @@ def speculative(
     out.depths = [0] * len(out.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
-        tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, timed)
+        tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, watch)
         past = cache.length
         positions, seen = _layout(tree, past, target.device)
         states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes, layers)

@@ -3,12 +3,14 @@ mixed, and their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
 says why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
+Dynamic trees grow at many places of a text at once (replay.py) as at one (decoding): it is the same code.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,43 +18,75 @@ from torch import Tensor
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, static_paths
-from pipeline.decoding.contract import Draft, DraftOutput, DraftRequest, Draws, Forwards, Frontier, Pool, RoundInput
+from pipeline.decoding.contract import (
+    Draft,
+    DraftOutput,
+    DraftRequest,
+    Draws,
+    Frontier,
+    Pool,
+    RoundInput,
+    Timer,
+    untimed,
+)
 from pipeline.decoding.tree import Tree, build_tree
 
 
-def grow(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards) -> Tree:
-    """Grows the draft's tree below the last emitted token, from its `forwards`.
+def grow(
+    draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+) -> Tree:
+    """Grows the draft's tree below the last emitted token.
 
-    `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. Raises PipelineError
-    where the draft's logits are not finite.
+    `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. `timer` calls the
+    draft's forwards. Raises PipelineError where the draft's logits are not finite.
     """
     if tree.paths is None:
-        pool = best_pool(draft, state, seen, tree, tree.nodes - 1, forwards)
+        pool = best_pool(draft, state, seen, tree, tree.nodes - 1, timer)
         return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
-    grower = _Grower(draft, state, seen, tree, forwards)
+    grower = Grower(draft, state, seen, tree, timer)
     drawn = tree.siblings != "best" and draws is not None and draws.processing.temperature > 0
     return _grow_static(grower, seen.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
 
 
-class _Grower:
-    """The forwards of one round, and what the last of them answered."""
+class Grower:
+    """The forwards of one round, or of the rounds at A places of a text at once; and the answer of the last of them,
+    whose rows are W nodes of the first place, W of the second, ...
+    """
 
-    def __init__(self, draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, forwards: Forwards):
-        self.draft, self.tree, self._state, self._forwards = draft, tree, state, forwards
-        self.last = tree.forwards - 1  # depth of the last level that is forwarded
-        self.answer = forwards.start(state, seen, self._wanted(0))
+    def __init__(
+        self,
+        draft: Draft,
+        state: Any,
+        seen: RoundInput,
+        tree: TreeConfig,
+        timer: Timer = untimed,
+        prefix_A: Tensor | None = None,
+    ):
+        """`prefix_A`: the verified inputs before each of the last A places of `seen`; any of their forwards may turn
+        out to be a tree's last. Without it the only place is the end of the text.
+        """
+        self.draft, self.tree, self._state, self._timer, self._prefix_A = draft, tree, state, timer, prefix_A
+        self.places, self.last = 1 if prefix_A is None else len(prefix_A), tree.forwards - 1
+        self._answered(timer("draft", draft.start, state, seen, self._wanted(0), self.places))
         self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
-        self._seen_WC = torch.zeros(1, 0, dtype=torch.bool, device=self.device)
+        self._seen_WC = torch.zeros(self.places, 0, dtype=torch.bool, device=self.device)
 
     def _wanted(self, depth: int) -> DraftRequest:
-        levels = self.tree.depth - self.last if depth == self.last else 1
+        any_last = self._prefix_A is not None
+        levels = self.tree.depth - self.last if any_last or depth == self.last else 1
         return DraftRequest(levels, self.tree.candidates != "plain")
 
+    def _answered(self, answer: DraftOutput) -> None:
+        self.answer, self.width = answer, len(answer.carry_WD) // self.places
+        self._children: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
-        """Forwards W nodes at `depth`, whose parents were rows of the forward before."""
-        self._seen_WC = seen_by(self._seen_WC, rows_W)
-        frontier = Frontier(tokens_W, self.answer.carry_WD[rows_W], self._seen_WC, depth)
-        self.answer = self._forwards.step(self._state, frontier, self._wanted(depth))
+        """Forwards nodes at `depth`, whose parents were these rows of the forward before: of each place as many."""
+        itself = torch.eye(len(rows_W), dtype=torch.bool, device=self.device)
+        self._seen_WC = torch.cat([self._seen_WC[rows_W], itself], dim=1)
+        prefix_W = None if self._prefix_A is None else self._prefix_A.repeat_interleave(len(rows_W) // self.places)
+        frontier = Frontier(tokens_W, self.answer.carry_WD[rows_W], self._seen_WC, depth, prefix_W)
+        self._answered(self._timer("draft", self.draft.step, self._state, frontier, self._wanted(depth)))
         self.broken = self.broken | self.answer.broken()
 
     def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
@@ -61,11 +95,27 @@ class _Grower:
         """
         return ranking(self.answer, self.tree) if beyond <= 0 else (ahead_scores(self.answer, beyond),) * 2
 
+    # -- as `dynamic_levels` asks for them -----------------------------------------------------------------------
 
-def seen_by(seen: Tensor, rows_W: Tensor) -> Tensor:
-    """What W new nodes see below rows of the forward before, whose nodes saw `seen`: the same, and themselves."""
-    itself = torch.eye(len(rows_W), dtype=torch.bool, device=seen.device)
-    return torch.cat([seen[rows_W], itself], dim=1)
+    def children(self, rows_AW: Tensor | None, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+        """See `Answers`; without `rows_AW` of all rows."""
+        if (beyond, count) not in self._children:
+            self._children[beyond, count] = candidates(self.draft, *self.scores(beyond), count)
+        found = self._children[beyond, count]
+        if beyond == 0 or rows_AW is None:  # the last forward's own nodes: all of its rows
+            return found[0].view(self.places, self.width, -1), found[1].view(self.places, self.width, -1)
+        rows_AW = self._whole_rows(rows_AW)
+        return found[0][rows_AW], found[1][rows_AW]
+
+    def forward(self, tokens_AW: Tensor, rows_AW: Tensor, ranks_AW: Tensor, depth: int) -> Tensor:
+        self.step(tokens_AW.flatten(), self._whole_rows(rows_AW).flatten(), depth)
+        return torch.arange(self.width, device=self.device).expand(self.places, -1)
+
+    def _whole_rows(self, rows_AW: Tensor) -> Tensor:
+        """Rows of the whole forward from those of each place."""
+        if self.places == 1:
+            return rows_AW
+        return rows_AW + self.width * torch.arange(self.places, device=self.device)[:, None]
 
 
 def ranking(answer: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
@@ -96,101 +146,86 @@ def ahead_scores(answer: DraftOutput, level: int) -> Tensor:
 # -- dynamic ---------------------------------------------------------------------------------------------------------
 
 
+class Answers(Protocol):
+    """What the nodes of a tree propose, at A places at once: from forwards as they are made, or recorded ones."""
+
+    def children(self, rows_AW: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` best tokens of these rows of the last forward (A, W, k), as target ids, and their
+        log-probabilities: `beyond` levels below the forward's own candidates.
+        """
+
+    def forward(self, tokens_AW: Tensor, rows_AW: Tensor, ranks_AW: Tensor, depth: int) -> Tensor:
+        """Forwards nodes at `depth`: the children of these rows that have these ranks. Gives the new rows (A, W)."""
+
+
 @dataclass
-class _Level:
-    """Candidates of one depth: n = W * k of them."""
+class Level:
+    """Candidates of one depth at A places, C of them each."""
 
-    tokens: Tensor  # target ids [n]
-    parents: Tensor  # number in the pool of all candidates [n]; -1 for the root
-    scores: Tensor  # cumulative log-probability [n]
-    rows: Tensor  # row of the forward that proposed them [n]
-    first: int  # number of the first one in the pool
+    tokens_AC: Tensor  # target ids
+    parents_AC: Tensor  # number among all candidates of the place, from 0; -1 for the root
+    scores_AC: Tensor  # cumulative log-probability; -inf: there is no such candidate
 
 
-def best_pool(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards) -> Pool:
-    """The best `count` candidates of a dynamic tree. Per level the `top_k` best nodes by cumulative log-probability are
-    forwarded and each proposes `top_k` children. A child never outranks its parent, so what stays is connected.
-
-    Raises PipelineError where the draft's logits are not finite.
+def dynamic_levels(answers: Answers, tree: TreeConfig, places: int, device: torch.device) -> Iterator[Level]:
+    """The candidates of a dynamic tree, level by level. The `top_k` best nodes of a level by cumulative log-probability
+    are forwarded and each proposes `top_k` children. Below the last forward a node's children are what the forward
+    above it expects that many tokens ahead: they are found by the row of that forward and NOT by the node's own rank.
     """
-    grower = _Grower(draft, state, seen, tree, forwards)
-    levels = [_first(grower)]
-    while len(levels) <= grower.last:
-        levels.append(_forwarded(grower, levels[-1], len(levels)))
-    for beyond in range(1, min(grower.tree.depth - grower.last, len(grower.answer.logits_LWU))):
-        levels.append(_ahead(grower, levels[-1], beyond))
-    scores = torch.cat([level.scores for level in levels])
-    best = scores.sort(descending=True, stable=True).indices[:count]
-    kept = best.sort().values  # parents come first in the pool
-    tokens, parents = (torch.cat([getattr(level, name) for level in levels])[kept] for name in ("tokens", "parents"))
-    found = torch.stack([x.double() for x in (kept, tokens, parents, grower.broken.expand(len(kept)), scores[kept])])
-    *whole, gained = found.tolist()  # the only wait for the device
-    numbers, names, above, failed = ([int(x) for x in row] for row in whole)
-    if failed[0]:
+    rows_AW = torch.zeros(places, 1, dtype=torch.long, device=device)
+    numbers_AW, totals_AW = rows_AW - 1, torch.zeros(places, 1, device=device)
+    first, last = 0, tree.forwards - 1
+    for depth in range(1, tree.depth + 1):
+        tokens_AWK, gained_AWK = answers.children(rows_AW, max(depth - 1 - last, 0), tree.top_k)
+        children, tokens_AC = tokens_AWK.shape[2], tokens_AWK.flatten(1)
+        scores_AC = (totals_AW[:, :, None] + gained_AWK).flatten(1)
+        yield Level(tokens_AC, numbers_AW.repeat_interleave(children, dim=1), scores_AC)
+        if depth == tree.depth:
+            return
+        order_AW = scores_AC.sort(dim=1, descending=True, stable=True).indices[:, : tree.top_k]
+        totals_AW, numbers_AW = scores_AC.gather(1, order_AW), first + order_AW
+        first += scores_AC.shape[1]
+        rows_AW = rows_AW.gather(1, order_AW // children)
+        if depth <= last:
+            rows_AW = answers.forward(tokens_AC.gather(1, order_AW), rows_AW, order_AW % children, depth)
+
+
+def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[Pool], bool]:
+    """By place the best `count` of all candidates, and whether `broken`. A child never outranks its parent, so what
+    stays is connected.
+    """
+    tokens_AC, parents_AC, scores_AC = (
+        torch.cat([getattr(level, name) for level in levels], dim=1)
+        for name in ("tokens_AC", "parents_AC", "scores_AC")
+    )
+    best_AC = scores_AC.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    kept_AC = best_AC.sort(dim=1).values  # parents come first in a pool
+    failed = torch.zeros((), device=scores_AC.device) if broken is None else broken
+    parts = [kept_AC, *(x.gather(1, kept_AC) for x in (tokens_AC, parents_AC, scores_AC)), failed.expand_as(kept_AC)]
+    *whole, failures = torch.stack([x.double() for x in parts]).tolist()  # the only wait for the device
+    return [_pool(*place) for place in zip(*whole, strict=True)], bool(failures[0][0])
+
+
+def _pool(numbers: list[float], tokens: list[float], parents: list[float], scores: list[float]) -> Pool:
+    there = [place for place, score in enumerate(scores) if score > -math.inf]
+    places = {numbers[n]: place for place, n in enumerate(there, start=1)} | {-1: 0}
+    return Pool([int(tokens[n]) for n in there], [places[parents[n]] for n in there], [scores[n] for n in there])
+
+
+def best_pool(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+    """The best `count` candidates of a dynamic tree. Raises PipelineError where the draft's logits are not finite."""
+    grower = Grower(draft, state, seen, tree, timer)
+    levels = list(dynamic_levels(grower, tree, 1, grower.device))
+    (pool,), failed = best_pools(levels, count, grower.broken)
+    if failed:
         raise not_finite(draft)
-    places = {number: place for place, number in enumerate(numbers, start=1)} | {-1: 0}
-    return Pool(names, [places[parent] for parent in above], gained)
+    return pool
 
 
 def not_finite(draft: Draft) -> PipelineError:
     return PipelineError(
         f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: use "
         "bfloat16 or float32 (eval.dtype; in training train.dtype), or train it again"
-    )
-
-
-def _first(grower: _Grower) -> _Level:
-    """The root's children."""
-    root = (
-        torch.full((1,), -1, device=grower.device),
-        torch.zeros(1, device=grower.device),
-        torch.zeros(1, dtype=torch.long, device=grower.device),
-    )
-    return _propose(grower.draft, *grower.scores(0), grower.tree.top_k, *root, first=0)
-
-
-def _forwarded(grower: _Grower, level: _Level, depth: int) -> _Level:
-    """What the best nodes of a level propose, which is at `depth`, when they are forwarded."""
-    order = level.scores.sort(descending=True, stable=True).indices[: grower.tree.top_k]
-    grower.step(level.tokens[order], level.rows[order], depth)
-    rows = torch.arange(len(order), device=grower.device)
-    return _below(grower, level, order, *grower.scores(0), rows)
-
-
-def _ahead(grower: _Grower, level: _Level, beyond: int) -> _Level:
-    """The children of nodes that are not forwarded: what the forward above them expects that many tokens ahead,
-    gathered by the row of that forward and NOT by the nodes' own ranks.
-    """
-    order = level.scores.sort(descending=True, stable=True).indices[: grower.tree.top_k]
-    rows = level.rows[order]
-    scores = grower.scores(beyond)[0][rows]
-    return _below(grower, level, order, scores, scores, rows)
-
-
-def _below(grower: _Grower, level: _Level, order: Tensor, ranked_WU: Tensor, scored_WU: Tensor, rows: Tensor) -> _Level:
-    numbers, first = level.first + order, level.first + len(level.tokens)
-    return _propose(grower.draft, ranked_WU, scored_WU, grower.tree.top_k, numbers, level.scores[order], rows, first)
-
-
-def _propose(
-    draft: Draft,
-    ranked_WU: Tensor,
-    scored_WU: Tensor,
-    top_k: int,
-    parents: Tensor,
-    scores: Tensor,
-    rows: Tensor,
-    first: int,
-) -> _Level:
-    """The `top_k` best tokens of each row become children of `parents`; `rows` are the forwards' rows."""
-    tokens, gained = candidates(draft, ranked_WU, scored_WU, top_k)
-    children = tokens.shape[1]
-    return _Level(
-        tokens=tokens.reshape(-1),
-        parents=parents.repeat_interleave(children),
-        scores=(scores[:, None] + gained).reshape(-1),
-        rows=rows.repeat_interleave(children),
-        first=first,
     )
 
 
@@ -264,7 +299,7 @@ def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
     return tuple(out)
 
 
-def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree:
+def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
     """Level by level along `static_paths`; only nodes that have children are forwarded."""
     device, paths = grower.device, tuple(tuple(path) for path in static_paths(grower.tree.paths))
     rows: dict[tuple[int, ...], int] = {(): 0}  # path -> row of the forward whose answer its children come from
@@ -294,7 +329,7 @@ def _grow_static(grower: _Grower, root: int, siblings: _Siblings | None) -> Tree
     return _collect(root, paths, numbers, drawn_from, device)
 
 
-def _best(grower: _Grower, beyond: int, count: int) -> Tensor:
+def _best(grower: Grower, beyond: int, count: int) -> Tensor:
     """The `count` best tokens of each row of the last forward (W, count), `beyond` levels below its own candidates; -1
     where the vocabulary has no more.
     """

@@ -8,12 +8,12 @@ selected from its scores. One simplification: a node that the small tree forward
 children here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +21,13 @@ from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import (
     Draft,
-    DraftOutput,
-    DraftRequest,
     Draws,
-    Frontier,
     Method,
     Pool,
     RoundInput,
     States,
 )
-from pipeline.decoding.grow import ahead_scores, candidates, not_finite, ranking, seen_by
+from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
 ABSENT = 1 << 30
@@ -103,55 +100,73 @@ def counted(method: Method, states: States, tokens: list[int], begin: int) -> Ac
 
 
 @dataclass
-class _Level:
+class _Forward:
     """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best
     first.
     """
 
-    rows: np.ndarray  # (A, W_above * k): the forward that a candidate of the level above became, or -1
-    tokens: list[np.ndarray]  # by horizon (A, W, k)
-    scores: list[np.ndarray]  # log-probabilities, likewise
+    rows_AC: Tensor  # (A, W_above * k): the row here that a candidate of the level above became, or -1
+    tokens: list[Tensor]  # by horizon (A, W, k)
+    scores: list[Tensor]  # log-probabilities, likewise
 
 
-@dataclass
-class _Grown:
-    """One level of the candidates of a smaller tree, at A places, C of them each."""
+class _Recorded:
+    """Recorded forwards, as the growing of a smaller tree asks for them."""
 
-    tokens_AC: np.ndarray
-    parents_AC: np.ndarray  # number among all candidates of the place; -1: the root
-    scores_AC: np.ndarray  # cumulative; -inf: no candidate
-    true_AC: np.ndarray  # it lies on the target's path
+    def __init__(self, forwards: list[_Forward]):
+        self._forwards, self._now = forwards, forwards[0]
+
+    def children(self, rows_AW: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+        tokens_AWK, scores_AWK = self._now.tokens[beyond], self._now.scores[beyond]
+        index_AWK = rows_AW.clamp_min(0)[:, :, None].expand(-1, -1, min(count, tokens_AWK.shape[2]))
+        scores = scores_AWK.gather(1, index_AWK).masked_fill((rows_AW < 0)[:, :, None], -math.inf)
+        return tokens_AWK.gather(1, index_AWK), scores
+
+    def forward(self, tokens_AW: Tensor, rows_AW: Tensor, ranks_AW: Tensor, depth: int) -> Tensor:
+        columns_AW = rows_AW.clamp_min(0) * self._now.tokens[0].shape[2] + ranks_AW
+        self._now = self._forwards[depth]
+        return self._now.rows_AC.gather(1, columns_AW).masked_fill(rows_AW < 0, -1)
 
 
 @dataclass
 class Walk:
     """One text: the draft's forwards below each of its A places, and the tokens that the target went on with."""
 
-    levels: list[list[_Level]]  # by block of places, then by depth
-    following_AS: np.ndarray  # -1 beyond the text's end
+    forwards: list[_Forward]  # by depth
+    following_AS: Tensor  # -1 beyond the text's end
 
     def counter(self) -> "Counter":
         ranks = cache(self.ranks)
-        return lambda tree: walk(ranks(tree.top_k, tree.depth, tree.parallel or 1), tree.nodes)
+        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
-    def ranks(self, top_k: int, depth: int, parallel: int) -> np.ndarray:
+    def ranks(self, tree: TreeConfig) -> Tensor:
         """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT
         where the tree does not hold them. A tree of N nodes accepts those below N - 1.
         """
-        return np.concatenate([_ranks(grown) for grown in self._grown(top_k, depth, parallel)])
+        return _ranks(list(self._levels(tree)), self.following_AS)
 
-    def pools(self, top_k: int, depth: int, parallel: int, count: int) -> Iterator[Pool]:
+    def pools(self, tree: TreeConfig, count: int) -> list[Pool]:
         """Place by place the best `count` candidates of such a tree."""
-        for grown in self._grown(top_k, depth, parallel):
-            yield from _pools(grown, count)
+        return best_pools(list(self._levels(tree)), count)[0]
 
-    def _grown(self, top_k: int, depth: int, parallel: int) -> Iterator[Iterator[_Grown]]:
-        """By block of places."""
-        first = 0
-        for block in self.levels:
-            count = len(block[0].tokens[0])
-            yield _grown(block, self.following_AS[first : first + count, :depth], top_k, depth, parallel)
-            first += count
+    def _levels(self, tree: TreeConfig) -> Iterator[Level]:
+        return dynamic_levels(_Recorded(self.forwards), tree, len(self.following_AS), self.following_AS.device)
+
+
+def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
+    """See `Walk.ranks`."""
+    whole_AC, out = torch.cat([level.scores_AC for level in levels], dim=1), []
+    numbers_C = torch.arange(whole_AC.shape[1])
+    true_AC, above, first = torch.ones(len(following_AS), 1, dtype=torch.bool), -1, 0  # the root is on the way
+    for depth, level in enumerate(levels):
+        on_way_AC = true_AC.gather(1, level.parents_AC - above)
+        true_AC = (level.tokens_AC == following_AS[:, depth, None]) & on_way_AC
+        score_A1, place_A1 = level.scores_AC.masked_fill(~true_AC, -math.inf).max(dim=1, keepdim=True)
+        equal_AC = (whole_AC == score_A1) & (numbers_C < first + place_A1)  # equals go by their number
+        rank_A = ((whole_AC > score_A1) | equal_AC).sum(1)
+        out.append(rank_A.masked_fill(score_A1[:, 0].isinf(), ABSENT))
+        above, first = first, first + level.scores_AC.shape[1]
+    return torch.stack(out, dim=1).cummax(dim=1).values
 
 
 class Together:
@@ -164,20 +179,20 @@ class Together:
         deepest = max(CHAIN, walk.following_AS.shape[1])
         self.following = [tokens[end + 1 : end + 1 + deepest] for end in ends]
 
-    def pools(self, tree: TreeConfig) -> Iterator[Pool]:
+    def pools(self, tree: TreeConfig) -> list[Pool]:
         """What the draft proposes."""
-        return self.walk.pools(tree.top_k, tree.depth, tree.parallel or 1, POOL)
+        return self.walk.pools(tree, POOL)
 
     def counter(self, sources: Sources, temperature: float) -> Counter:
         """For these sources with any calibration."""
 
         @cache
-        def ranks(tree: TreeConfig) -> np.ndarray:
+        def ranks(tree: TreeConfig) -> Tensor:
             deepest, out = max(CHAIN, tree.depth), []
             for drafted, copied, following in zip(self.pools(tree), self.copied, self.following, strict=True):
                 found = sources.merged(drafted, copied, tree, temperature).ranks(following)
                 out.append([*found, *[ABSENT] * (deepest - len(found))])
-            return np.array(out)
+            return torch.tensor(out)
 
         return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
@@ -186,116 +201,49 @@ class Together:
 def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: TreeConfig) -> Walk:
     """Grows the largest tree, with `tree`'s kind of candidates, below every token from ``tokens[begin]`` to the last
     but one, as decoding does there: from the target's `states` (at least of all but the last two). `begin` is at least
-    1; the tree's depth, top_k and parallel are the most that will be asked for.
+    1; the tree's depth, top_k and parallel are the most that will be asked for. Raises PipelineError where a logit is
+    not finite.
     """
-    state, states_TSD, fed, levels = draft.open(), states.of(draft.needs), 0, []
+    state, states_TSD, fed, blocks = draft.open(), states.of(draft.needs), 0, []
     ends = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
     for first in range(0, len(ends), block := max(1, FORWARDED // tree.top_k)):
-        block_ends = ends[first : first + block]
-        upto = block_ends[-1]
-        seen = RoundInput(tokens[: upto + 1], states_TSD[fed:upto])
-        answer = draft.start(state, seen, _wanted(tree), len(block_ends))
-        fed = upto
-        prefix_A = torch.tensor(list(block_ends), device=answer.carry_WD.device)
-        levels.append(_levels(draft, state, answer, prefix_A, tree))
-    padded = np.array([*tokens, *[-1] * tree.depth])
-    return Walk(levels, np.stack([padded[end + 1 : end + 1 + tree.depth] for end in ends]))
+        here = ends[first : first + block]
+        seen, fed = RoundInput(tokens[: here[-1] + 1], states_TSD[fed : here[-1]]), here[-1]
+        prefix_A = torch.tensor(list(here), device=states_TSD.device)
+        blocks.append(_record(Grower(draft, state, seen, tree, prefix_A=prefix_A)))
+    forwards = [
+        _Forward(
+            torch.cat([part.rows_AC for part in parts]),
+            [torch.cat(found) for found in zip(*(part.tokens for part in parts), strict=True)],
+            [torch.cat(found) for found in zip(*(part.scores for part in parts), strict=True)],
+        )
+        for parts in zip(*blocks, strict=True)
+    ]
+    padded = torch.tensor([*tokens, *[-1] * tree.depth])
+    return Walk(forwards, padded.unfold(0, tree.depth, 1)[begin + 1 : len(tokens)])
 
 
-def _wanted(tree: TreeConfig) -> DraftRequest:
-    """Of every forward, since any may be a smaller tree's last."""
-    return DraftRequest(tree.parallel or 1, tree.candidates != "plain")
-
-
-def _levels(draft: Draft, state: Any, answer: DraftOutput, prefix_A: Tensor, tree: TreeConfig) -> list[_Level]:
-    """As `grow.best_pool` grows its levels, at A places at a time and each level with all its branches ahead.
-    Raises PipelineError where a logit is not finite.
-    """
-    broken = answer.broken()
-    device, places, width, out = prefix_A.device, len(prefix_A), 1, []
-    totals_AW, seen = torch.zeros(places, 1, device=device), torch.zeros(places, 0, dtype=torch.bool, device=device)
-    rows = np.zeros((places, 0), dtype=np.int64)
-    for depth in range(1, tree.depth + 1):
-        own = candidates(draft, *ranking(answer, tree), tree.top_k)
-        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(answer.logits_LWU))
-        ahead = [ahead_scores(answer, level) for level in range(1, deep)]
-        both = zip(own, *(candidates(draft, scores, scores, tree.top_k) for scores in ahead), strict=True)
-        tokens, scores = ([x.view(places, width, -1).cpu().numpy() for x in kind] for kind in both)
-        out.append(_Level(rows, tokens, scores))
-        if depth == tree.depth or not draft.config.levels_of(depth):
+def _record(grower: Grower) -> list[_Forward]:
+    """The forwards of a tree that takes no level from the forward above, each with all that it answers."""
+    draft, tree, above, first = grower.draft, grower.tree, -1, 0
+    out: list[_Forward] = []
+    for depth, level in enumerate(dynamic_levels(grower, replace(tree, parallel=1), grower.places, grower.device), 1):
+        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(grower.answer.logits_LWU))
+        found = [grower.children(None, beyond, tree.top_k) for beyond in range(deep)]
+        rows_AC = torch.full((grower.places, first - max(above, 0)), -1)
+        if out:  # which candidates above were forwarded their children say
+            order_AW = level.parents_AC[:, :: found[0][0].shape[2]].cpu() - above
+            rows_AC.scatter_(1, order_AW, torch.arange(grower.width).expand(grower.places, -1))
+        out.append(_Forward(rows_AC, *([x.cpu() for x in kind] for kind in zip(*found, strict=True))))
+        above, first = first, first + level.scores_AC.shape[1]
+        if not draft.config.levels_of(depth):
             break
-        wide, gained = own[0].shape[1], own[1].view(places, width, -1)
-        scores_AC = (totals_AW[:, :, None] + gained).flatten(1)
-        order_AW = scores_AC.sort(descending=True, stable=True).indices[:, : tree.top_k]
-        above = order_AW // wide + torch.arange(places, device=device)[:, None] * width
-        chosen = own[0].view(places, -1).gather(1, order_AW).flatten()
-        totals_AW, width = scores_AC.gather(1, order_AW), order_AW.shape[1]
-        rows = np.full(scores_AC.shape, -1)
-        np.put_along_axis(rows, order_AW.cpu().numpy(), np.arange(width)[None], axis=1)
-        rows_W, prefix_W = above.flatten(), prefix_A.repeat_interleave(width)
-        seen = seen_by(seen, rows_W)
-        answer = draft.step(state, Frontier(chosen, answer.carry_WD[rows_W], seen, depth, prefix_W), _wanted(tree))
-        broken = broken | answer.broken()
-    if broken:
+    if grower.broken:
         raise not_finite(draft)
     return out
 
 
-def _grown(block: list[_Level], following_AS: np.ndarray, top_k: int, depth: int, parallel: int) -> Iterator[_Grown]:
-    """The levels of all candidates of such a tree, in the order of `grow.best_pool`."""
-    places = len(following_AS)
-    each = np.arange(places)[:, None]
-    # A level's nodes: their forward's row (-1: none), their number among all candidates, their cumulative score, and
-    # whether they lie on the target's path.
-    rows, numbers, scores, true = (np.full((places, 1), start) for start in (0, -1, np.float32(0), True))
-    first, last = 0, depth - parallel
-    for level in range(depth):
-        forwarded, horizon = block[min(level, last)], max(level - last, 0)
-        tokens, gained = (x[horizon][each, rows][:, :, :top_k] for x in (forwarded.tokens, forwarded.scores))
-        children = tokens.shape[2]
-        total = np.where(rows[:, :, None] < 0, -np.inf, scores[:, :, None] + gained).reshape(places, -1)
-        children_true = ((tokens == following_AS[:, level, None, None]) & true[:, :, None]).reshape(places, -1)
-        yield _Grown(tokens.reshape(places, -1), numbers.repeat(children, axis=1), total, children_true)
-        order = np.argsort(-total, axis=1, kind="stable")[:, :top_k]
-        scores, true = (np.take_along_axis(x, order, 1) for x in (total, children_true))
-        rows, numbers = np.take_along_axis(rows, order // children, 1), first + order
-        if level < last:
-            below = block[level + 1].rows
-            collected = forwarded.tokens[0].shape[2]
-            rows = np.take_along_axis(below, rows * collected + order % children, 1)
-        rows = np.where(np.isfinite(scores), rows, -1)
-        first += total.shape[1]
-
-
-def _ranks(levels: Iterable[_Grown]) -> np.ndarray:
-    """See `Walk.ranks`."""
-    grown = list(levels)
-    whole_AC, ranks = np.concatenate([one.scores_AC for one in grown], axis=1), []
-    order_C, first = np.arange(whole_AC.shape[1]), 0
-    for one in grown:
-        column_A = first + one.true_AC.argmax(1)[:, None]
-        score_A = np.where(one.true_AC, one.scores_AC, -np.inf).max(1)[:, None]
-        before_AC = (whole_AC > score_A) | ((whole_AC == score_A) & (order_C < column_A))  # equals go by their number
-        ranks.append(np.where(np.isfinite(score_A[:, 0]), before_AC.sum(1), ABSENT))
-        first += one.scores_AC.shape[1]
-    return np.maximum.accumulate(np.stack(ranks, axis=1), axis=1)
-
-
-def _pools(levels: Iterable[_Grown], count: int) -> Iterator[Pool]:
-    """At each place the best `count` candidates, as `grow.best_pool` finds them."""
-    grown = list(levels)
-    tokens_AC, parents_AC, scores_AC = (
-        np.concatenate([getattr(one, name) for one in grown], axis=1)
-        for name in ("tokens_AC", "parents_AC", "scores_AC")
-    )
-    order_AC = np.argsort(-scores_AC, axis=1, kind="stable")[:, :count]
-    for tokens, parents, scores, order in zip(tokens_AC, parents_AC, scores_AC, order_AC, strict=True):
-        kept = np.sort(order[np.isfinite(scores[order])])
-        above = np.where(parents[kept] < 0, 0, np.searchsorted(kept, parents[kept]) + 1)
-        yield Pool(tokens[kept].tolist(), above.tolist(), scores[kept].tolist())
-
-
-def walk(ranks_AS: np.ndarray, nodes: int) -> Acceptance:
+def walk(ranks_AS: Tensor, nodes: int) -> Acceptance:
     """What decoding the text with a tree of so many nodes would count: each round starts where the one before it
     ended.
     """

@@ -18,12 +18,13 @@ from pipeline.decoding.contract import (
     DraftOutput,
     DraftRequest,
     Draws,
-    Forwards,
     Frontier,
     Pool,
     RoundInput,
     Source,
+    Timer,
     TreeSupport,
+    untimed,
 )
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.states import Needs
@@ -107,19 +108,6 @@ class _State:
     beside: dict[str, Any]
 
 
-class _Whole:
-    """Forwards that take the state of all sources, for a draft that knows its own."""
-
-    def __init__(self, forwards: Forwards, state: Any):
-        self._forwards, self._state = forwards, state
-
-    def start(self, _: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        return self._forwards.start(self._state, seen, wanted, places)
-
-    def step(self, _: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
-        return self._forwards.step(self._state, frontier, wanted)
-
-
 class SettledTogether:
     """A draft's settings where others stand beside it: larger trees of best candidates."""
 
@@ -189,12 +177,13 @@ class Sources:
         return self.draft.step(state.draft, frontier, wanted)
 
     def propose(
-        self, state: _State, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self, state: _State, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
         temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
-        grows, copied = _Whole(forwards, state) if forwards else None, self.copied(state, seen)
-        drafted = self.draft.pool(state.draft, seen, tree, POOL, grows)
-        return self.merged(drafted, copied, tree, temperature).tree(seen.tokens[-1], tree.nodes, device)
+        drafted = self.draft.pool(state.draft, seen, tree, POOL, timer)
+        return self.merged(drafted, self.copied(state, seen), tree, temperature).tree(
+            seen.tokens[-1], tree.nodes, device
+        )
 
     def copied(self, state: _State, seen: RoundInput) -> dict[str, Pool]:
         """What those beside the draft propose."""

@@ -55,7 +55,7 @@ class ScriptedDraft:
     def grow(self, root=0, processing=None, chance=None, **spec):
         self.tree = TreeConfig(**{"parallel": 1, **spec})
         draws = Draws(processing, chance) if processing else None
-        return grow(self, None, RoundInput([root], torch.zeros(0, 0, 1)), self.tree, draws, self)
+        return grow(self, None, RoundInput([root], torch.zeros(0, 0, 1)), self.tree, draws)
 
 
 def paths_of(tree):

@@ -1,6 +1,7 @@
 """The replay counts what decoding then does: not an estimate."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,7 +42,7 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
         for parallel in choices(depth):
             method = grown(draft, top_k=top_k, depth=depth, nodes=nodes, parallel=parallel)
             got = speculative(loaded_target, method, prompt, sampling).acceptance
-            assert replay.walk(walk.ranks(top_k, depth, parallel), nodes) == got
+            assert replay.walk(walk.ranks(replace(method.tree, nodes=depth + 1)), nodes) == got
             taus.add(got.tau)
     assert len(taus) > 2 and max(taus) > 1.1
 
@@ -106,7 +107,7 @@ def test_an_answer_of_one_token_has_no_round(loaded_target, embed_head, text, tr
 
 def test_a_walk_by_hand():
     """Ranks of the target's own tokens among the candidates, at five places."""
-    ranks = np.array([[0, 3], [5, 5], [1, 2], [0, 0], [9, 9]])
+    ranks = torch.tensor([[0, 3], [5, 5], [1, 2], [0, 0], [9, 9]])
     # Ranks below 4: two of place 0, then place 3: two, of which one is beyond the end.
     assert replay.walk(ranks, 5) == Acceptance(5, 2, [2, 2, 2])
     # Below 2: one of place 0, one of place 2, none of place 4.

@@ -90,12 +90,12 @@ class PromptLookup:
         return SuffixIndex(self.config.shortest, self.config.longest)
 
     def propose(
-        self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Any = None
+        self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Any = None
     ) -> Tree:
         pool = self.pool(state, seen, tree, tree.nodes - 1)
         return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
 
-    def pool(self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, count: int, forwards: Any = None) -> Pool:
+    def pool(self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, count: int, timer: Any = None) -> Pool:
         """A score is how many tokens agreed before the continuation; those that are not the first choice at some node
         have `longest` less, so that any first choice has more.
         """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Draws, Forwards, Frontier, Pool, RoundInput
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Draws, Frontier, Pool, RoundInput, Timer, untimed
 from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
 from pipeline.drafts.parts.layers import initialise
@@ -125,14 +125,12 @@ class ByLevels:
     stepwise = True
 
     def propose(
-        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, forwards: Forwards | None = None
+        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        return grow(self, state, seen, tree, draws, forwards or self)
+        return grow(self, state, seen, tree, draws, timer)
 
-    def pool(
-        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, count: int, forwards: Forwards | None = None
-    ) -> Pool:
-        return best_pool(self, state, seen, tree, count, forwards or self)
+    def pool(self: Any, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+        return best_pool(self, state, seen, tree, count, timer)
 
     def chance(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""
