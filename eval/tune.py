@@ -28,7 +28,7 @@ import numpy as np
 from eval.measure.harness import EvalTask, Harness
 from eval.measure.prompts import HELDOUT, load_prompts
 from eval.measure.tasks import fits, make_harness, read_tuned, untuned
-from eval.tuning.calibrate import Answer, Bin, draw
+from eval.tuning.calibrate import Answer
 from eval.tuning.choose import Replays, choose, largest, tune
 from eval.tuning.costs import Costs, measure_costs
 from pipeline.artifacts.reports import Row, origin_of, put_rows
@@ -36,7 +36,6 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
-from pipeline.decoding.generate import repeats_itself
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -102,8 +101,7 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
                     walks[key] = replay.collect(alone, states, tokens, begin, tree)
                 if isinstance(draft, Sources):
                     together = replay.Together(draft, walks[key], tokens, begin)
-                    circles = repeats_itself(text.answer)
-                    out[name].answers.append(Answer(together, text.temperature, text.number, circles))
+                    out[name].answers.append(Answer(together, text.temperature, text.number))
                 else:
                     out[name].counters.append(walks[key].counter())
             progress.advance(1)
@@ -162,8 +160,6 @@ def main() -> None:
         origin = origin_of(recipe, methods[name].draft)
         predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
         put_rows(recipe.eval_dir, predicted)
-        if bins := [Bin(**raw) for raw in found[name]["reliability"]]:
-            draw(bins, recipe.eval_dir / f"calibration-{name}.png")
     print(
         json.dumps(
             {

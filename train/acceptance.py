@@ -13,7 +13,7 @@ import torch
 
 from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import TreeConfig, chain
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.replay import counted
@@ -29,16 +29,9 @@ from pipeline.running.cores import asked_threads, cores
 TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
 
 
-def chain_of(tree: TreeConfig) -> TreeConfig:
-    """One candidate a level, as deep as the tree."""
-    return TreeConfig(
-        depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel, candidates=tree.candidates
-    )
-
-
 def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, Method]:
     """The draft with its tree, and with the tree's chain."""
-    return {TREE: Method(draft, tree), CHAIN: Method(draft, chain_of(tree))}
+    return {TREE: Method(draft, tree), CHAIN: Method(draft, chain(tree.depth, tree.parallel, tree.candidates))}
 
 
 def beside(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Method]:

@@ -17,7 +17,6 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-from eval.measure.exact import drawn_error
 from pipeline.decoding.accept import Sampler, log_odds
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
@@ -26,7 +25,6 @@ from pipeline.lm.model import Target
 from pipeline.lm.verifier import rounding
 
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
-EXACT = 1e-6  # largest difference allowed between a round's enumerated output distribution and the target's
 # a tree's logits may differ from the uncached forward's by so many times plain decoding's own largest difference
 DRIFT = 2.0
 ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the rounds looked at have
@@ -44,7 +42,6 @@ class Gate:
     identical: int = 0  # prompts whose answers equal plain decoding's, token for token
     near_ties: int = 0  # prompts whose answers part where rounding decides
     rounds: int = 0  # of those looked at
-    largest_error: float = 0.0  # drawn: of the enumerated distribution of a round's first token
     largest_drift: float = 0.0  # of a tree's forward from the uncached one, over the rounds looked at
     plain_drift: float = 0.0  # of plain decoding's own cached forwards from the uncached one, over the same answers
     places: list[float] = field(
@@ -72,13 +69,13 @@ class Gate:
         if not self.checked or not self.drift_ratio <= DRIFT:
             return False
         if self.drawn:
-            return self.rounds > 0 and self.largest_error <= EXACT and self.fit >= UNLIKELY
+            return self.rounds > 0 and self.fit >= UNLIKELY
         return self.identical + self.near_ties == self.checked and (self.rounds > 0 or self.temperature == 0)
 
     def merge(self, other: "Gate") -> None:
         for name in ("checked", "identical", "near_ties", "rounds", "places"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("largest_error", "largest_drift", "plain_drift"):
+        for name in ("largest_drift", "plain_drift"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
@@ -206,9 +203,8 @@ class Gatekeeper:
         begun: Prefilled | None,
     ) -> None:
         """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same
-        tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell), and
-        for drawn candidates the distribution of the first token over every draw and decision. `plainly`: plain
-        decoding's answer; `begun`: the prompt's own forward, where there is one.
+        tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell).
+        `plainly`: plain decoding's answer; `begun`: the prompt's own forward, where there is one.
         """
         until = gate.rounds + self._rounds
         answer = plainly if len(plainly) >= ROWS else self._continued(tuple(ids), sampling)
@@ -217,7 +213,7 @@ class Gatekeeper:
 
         def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
             if gate.rounds < until:
-                self._examine(gate, sampling, tokens, tree, logits_NV)
+                self._examine(gate, tokens, tree, logits_NV)
 
         def enough(new: list[int]) -> int | None:
             return len(new) if gate.rounds >= until else None
@@ -225,16 +221,12 @@ class Gatekeeper:
         few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
         speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, on_tokens=enough)
 
-    def _examine(self, gate: Gate, sampling: Sampling, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+    def _examine(self, gate: Gate, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
         """One round of the gate. A figure that is not a number fails it."""
         gate.rounds += 1
         path = tree.longest_path()
         plainly = self._uncached([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
         gate.largest_drift = max(gate.largest_drift, _finite((logits_NV[path].float() - plainly).abs().max().item()))
-        if gate.drawn and tree.proposals is not None:
-            before = sampling.before(tokens, [], tree, logits_NV.device)
-            error = drawn_error(tree, sampling.probabilities(logits_NV, before)[0])
-            gate.largest_error = max(gate.largest_error, _finite(error))
 
     # -- plain decoding's own forwards -----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from eval.measure.gate import DRIFT, EXACT, UNLIKELY, Gate
+from eval.measure.gate import DRIFT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
 from pipeline.artifacts.reports import Row
 from pipeline.basics.errors import PipelineError
@@ -281,7 +281,7 @@ def _row(entry: dict, circles: bool) -> list[Any]:
     gate, legacy = entry["gate"], entry["tau_legacy"]
     proof = f"{gate['identical']} of {gate['checked']} identical"
     if gate["drawn"]:
-        proof = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
+        proof = f"fit p = {gate['fit']:.2g}"
     proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
     if gate["rounds"]:
         ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
@@ -336,9 +336,7 @@ def explain() -> str:
         "from logits that drift no further than that, where plain decoding's choice between the two tokens was as "
         "close as its own drift of their odds. Trees of drawn candidates have plain decoding's distribution, not its "
         "tokens: fit is the p-value of the emitted tokens' places "
-        f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}), and error the largest difference "
-        "between the distribution of a round's first token under the rule, over every draw from the recorded proposals "
-        f"and every decision on the heaviest tokens, and the target's (allowed: {EXACT:g}). "
+        f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}). "
         "An answer runs in circles when three in four of its last tokens are those one period before: easy to draft. "
         "The legacy count is that of the released scripts of this line of papers, given for comparison with their "
         "tables only: the mean over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new "

@@ -20,7 +20,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.reports import REPORT, Row, origin_of, put_rows, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import TreeConfig, chain
 from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import TrainedDraft
 from pipeline.lm.config import TargetConfig
@@ -94,8 +94,10 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
         draft.bind(embed_head)
         alone = min(tree.nodes, draft.config.most(tree))  # what stands beside the draft takes some of the nodes
         tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
-        chain = TreeConfig(depth=tree.depth, top_k=1, nodes=tree.depth + 1, parallel=tree.parallel)
-        out[method] = {"active": round_of(draft, chain).once, "megabytes": round_of(draft, tree).numbers * size / 1e6}
+        out[method] = {
+            "active": round_of(draft, chain(tree.depth, tree.parallel)).once,
+            "megabytes": round_of(draft, tree).numbers * size / 1e6,
+        }
         out[method]["at most"] = draft.needs.decoder  # how much of it a token passes by depends on the text
     return out
 

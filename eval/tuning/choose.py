@@ -89,13 +89,8 @@ def calibrate(
     bins = reliability(each, chances.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
-    by_answers = {"": bins}
-    if circles := sum(answer.circles for answer, _ in each):
-        straight = [one for one in each if not one[0].circles]
-        by_answers[f", without {circles} answers in circles"] = reliability(straight, chances.__getitem__)
-    for which, found_bins in by_answers.items():
-        for line in said(found_bins):
-            say(f"{name}, chances on other prompts{which}: {line}")
+    for line in said(bins):
+        say(f"{name}, chances on other prompts: {line}")
     return calibration, bins
 
 

@@ -55,7 +55,7 @@ def proof(one: dict[str, Any]) -> tuple[str, str]:
     what = f"{one['dtype']}, {kind}, T = {one['temperature']:g}, {one['draft']}"
     shown = f"{gate['identical']} of {gate['checked']} identical, {gate['near_ties']} near ties"
     if gate["drawn"]:
-        shown = f"fit p = {gate['fit']:.2g}, error {gate['largest_error']:.0e}"
+        shown = f"fit p = {gate['fit']:.2g}"
     shown += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds" if gate["rounds"] else ""
     verdict = "lossless" if gate["passed"] else "NOT LOSSLESS"
     return what, f"{verdict}: {shown}; tau {one['tau']:.2f}"

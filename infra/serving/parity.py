@@ -20,7 +20,7 @@ from pipeline.artifacts.provenance import ROOT, hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import chain
 from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.lm.chat import prompt_ids
@@ -33,7 +33,7 @@ from pipeline.serving.export import export
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
 # Engines run a forward for every guess, also where a draft of ours would give two levels by one.
-CHAIN_TREE = TreeConfig(depth=CHAIN, top_k=1, nodes=CHAIN + 1, parallel=1)
+CHAIN_TREE = chain(CHAIN, parallel=1)
 HEADS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 HEADS += ["tokens/s: ours plain, served plain, served chain"]
 

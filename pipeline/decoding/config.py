@@ -81,6 +81,11 @@ class TreeConfig(Settings):
         return self.depth - self.parallel + 1
 
 
+def chain(depth: int, parallel: int | None = None, candidates: Any = "plain") -> TreeConfig:
+    """The tree of one candidate a level."""
+    return TreeConfig(depth=depth, top_k=1, nodes=depth + 1, parallel=parallel, candidates=candidates)
+
+
 def _are_paths(paths: Any) -> bool:
     lists = isinstance(paths, list) and bool(paths) and all(isinstance(path, list) and path for path in paths)
     return lists and all(type(rank) is int and rank >= 0 for path in paths for rank in path)

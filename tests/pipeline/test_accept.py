@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eval.measure.exact import every_outcome
 from pipeline.decoding.accept import HALVINGS, Acceptance, Sampler, accept_best, accept_drawn, by_halving, legacy_tau
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.tree import build_tree
+from tests.pipeline.exact import every_outcome
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
 CPU = torch.device("cpu")

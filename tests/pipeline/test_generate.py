@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.measure.exact import every_outcome
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import generate
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
@@ -20,6 +19,7 @@ from pipeline.lm.attention import additive
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs
+from tests.pipeline.exact import every_outcome
 from tests.pipeline.taught import (
     KINDS,
     NEVER,
