@@ -101,8 +101,8 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(frequent_tokens(store.texts, shapes["vocab_size"], len(draft.token_ids_U)))
-    if draft.needs.decoder:
-        embed_head = load_embed_head(recipe.target, draft.needs, DTYPES[recipe.train.dtype])
+    if config.runs_the_target:
+        embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
     draft.read(partial(load_tokenizer, recipe.target))
     draft.start_from_target(some_texts(store.texts))

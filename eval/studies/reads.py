@@ -25,9 +25,8 @@ from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import TrainedDraft
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, parameter_count_of
-from pipeline.lm.states import Needs
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
-from pipeline.recipe.recipe import DEEPEST, Recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
 PROMPT = 16  # tokens before the round whose reading is counted
@@ -80,7 +79,7 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     makes all of the tree's forwards.
     """
     cpu, out = torch.device("cpu"), {}
-    whole = Needs(decoder=any(config.needs(DEEPEST).decoder for config in recipe.draft.values()))
+    whole = torch.float32 if any(config.runs_the_target for config in recipe.draft.values()) else None
     embed_head = load_embed_head(recipe.target, whole).to(cpu, torch.float32)
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
@@ -98,7 +97,7 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
             "active": round_of(draft, chain(tree.depth, tree.parallel)).once,
             "megabytes": round_of(draft, tree).numbers * size / 1e6,
         }
-        out[method]["at most"] = draft.needs.decoder  # how much of it a token passes by depends on the text
+        out[method]["at most"] = draft.config.runs_the_target  # how much of it a token passes by depends on the text
     return out
 
 

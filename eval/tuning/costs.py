@@ -27,7 +27,7 @@ FEW, MANY = 6, 48  # nodes of the trees whose bookkeeping is timed
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds."""
+    """What the parts of a round take, in seconds."""
 
     plain: float  # one token of plain decoding
     verify: dict[int, float]  # by tokens

@@ -80,7 +80,7 @@ def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     borrowed = (draft.target_vocabulary + draft.teacher_vocabulary) * width
-    embed_head = size * (borrowed + (parameter_count_of(recipe.target) if draft.needs.decoder else 0))
+    embed_head = size * (borrowed + (parameter_count_of(recipe.target) if draft.config.runs_the_target else 0))
     gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
     decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
     beside = decoding if config.decode == "always" else 0
@@ -127,7 +127,7 @@ def activation_bytes(recipe: Recipe, draft: TrainedDraft, recompute: bool) -> in
     torch.set_default_dtype(dtype)  # a module without content cannot be cast
     try:
         with FakeTensorMode():
-            decoder = empty_decoder(recipe.target, dtype) if draft.needs.decoder else None
+            decoder = empty_decoder(recipe.target, dtype) if draft.config.runs_the_target else None
             made = build(draft.config, shapes)
             return _activation_bytes(config, made, decoder, dtype, row_tokens(recipe), recompute)
     finally:

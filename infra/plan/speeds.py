@@ -48,7 +48,7 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
-    draft.bind(load_embed_head(recipe.target, draft.needs, dtype))
+    draft.bind(load_embed_head(recipe.target, dtype if draft.config.runs_the_target else None))
     draft = draft.to(device, dtype)
     draft.move_embed_head(device, dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)

@@ -57,6 +57,8 @@ class SkipperConfig(DraftConfig):
         "The target, whose blocks some tokens pass by (after [2412.11494](https://arxiv.org/abs/2412.11494)),"
     )
 
+    runs_the_target: ClassVar = True
+
     kind: Literal["skipper"] = "skipper"
     sparsity: float | list[float] = 0.5  # shares of tokens that pass by: of all blocks' (the first and the last compute
     # every token), or each block's (`python -m eval.pruned --search` finds some)
@@ -79,7 +81,7 @@ class SkipperConfig(DraftConfig):
             )
 
     def needs(self, target_layers: int) -> Needs:
-        return Needs(final=False, decoder=True)
+        return Needs(final=False)
 
     def shares(self, blocks: int) -> list[float]:
         """s_l of each block. Raises PipelineError."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """A module that is called as one, and is part of none."""
+    """Hides a module from `nn.Module` registration: no cast and no state dict of its owner touches it."""
 
     def __init__(self, module: nn.Module):
         self._module = module

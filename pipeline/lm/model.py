@@ -26,7 +26,6 @@ from pipeline.lm.chat import require_template
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
 from pipeline.lm.fingerprint import identity
-from pipeline.lm.states import Needs
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -35,7 +34,6 @@ if kind() is None:
     # not where a target is loaded, so that a process has one kernel from its start on.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
-NEEDS = Needs()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -181,9 +179,9 @@ def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, 
     return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
 
 
-def load_embed_head(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dtype = torch.float32) -> EmbeddingAndHead:
-    """Reads only the embedding and the head from the target's files, in their stored dtype. For a draft whose `needs`
-    say so, all between them as well, in `dtype` and where the recipe has its target.
+def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = None) -> EmbeddingAndHead:
+    """Reads only the embedding and the head from the target's files, in their stored dtype. With a `decoder_dtype` all
+    between them as well, in that one and where the recipe has its target.
     """
     text = load_config(config)
     where = source(config)
@@ -207,7 +205,7 @@ def load_embed_head(config: TargetConfig, needs: Needs = NEEDS, dtype: torch.dty
         with safe_open(files[stored[name]], "pt") as tensors:
             read[role] = tensors.get_tensor(stored[name])
     head = LMHead(read["head"], read.get("bias"), **head_effects(text))
-    decoder = _load_decoder(config, dtype) if needs.decoder else None
+    decoder = None if decoder_dtype is None else _load_decoder(config, decoder_dtype)
     return EmbeddingAndHead(read["embedding"], head, fingerprint(config), decoder)
 
 

@@ -10,11 +10,10 @@ from pipeline.basics.accelerator import sent
 
 @dataclass(frozen=True)
 class Needs:
-    """What a draft wants of its target's forwards."""
+    """Which states of its target's forwards a draft wants."""
 
     final: bool = True  # hidden states after the final norm
     auxiliary: tuple[int, ...] = ()  # decoder layers, counted from 1, whose outputs follow these
-    decoder: bool = False  # its layers, for forwards of the draft's own
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Recipe(Section):
                 f"train.mask='legacy' trains positions without a next token, of which draft.{hard[0]}.objective="
                 "'hard-ce' learns: set train.mask='predicted'"
             )
-        whole = [name for name in self.draft if self.draft[name].needs(DEEPEST).decoder]
+        whole = [name for name in self.draft if self.draft[name].runs_the_target]
         if whole and self.train.mask == "legacy":
             raise ValueError(
                 f"train.mask='legacy' trains a dialogue's last input, whose next token draft.{whole[0]} does not read: "
@@ -93,7 +93,7 @@ class Recipe(Section):
 
     def _require_devices(self) -> None:
         """Raises ValueError where target and workers do not agree on the GPUs that one has."""
-        whole = [name for name in self.draft if self.draft[name].needs(DEEPEST).decoder]
+        whole = [name for name in self.draft if self.draft[name].runs_the_target]
         if whole and self.target.device == "spread":
             raise ValueError(
                 f"target.device='spread', but draft.{whole[0]} runs through the target's blocks, which have to be on "

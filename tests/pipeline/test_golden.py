@@ -269,7 +269,7 @@ def twenty_losses(config) -> list[float]:
     draft.initialise(1)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
-    if draft.needs.decoder:
+    if draft.config.runs_the_target:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
             embed_head = replace(embed_head, decoder=LlamaModel(target).eval().requires_grad_(False))

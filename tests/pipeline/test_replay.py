@@ -19,12 +19,12 @@ def text(loaded_target):
     return prompt, greedy(loaded_target, prompt, 48)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.1])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "temperature"),
     [
-        *["eagle", "jakiro", "three-branches", "reduced", "eagle3, 3.1's norms", "jakiro on eagle-3"],
-        *["gumiho", "medusa", "hydra++", "small-llama", "skipper"],
+        *[("eagle", 0.1), ("jakiro", 0.0), ("three-branches", 0.1), ("reduced", 0.0), ("eagle3, 3.1's norms", 0.0)],
+        *[("jakiro on eagle-3", 0.1), ("gumiho", 0.0), ("medusa", 0.1), ("hydra++", 0.0), ("small-llama", 0.0)],
+        ("skipper", 0.1),
     ],
 )
 def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):
@@ -50,26 +50,13 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        ("eagle", {"depth": 3, "top_k": 3, "nodes": 9}),
-        ("eagle", {"depth": 3, "top_k": 1, "nodes": 4}),
         ("eagle", {"paths": "eagle-1"}),
-        ("jakiro", {"depth": 3, "top_k": 3, "nodes": 9, "parallel": 2}),
         ("jakiro", {"paths": "eagle-1", "parallel": 2}),
         ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
-        ("reduced", {"depth": 2, "top_k": 2, "nodes": 4, "parallel": 2}),
-        ("by-depth", {"depth": 3, "top_k": 3, "nodes": 9}),
-        ("by-domain", {"depth": 3, "top_k": 3, "nodes": 9}),
         ("eagle3, reduced", {"depth": 4, "top_k": 3, "nodes": 9}),
-        ("eagle3, 3.1's norms", {"paths": "eagle-1"}),
         ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
-        ("by depth on eagle-3", {"depth": 3, "top_k": 3, "nodes": 9}),
         ("gumiho", {"depth": 7, "top_k": 4, "nodes": 30}),
-        ("gumiho", {"depth": 2, "top_k": 3, "nodes": 6}),
-        ("medusa", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
-        ("small-llama", {"depth": 4, "top_k": 4, "nodes": 20}),
-        ("skipper", {"depth": 4, "top_k": 4, "nodes": 20}),
-        ("hydra", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],
 )

@@ -49,6 +49,7 @@ class DraftConfig(Settings):
 
     description: ClassVar[str]  # for the card: the paper and what it is
     trained: ClassVar[bool] = True
+    runs_the_target: ClassVar[bool] = False  # its forwards go through the target's own blocks
     stands_beside: ClassVar[bool] = False  # others, in one tree: it takes no forwards
 
     @property
