@@ -150,23 +150,22 @@ def test_dialogues_that_differ_in_their_calls_alone_are_no_duplicates():
     assert len(texts) == 2
 
 
-def test_parquets_nulls_are_no_arguments_and_no_properties():
+def test_what_is_said_of_tools_is_read_in_every_form():
+    """Older names, JSON in strings, Parquet's nulls; another column may be called functions."""
     padded = call() | {"index": None}
     padded["function"] = {"name": "weather", "arguments": {"city": "Oslo", "of_another_tool": None}}
-    assert calls_of({"tool_calls": [padded]}) == [call()]
-    assert tools_of({"tools": [{**TOOL, "function": {**WEATHER, "strict": None}}]}) == [TOOL]
     written = call() | {"function": {"name": "weather", "arguments": '{"city": null}'}}
+    assert calls_of({"tool_calls": [padded]}) == [call()]
     assert calls_of({"tool_calls": [written]})[0]["function"]["arguments"] == {"city": None}
-
-
-def test_older_names_are_read():
-    assert tools_of({"functions": [WEATHER]}) == tools_of({"tools": WEATHER}) == [TOOL]
     assert calls_of({"function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}}) == [call()]
-
-
-@pytest.mark.parametrize("nothing", [None, [], {}, "", " ", "[]", "null"])
-def test_no_tools_are_no_tools(nothing):
-    assert tools_of({"tools": nothing}) is None and calls_of({"tool_calls": nothing}) == []
+    nulls = {"tools": [{**TOOL, "function": {**WEATHER, "strict": None}}]}
+    for said in (nulls, {"functions": [WEATHER]}, {"tools": WEATHER}, {"functions": json.dumps([WEATHER])}):
+        assert tools_of(said) == [TOOL]
+    for other in ("algebra", 3, {"a": 1}, "{}"):
+        assert tools_of({"functions": other}) is None
+        assert tools_of({"tools": [WEATHER], "functions": other}) == [TOOL]
+    for nothing in (None, [], {}, "", " ", "[]", "null"):
+        assert tools_of({"tools": nothing}) is None and calls_of({"tool_calls": nothing}) == []
 
 
 HOSTILE = {
@@ -197,9 +196,10 @@ def test_hostile_tools_cost_their_record(tools):
         clean(asked(QUESTION, CALL | {"tool_calls": [turn]}, RESULT, ANSWER))
 
 
-def test_20_000_calls_of_a_turn_cost_their_record():
-    with pytest.raises(Unusable, match=r"^malformed_tool_call$"):
-        calls_of({"tool_calls": [{"name": "f"}] * 20_000})
+def test_20_000_calls_of_a_turn_or_arguments_that_are_no_object_cost_their_record():
+    for calls in ([{"name": "f"}] * 20_000, *([{"name": "f", "arguments": a}] for a in (0, False, [], "0", "[]"))):
+        with pytest.raises(Unusable, match=r"^malformed_tool_call$"):
+            calls_of({"tool_calls": calls})
 
 
 def test_calls_and_results_are_looked_for_in_as_many_renderings_as_there_are_turns(monkeypatch):
@@ -210,19 +210,6 @@ def test_calls_and_results_are_looked_for_in_as_many_renderings_as_there_are_tur
     turn = CALL | {"tool_calls": [call(str(number)) for number in range(64)]}
     pieces(asked(QUESTION, turn, *[RESULT] * 64, ANSWER), QWEN_3)
     assert len(rendered) < 16
-
-
-@pytest.mark.parametrize("arguments", [0, False, [], "0", "[]"])
-def test_arguments_that_are_no_object_cost_their_record(arguments):
-    with pytest.raises(Unusable, match=r"^malformed_tool_call$"):
-        calls_of({"tool_calls": [{"name": "f", "arguments": arguments}]})
-
-
-def test_a_column_that_is_called_functions_and_lists_none_is_another():
-    for other in ("algebra", 3, {"a": 1}, "{}"):
-        assert tools_of({"functions": other}) is None
-        assert tools_of({"tools": [WEATHER], "functions": other}) == [TOOL]
-    assert tools_of({"functions": json.dumps([WEATHER])}) == [TOOL]
 
 
 def test_a_result_of_no_call_gets_no_name():
