@@ -123,7 +123,7 @@ class Plan:
             )
             hours = speed and tokens / (speed * ranks) / 3600
             need = memory.rank_bytes(recipe, draft, ranks)
-            self.say("train", f"{name}: steps", f"{steps:,} of {parameter_count(draft):,} parameters", FORMULA)
+            self.say("train", f"{name}: steps", f"{steps:,} ({parameter_count(draft):,} parameters)", FORMULA)
             self.say("train", f"{name}: hours", f"{hours_said(hours)} with {ranks} ranks{self.gpus(ranks)}", source)
             self.say("train", f"{name}: memory", f"{need / 1e9:,.1f} GB a rank", FORMULA)
             drafts[name] = {
