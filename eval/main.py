@@ -16,7 +16,7 @@ import torch
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.tasks import Job, Measured, decode_all, job_of, method_facts, read_tuned
+from eval.measure.tasks import Job, decode_all, job_of, read_tuned
 from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
@@ -25,6 +25,7 @@ from pipeline.artifacts.provenance import code_of, provenance, write_provenance
 from pipeline.artifacts.reports import REPORT, origin_of, put_rows, read_report
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
+from pipeline.decoding.method import Method
 from pipeline.drafts import build, kind_of, parameter_count
 from pipeline.lm.chat import template_fingerprint
 from pipeline.lm.model import load_tokenizer, parameter_count_of
@@ -40,17 +41,25 @@ def measured_already(path: Path, key: str) -> bool:
     return (found.get("key"), found.get("code")) == (key, code_of("eval.main"))
 
 
-def facts_of(recipe: Recipe, method: Measured) -> dict:
+def facts_of(job: Job, method: Method) -> dict:
     """What the report says of a method, measured figures apart."""
-    config = recipe.draft[method.draft]
-    if not config.trained:
-        asked = recipe.small_models.get(method.draft)
-        parameters = parameter_count_of(asked) if asked else 0
-        return {"kind": kind_of(config), "parameters": parameters, "training": {}} | method_facts(method)
-    saved = checkpoint.read_config(recipe.draft_dir(method.draft))
-    with torch.device("meta"):
-        parameters = parameter_count(build(saved.config, saved.shapes))
-    return {"kind": kind_of(saved.config), "parameters": parameters, "training": saved.training} | method_facts(method)
+    recipe, name = job.recipe, method.draft
+    config, training, parameters = recipe.draft[name], {}, 0
+    if config.trained:
+        saved = checkpoint.read_config(recipe.draft_dir(name))
+        with torch.device("meta"):
+            parameters = parameter_count(build(saved.config, saved.shapes))
+        training = saved.training
+    elif asked := recipe.small_models.get(name):
+        parameters = parameter_count_of(asked)
+    return {
+        "kind": kind_of(config),
+        "parameters": parameters,
+        "training": training,
+        "method": method.to_json(),
+        "weights_sha256": None if config.corpus else job.digests[name],
+        "corpora": [job.digests[source] for source in method.sources if recipe.draft[source].corpus],
+    }
 
 
 def settings_of(recipe: Recipe) -> dict:
@@ -71,7 +80,8 @@ def measure(job: Job) -> dict:
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
     folder, entries = recipe.eval_dir, report.results(records, gates)
     metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
-    own = {name: m.tree.forwards for name, m in methods.items() if m.tree.forwards < m.tree.depth}
+    trees = {name: method.resolved_tree for name, method in methods.items()}
+    own = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
     drawn = plots.draw(entries, own, metrics, folder)
     tokenizer = load_tokenizer(recipe.target)
     measured = {
@@ -84,7 +94,7 @@ def measure(job: Job) -> dict:
         "template": template_settings(tokenizer, recipe.target),
         "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),
-        "drafts": {name: facts_of(recipe, method) for name, method in methods.items()},
+        "drafts": {name: facts_of(job, method) for name, method in methods.items()},
         "tuned": read_tuned(recipe),
         "results": entries,
         "prompts_left_out": left_out,  # too long for the target's positions

@@ -6,7 +6,7 @@ Measured: the target's time for verifying n tokens, a draft forward's for w node
 Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at
 all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
 candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
-Least predicted time a token wins. Where others stand beside a draft, what their scores are worth is counted on the
+Least predicted time a token wins. Where a draft has secondary sources, what all scores are worth is counted on the
 same answers first, and calibration-NAME.png shows how far that holds on other prompts. What was chosen is written to
 eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases it. The last line is JSON.
 """
@@ -27,7 +27,7 @@ import numpy as np
 
 from eval.measure.harness import EvalTask, Harness
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.tasks import fits, make_harness, read_tuned, untuned
+from eval.measure.tasks import digests_of, fits, make_harness, read_tuned, tuned_for
 from eval.tuning.calibrate import Answer
 from eval.tuning.choose import Replays, choose, largest, tune
 from eval.tuning.costs import Costs, measure_costs
@@ -127,7 +127,7 @@ def elsewhere(harness: Harness, texts: list[Text], arguments: argparse.Namespace
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    parser.add_argument("--method", help="only this one: a draft, or a method with others beside it")
+    parser.add_argument("--method", help="only this one: a draft, or a method with secondary sources")
     parser.add_argument("--costs", type=Path, help="predict with these instead (JSON); nothing is measured or written")
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
@@ -141,14 +141,14 @@ def main() -> None:
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
-    methods = untuned(recipe)
+    methods, digests = recipe.methods, digests_of(recipe)
     own = {name: methods[name] for name in names}
     harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
     if arguments.costs:
         print(json.dumps(elsewhere(harness, answered(harness, units), arguments)))
         return
     path, known = recipe.tuned_file, read_tuned(recipe)
-    known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], one)}
+    known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], digests, one)}
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
     texts, found = answered(harness, units), {}
     context = int(np.median([len(text.prompt) for text in texts]))
@@ -156,6 +156,7 @@ def main() -> None:
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, texts[0].prompt)
     for name, replays in replayed(harness, texts, arguments.depth).items():
         found[name] = tune(recipe, harness, name, units, replays, costs[name], arguments.depth, print)
+        found[name]["for"] = tuned_for(recipe, methods[name], digests)
         write_sealed(path, known | found)
         origin = origin_of(recipe, methods[name].draft)
         predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
@@ -164,7 +165,7 @@ def main() -> None:
         json.dumps(
             {
                 "predicted_over_measured": {n: one["predicted_over_measured"] for n, one in found.items()},
-                "methods": {n: {k: v for k, v in one.items() if k != "calibration"} for n, one in found.items()},
+                "methods": {n: {**one, "method": one["method"] | {"calibration": None}} for n, one in found.items()},
             }
         )
     )

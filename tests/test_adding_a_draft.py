@@ -10,8 +10,8 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, build
 from pipeline.drafts.parts.layers import shapes_of
 from tests.kit import ROOT
@@ -37,7 +37,7 @@ def test_the_pages_draft_is_trained_decoded_replayed_saved_and_loaded(
     prompt = prompt_of(3)
     answer = greedy(loaded_target, prompt, 48)
     draft = taught(loaded_target, embed_head, linear(), prompt, answer)
-    method = Method(draft, TreeConfig(depth=3, top_k=3, nodes=9))
+    method = LoadedMethod(draft, TreeConfig(depth=3, top_k=3, nodes=9))
     for sampling in (Sampling(40, NEVER), Sampling(40, NEVER, temperature=0.8, seed=2)):
         got = speculative(loaded_target, method, prompt, sampling)
         assert got.tokens == plain(loaded_target, prompt, sampling).tokens

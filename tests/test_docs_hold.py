@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import DEFAULTS
+from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
@@ -23,7 +24,7 @@ from pipeline.features.schema import VERSION
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import MethodConfig, TrainConfig
+from pipeline.recipe.sections import TrainConfig
 from pipeline.serving.export import LAUNCH
 from tests.kit import ROOT
 from tests.pipeline.families import FAMILIES
@@ -203,7 +204,7 @@ def test_each_folder_of_the_code_is_listed():
             r"tree = \{ (depth = .*?) \} +# dynamic",
             ", ".join(f"{k} = {v}" for k, v in DEFAULTS.items()),
         ),
-        ("docs/trees.md", r"\(`agreement = \"(\w+)\"`, the default\)", MethodConfig().agreement),
+        ("docs/trees.md", r"\(`agreement = \"(\w+)\"`, the default\)", Method().agreement),
         ("docs/trees.md", r"The longest run of at most (\d+) tokens", PromptLookupConfig().longest),
         ("docs/training.md", r"ttt_steps = (\d+)", Eagle3Config().ttt_steps),
         ("docs/training.md", r"decay = ([\d.]+)", Eagle3Config().decay),

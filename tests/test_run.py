@@ -474,17 +474,17 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
     figures = json.loads(tuned.stdout.splitlines()[-1])["methods"]["jakiro"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
-    assert figures["predicted_over_measured"] > 0 and figures["tree"]["nodes"] <= 8
-    assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["tree"] == figures["tree"]
+    assert figures["predicted_over_measured"] > 0 and figures["method"]["tree"]["nodes"] <= 8
+    assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["method"] == figures["method"]
     assert "to do  eval        release without the tuned trees" in status_here(recipe, f"output={run}")
 
     call(evaluate, str(recipe), *sets)
     assert "| heldout | 0 | jakiro-tuned | 3 |" in capsys.readouterr().out
-    released = json.loads((run / "release/config.json").read_text())["tree"]
+    released = json.loads((run / "release/config.json").read_text())["method"]
     results = json.loads((run / "release/report.json").read_text())["results"]
     speeds = {m: math.prod(r["speedup"] for r in results if r["draft"] == m) for m in ("jakiro", "jakiro-tuned")}
     faster = speeds["jakiro-tuned"] > speeds["jakiro"]
-    assert (released == figures["tree"]) == faster or speeds["jakiro-tuned"] == speeds["jakiro"]
+    assert (released == figures["method"]) == faster or speeds["jakiro-tuned"] == speeds["jakiro"]
     card = (run / "release/README.md").read_text()
     assert ("chosen for the hardware above" in card) == faster
     assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
@@ -501,7 +501,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     call(evaluate, str(recipe), *sets, "--tuned")
     said = capsys.readouterr().out
     assert "| jakiro-tuned | 3 |" in said and "| eagle | 3 |" in said and "| jakiro | 3 |" not in said
-    assert json.loads((run / "release/config.json").read_text())["tree"] == figures["tree"]
+    assert json.loads((run / "release/config.json").read_text())["method"] == figures["method"]
     assert eval_state(load_recipe(recipe, [f"output={run}"]))[0]
 
     change_sealed(run / "drafts/jakiro/config.json", lambda raw: raw.update(weights_sha256="0" * 64))
@@ -512,7 +512,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
 def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied
-    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"]}'
+    both = 'eval.methods.both={draft="jakiro", secondary=["prompt-lookup"]}'
     sets = [f"output={run}", 'draft.prompt-lookup={kind="prompt-lookup"}', both]
     flags = [word for one in sets for word in ("--set", one)]
     shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
@@ -523,7 +523,8 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     figures = json.loads(said.splitlines()[-1])["methods"]["both"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     kept = json.loads((run / "eval/tuned.json").read_text())["both"]
-    assert kept["tree"] == figures["tree"] and set(kept["calibration"]["curves"]) == {"0.0", "1.0"}
+    assert kept["method"]["tree"] == figures["method"]["tree"] and figures["method"]["calibration"] is None
+    assert set(kept["method"]["calibration"]["curves"]) == {"0.0", "1.0"}
 
     before = (run / "eval/tuned.json").read_bytes()
     call(tune, str(recipe), *flags, *shape, "--costs", str(ROOT / "infra/check/assumed_costs.json"))
@@ -541,8 +542,8 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, mark))
-    method = checkpoint.read_config(run / "release").method(draft)
-    assert method.tree.to_json() == kept["tree"] and isinstance(method.draft, Sources)
+    method = checkpoint.read_config(run / "release").loaded(draft)
+    assert method.tree.to_json() == kept["method"]["tree"] and isinstance(method.draft, Sources)
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
     assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
 
@@ -583,14 +584,14 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
     corpus = tmp_path / "my folder" / "my notes"
     corpus.parent.mkdir()
     corpus.write_text("one two three " * 20)
-    both = 'eval.methods.both={draft="jakiro", beside=["prompt-lookup"]}'
+    both = 'eval.methods.both={draft="jakiro", secondary=["prompt-lookup"]}'
     sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
     flags = [word for one in sets for word in ("--set", one)]
     call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
     call(evaluate, str(recipe), *flags)
     found = load_recipe(recipe, sets)
-    assert methods_of(found)["both-tuned"].corpora == (sha256(corpus),)
     measured = json.loads((run / "eval/report.json").read_text())
+    assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
     for entry in measured["results"]:
         entry["speedup"] = 9.0 if entry["draft"].startswith("both") else 1.0
     assert publish.released_method(found, measured) == "jakiro"  # a release does not hold the text
@@ -601,7 +602,7 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
                 assert private not in (folder / name).read_bytes(), name
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)
-    assert checkpoint.read_config(run / "release").together.beside["prompt-lookup"].corpus is None
+    assert checkpoint.read_config(run / "release").secondary["prompt-lookup"].corpus is None
     assert eval_state(found)[0]
     corpus.write_text("another text")
     assert eval_state(found) == (False, "release of another corpus")
@@ -613,7 +614,7 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
     """So that what it is trained, saved and shown with is the draft's own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    beside = 'eval.methods.jakiro={beside=["prompt-lookup"]}'
+    beside = 'eval.methods.jakiro={secondary=["prompt-lookup"]}'
     with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
         load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', beside])
 
@@ -628,11 +629,17 @@ def test_costs_that_are_none_are_refused(copied, tmp_path):
 @pytest.mark.parametrize(
     ("beside", "said"),
     [
-        ('{draft="jakiro", beside=["eagle"]}', "beside='eagle': expected drafts of the recipe that take no forwards"),
-        ('{draft="jakiro", beside=["prompt-lookup", "prompt-lookup"]}', "each once"),
-        ('{draft="prompt-lookup", beside=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
-        ('{draft="jakiro", beside=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}', "sources propose at most 34"),
-        ('{draft="jakiro", beside=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
+        (
+            '{draft="jakiro", secondary=["eagle"]}',
+            "secondary='eagle': expected drafts of the recipe that take no forwards",
+        ),
+        ('{draft="jakiro", secondary=["prompt-lookup", "prompt-lookup"]}', "each once"),
+        ('{draft="prompt-lookup", secondary=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
+        (
+            '{draft="jakiro", secondary=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}',
+            "sources propose at most 34",
+        ),
+        ('{draft="jakiro", secondary=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
     ],
 )
 def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):

@@ -14,10 +14,9 @@ import torch
 from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig, chain
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.replay import counted
-from pipeline.decoding.sources import Sources
 from pipeline.drafts import TrainedDraft, make_untrained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore
@@ -29,24 +28,26 @@ from pipeline.running.cores import asked_threads, cores
 TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
 
 
-def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, Method]:
+def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, LoadedMethod]:
     """The draft with its tree, and with the tree's chain."""
-    return {TREE: Method(draft, tree), CHAIN: Method(draft, chain(tree.depth, tree.parallel, tree.candidates))}
+    return {
+        TREE: LoadedMethod(draft, tree),
+        CHAIN: LoadedMethod(draft, chain(tree.depth, tree.parallel, tree.candidates)),
+    }
 
 
-def beside(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Method]:
-    """The recipe's methods in which others stand beside this draft; nothing is counted of their chances yet."""
-    out = {}
-    for method, of in recipe.methods.items():
-        if of == name and method != name and (given := recipe.method(method)).beside:
-            tokenizer = partial(load_tokenizer, recipe.target)
-            others = {other: make_untrained(recipe.draft[other], draft.shapes, tokenizer) for other in given.beside}
-            out[f"{OF}{method}"] = Method(Sources(draft, others, agreement=given.agreement), recipe.tree(method))
+def hybrids(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, LoadedMethod]:
+    """The recipe's methods in which this draft has secondary sources."""
+    tokenizer, out = partial(load_tokenizer, recipe.target), {}
+    for key, method in recipe.methods.items():
+        if method.draft == name and method.secondary:
+            others = {other: make_untrained(recipe.draft[other], draft.shapes, tokenizer) for other in method.secondary}
+            out[f"{OF}{key}"] = method.load({name: draft, **others})
     return out
 
 
 def estimate(
-    draft: TrainedDraft, methods: dict[str, Method], answers: FeatureStore, rank: int, ranks: int
+    draft: TrainedDraft, methods: dict[str, LoadedMethod], answers: FeatureStore, rank: int, ranks: int
 ) -> dict[str, Acceptance]:
     """Counts of this rank's share of the answers, by method. The draft of them all holds whole weights."""
     out = {name: Acceptance() for name in methods}
@@ -84,7 +85,7 @@ class Decoder:
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
         self._draft = draft.validation_copy().to(self._target.dtype).to_empty(device=self._target.device)
-        self._method, self._fingerprint = Method(self._draft, tree), draft.embed_head.fingerprint
+        self._method, self._fingerprint = LoadedMethod(self._draft, tree), draft.embed_head.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
         """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the

@@ -16,7 +16,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
-from pipeline.decoding.contract import Method
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
@@ -133,7 +133,7 @@ class _Run:
         self._stale = engine.progress.get("stale", 0)  # validations since the best one
         self._decoder: acceptance.Decoder | None = None
         self._validation_copy: TrainedDraft | None = None  # validates; made once
-        self._watched: dict[str, Method] = {}  # of the twin, whose tau is estimated
+        self._watched: dict[str, LoadedMethod] = {}  # of the twin, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = None
         if engine.rank == 0:
@@ -253,7 +253,7 @@ class _Run:
         draft = self._whole()
         with together():
             if not self._watched:
-                self._watched = acceptance.both(draft, self._tree) | acceptance.beside(self._recipe, self._name, draft)
+                self._watched = acceptance.both(draft, self._tree) | acceptance.hybrids(self._recipe, self._name, draft)
             mine = acceptance.estimate(draft, self._watched, self._answers, self._engine.rank, self._engine.ranks)
         found = self._engine.gathered(mine)
         for other in found[1:]:

@@ -18,8 +18,8 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from pipeline.decoding.accept import Sampler, log_odds
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.model import Target
 from pipeline.lm.verifier import rounding
@@ -49,7 +49,7 @@ class Gate:
     )  # drawn: where each emitted token lies in plain decoding's distribution
 
     @classmethod
-    def of(cls, method: Method, temperature: float) -> "Gate":
+    def of(cls, method: LoadedMethod, temperature: float) -> "Gate":
         return cls(temperature, drawn=temperature > 0 and method.tree.siblings != "best")
 
     @property
@@ -82,7 +82,7 @@ class Gate:
 class Gatekeeper:
     """Compares answers, and looks closely at rounds and at places where answers part; nothing of it is timed."""
 
-    def __init__(self, target: Target, methods: dict[str, Method], rounds: int):
+    def __init__(self, target: Target, methods: dict[str, LoadedMethod], rounds: int):
         """`rounds`: of each prompt and method that are looked at closely."""
         self._target, self._methods, self._rounds = target, methods, rounds
         self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods

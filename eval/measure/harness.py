@@ -16,12 +16,14 @@ from eval.measure.prompts import Prompt
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.contract import Draft, Method, States
+from pipeline.decoding.contract import Draft, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.chat import as_message, prompt_ids
 from pipeline.lm.model import Target
 from pipeline.lm.verifier import fixed_capacity, rounding
-from pipeline.recipe.recipe import PLAIN, Recipe
+from pipeline.recipe.checks import PLAIN
+from pipeline.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Outcome:
 
 
 class Harness:
-    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, Method]):
+    def __init__(self, recipe: Recipe, target: Target, methods: dict[str, LoadedMethod]):
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._warm = set()
         self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's

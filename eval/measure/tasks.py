@@ -17,106 +17,77 @@ from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import read_tuned_trees
+from pipeline.artifacts.reports import method_of, read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
-from pipeline.basics.parse import from_json
 from pipeline.basics.progress import Progress
-from pipeline.decoding.calibration import Calibration
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Method, Source
-from pipeline.decoding.sources import Agreement, Sources
+from pipeline.decoding.contract import Source
+from pipeline.decoding.method import Method
 from pipeline.drafts import make_untrained
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.chat import template_fingerprint
 from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer
+from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe, digest
 
 RECORDS = "records.jsonl"
+Digests = dict[str, str | None]  # by draft (`digests_of`)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A method: a draft of the recipe, the weights that are in its folder now, the tree it is measured with, and what
-    stands beside it.
-    """
-
-    draft: str
-    weights_sha256: str | None  # None: it has none; of somebody's model its fingerprint
-    tree: TreeConfig
-    beside: tuple[str, ...] = ()  # drafts that read nothing but the text
-    agreement: Agreement = "either"
-    corpora: tuple[str, ...] = ()  # SHA-256 of the texts that are copied from, but for the one that is decoded
-    calibration: Calibration | None = None  # of their scores; None: the sources' defaults
-
-
-def untuned(recipe: Recipe) -> dict[str, Measured]:
-    """Every draft as a method of its own name, and those of ``eval.methods``; published drafts are fetched first.
+def digests_of(recipe: Recipe) -> Digests:
+    """By draft the SHA-256 of its weights, which are in its folder now; of somebody's model its fingerprint; of what
+    copies from a corpus that one's; None where there is nothing but settings. Published drafts are fetched first.
 
     Raises PipelineError where a draft is missing, or was trained under other settings.
     """
     fetch(recipe)
-    weights: dict[str, str | None] = dict.fromkeys(recipe.draft)
-    weights |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    weights |= {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
-    found = {}
-    for name, draft in recipe.methods.items():
-        given = recipe.method(name)
-        together = tuple(given.beside), given.agreement, recipe.corpora(draft, *given.beside)
-        found[name] = Measured(draft, weights[draft], recipe.tree(name), *together)
-    return found
+    found: Digests = {name: next(iter(recipe.corpora(name)), None) for name in recipe.draft}
+    found |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
+    return found | {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
 
 
-def methods_of(recipe: Recipe, tuned_alone: bool = False) -> dict[str, Measured]:
-    """`untuned`, and each with what eval/tune.py chose, if it has: beside it, or in its place if `tuned_alone`.
+def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
+    """The recipe's, and each with what eval/tune.py chose, if it has: beside it, or in its place if `tuned_alone`.
+    `digests`: of the recipe's drafts, if they are known.
 
     Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
     """
-    found = untuned(recipe)
+    found, digests = recipe.methods, digests or digests_of(recipe)
     for name, tuned in read_tuned(recipe).items():
         if name in recipe.tunable:
-            if not fits(recipe, found[name], tuned):
+            if not fits(recipe, found[name], digests, tuned):
                 raise PipelineError(
                     f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
                     "remove it"
                 )
-            counted = tuned["calibration"]
-            found[f"{name}-tuned"] = replace(
-                found[name],
-                tree=from_json(TreeConfig, tuned["tree"]),
-                calibration=None if counted is None else from_json(Calibration, counted),
-            )
+            found[name + TUNED] = method_of(tuned)
     if not tuned_alone:
         return found
-    alone = {name: method for name, method in found.items() if f"{name}-tuned" not in found}
+    alone = {name: method for name, method in found.items() if name + TUNED not in found}
     if len(alone) == len(found):
         raise PipelineError(f"{recipe.tuned_file}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
     return alone
 
 
-def tuned_for(recipe: Recipe, method: Measured) -> dict[str, Any]:
-    """What a tuned tree, its calibration and its rule depend on."""
-    config = recipe.eval
-    beside = {name: recipe.draft[name].public().to_json() for name in method.beside}
-    own = None if method.weights_sha256 else recipe.draft[method.draft].public().to_json()
+def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any]:
+    """What a tuned tree and its calibration depend on."""
+    config, drafts = recipe.eval, {name: recipe.draft[name] for name in method.sources}
     return {
-        "weights_sha256": method.weights_sha256,
-        "candidates": method.tree.candidates,
+        "digests": {name: digests[name] for name in drafts},
+        "settings": {name: draft.public().to_json() for name, draft in drafts.items() if not draft.trained},
+        "method": replace(method, calibration=None, tree=None).to_json(),
+        "candidates": method.resolved_tree.candidates,
         "temperatures": config.temperatures,
         "processing": [config.top_k, config.top_p, config.repetition_penalty],
         "kernels": [config.dtype, config.pack_linears, config.compile],
-        "draft": own,
-        "beside": beside,
-        "agreement": method.agreement,
-        "corpora": list(method.corpora),
     }
 
 
-def fits(recipe: Recipe, method: Measured, tuned: dict[str, Any]) -> bool:
+def fits(recipe: Recipe, method: Method, digests: Digests, tuned: dict[str, Any]) -> bool:
     """Whether what eval/tune.py found out is of these weights and settings."""
-    return tuned.get("for") == tuned_for(recipe, method)
+    return tuned.get("for") == tuned_for(recipe, method, digests)
 
 
 def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -132,27 +103,26 @@ class Job:
     """
 
     recipe: Recipe
-    methods: dict[str, Measured]
+    methods: dict[str, Method]
+    digests: Digests
     units: list[EvalTask]
     key: str
 
 
 def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
-    methods, units = methods_of(recipe, tuned_alone), units_of(recipe)
+    digests = digests_of(recipe)
+    methods, units = methods_of(recipe, tuned_alone, digests), units_of(recipe)
     found = {
         "code": code_of("eval.measure.tasks"),
         "recipe": recipe.hash,
-        "methods": {name: method_facts(method) for name, method in methods.items()},
+        "methods": {name: method.to_json() for name, method in methods.items()},
+        "digests": digests,
         "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
         "template": template_fingerprint(load_tokenizer(recipe.target)),
         "target": fingerprint(recipe.target),
         "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
     }
-    return Job(recipe, methods, units, digest(found))
-
-
-def method_facts(method: Measured) -> dict[str, Any]:
-    return asdict(method)
+    return Job(recipe, methods, digests, units, digest(found))
 
 
 def units_of(recipe: Recipe) -> list[EvalTask]:
@@ -164,28 +134,15 @@ def units_of(recipe: Recipe) -> list[EvalTask]:
     ]
 
 
-def make_harness(recipe: Recipe, methods: dict[str, Measured]) -> Harness:
+def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
     """Loads the target and every draft, in evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
-    drafts = load_drafts(recipe, target, sorted({name for m in methods.values() for name in (m.draft, *m.beside)}))
+    drafts = load_drafts(recipe, target, sorted({name for method in methods.values() for name in method.sources}))
     if recipe.eval.pack_linears:
         pack(target, drafts)
     if recipe.eval.compile:
         target.compile()
-    made = {name: Method(_source(m, drafts), m.tree) for name, m in methods.items()}
-    for name, method in methods.items():
-        read = [getattr(drafts[one], "corpus_sha256", None) for one in (method.draft, *method.beside)]
-        if tuple(filter(None, read)) != method.corpora:
-            raise PipelineError(f"{name}: its corpus changed while it was read: run the command again")
-    return Harness(recipe, target, made)
-
-
-def _source(method: Measured, drafts: dict[str, Source]) -> Draft:
-    draft = drafts[method.draft]
-    if not method.beside:
-        return draft
-    others = {name: drafts[name] for name in method.beside}
-    return Sources(draft, others, method.calibration, method.agreement)
+    return Harness(recipe, target, {name: method.load(drafts) for name, method in methods.items()})
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
@@ -248,9 +205,7 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
 
 
-def _here(
-    recipe: Recipe, methods: dict[str, Measured], units: Iterable[EvalTask]
-) -> Iterator[tuple[EvalTask, Outcome]]:
+def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
     harness = make_harness(recipe, methods)
     for unit in units:
         yield unit, harness.decode(unit)

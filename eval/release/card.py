@@ -10,10 +10,9 @@ from eval.measure import report
 from eval.release.elsewhere import by_origin
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.regenerated import are_of
+from pipeline.artifacts.reports import method_of
 from pipeline.basics import embedded
-from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
-from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import kind_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
@@ -23,8 +22,8 @@ Facts = dict[str, Any]  # what a template shows, by name
 
 
 def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: str, alone: str) -> Facts:
-    """What the head of a card and of a page say. `method`: how the release decodes; `alone`: how the draft does with
-    nothing beside it, which may be the same.
+    """What the head of a card and of a page say. `method`: how the release decodes; `alone`: how the draft does
+    without secondary sources, which may be the same.
     """
     provenance = measured["provenance"]
     return {
@@ -116,7 +115,7 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
     config, methods, method = recipe.eval, measured["drafts"], who["method"]
     return {
         "headline": report.headline(_rows(measured, who)),
-        "beside": methods[method]["beside"],
+        "secondary": method_of(methods[method]).secondary,
         "table": measured["table"],
         "explanation": report.explain(),
         "times": lambda count: "once" if count == 1 else f"{count} times",
@@ -131,7 +130,7 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
         "left_out": measured["prompts_left_out"],
         "samples": any(sample["method"] == method for sample in measured["samples"]),
         "others": [
-            facts | {"name": name, "same": facts["draft"] == recipe.publish.draft, "tree": tree_said(facts)}
+            facts | {"name": name, "same": method_of(facts).draft == recipe.publish.draft, "tree": tree_said(facts)}
             for name, facts in methods.items()
             if name != method
         ],
@@ -156,7 +155,8 @@ def settings_said(recipe: Recipe) -> str:
 
 def tree_said(facts: dict[str, Any]) -> str:
     """A method's tree in words."""
-    tree = from_json(TreeConfig, facts["tree"])
+    method = method_of(facts)
+    tree = method.resolved_tree
     shape = "dynamic" if tree.paths is None else "static"
     words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
     if tree.forwards < tree.depth:
@@ -169,12 +169,12 @@ def tree_said(facts: dict[str, Any]) -> str:
         )
     if tree.siblings != "best":
         words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
-    if facts["beside"]:
-        words.append(f"{' and '.join(facts['beside'])} beside the draft")
+    if method.secondary:
+        words.append(f"{' and '.join(method.secondary)} beside the draft")
     if facts["corpora"]:
         words.append("prompt lookup also in a text that is not part of this release")
-    if facts["beside"]:
-        words.append("chances counted on calibration prompts" if facts["calibration"] else "default chances")
+    if method.secondary:
+        words.append("chances counted on calibration prompts" if method.calibration else "default chances")
     return ", ".join(words)
 
 

@@ -57,7 +57,7 @@ def _rows(report: dict[str, Any], weights: str) -> list[dict[str, Any]]:
     origin |= {"code": report["provenance"]["code_revision"]}
     return [
         {key: row[key] for key in _SHOWN if key in row}
-        | {"origin": origin, "weights_sha256": weights, "tree": mine[row["draft"]]["tree"]}
+        | {"origin": origin, "weights_sha256": weights, "tree": mine[row["draft"]]["method"]["tree"]}
         for row in report["results"]
         if row["draft"] in mine
     ]

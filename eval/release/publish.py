@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from eval.release.page import PAGE, page
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.published import ELSEWHERE
-from pipeline.artifacts.reports import REPORT, read_report
+from pipeline.artifacts.reports import REPORT, method_of, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_sealed, write_text
-from pipeline.basics.parse import from_json
-from pipeline.decoding.config import TreeConfig
+from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
 from pipeline.serving.export import tried
@@ -32,22 +32,23 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
     saved = checkpoint.read_config(source)
     weights = sha256(source / checkpoint.WEIGHTS)
-    if {facts["weights_sha256"] for facts in measured["drafts"].values() if facts["draft"] == name} != {weights}:
+    mine = [facts for facts in measured["drafts"].values() if method_of(facts).draft == name]
+    if {facts["weights_sha256"] for facts in mine} != {weights}:
         raise PipelineError(
             f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before "
             "releasing"
         )
     if not report.lossless(measured["results"]):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
-    method = released_method(recipe, measured)
-    facts, who = measured["drafts"][method], identity(recipe, saved, measured, method, alone(recipe, measured))
+    chosen = released_method(recipe, measured)
+    method = method_of(measured["drafts"][chosen])
+    who = identity(recipe, saved, measured, chosen, alone(recipe, measured))
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     with exclusive(recipe.eval_dir, "evaluation"):
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        checkpoint.export(
-            source, building, from_json(TreeConfig, facts["tree"]), together_of(recipe, facts), recipe.eval_dir / RECIPE
-        )
+        secondary = {source: recipe.draft[source].public() for source in method.secondary}
+        checkpoint.export(source, building, method, secondary, recipe.eval_dir / RECIPE)
         shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
         bundle(building)
         if recipe.target.chat_template:
@@ -78,29 +79,20 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
 
 
 def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
-    """How the released draft decodes by default: of the recipe's tree and the tuned one, alone and with others beside
-    it, what was measured to be fastest. What copies from a text that is not released cannot be.
+    """How the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources and
+    without, what was measured to be fastest. What copies from a text that is not released cannot be.
     """
-    return _fastest(recipe, measured, without="corpora")
+    return _fastest(recipe, measured, lambda facts: not facts["corpora"])
 
 
 def alone(recipe: Recipe, measured: dict[str, Any]) -> str:
-    """The released draft's fastest method with nothing beside it: what its own figures are."""
-    return _fastest(recipe, measured, without="beside")
+    """The released draft's fastest method without secondary sources: what its own figures are."""
+    return _fastest(recipe, measured, lambda facts: not method_of(facts).secondary)
 
 
-def _fastest(recipe: Recipe, measured: dict[str, Any], without: str) -> str:
-    name = recipe.publish.draft
-    own = [method for method in recipe.tunable if recipe.methods[method] == name]
-    both = [method for each in own for method in (each, f"{each}-tuned") if method in measured["drafts"]]
-    both = [method for method in both if not measured["drafts"][method][without]]
+def _fastest(recipe: Recipe, measured: dict[str, Any], may: Callable[[dict[str, Any]], bool]) -> str:
+    own = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
+    both = [name for each in own for name in (each, each + TUNED) if name in measured["drafts"]]
+    both = [name for name in both if may(measured["drafts"][name])]
     speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in both}
     return max(speeds, key=lambda method: sum(speeds[method]))
-
-
-def together_of(recipe: Recipe, facts: dict[str, Any]) -> checkpoint.Together | None:
-    """How a method of the report chooses its nodes."""
-    if not facts["beside"]:
-        return None
-    beside = {name: recipe.draft[name].public().to_json() for name in facts["beside"]}
-    return checkpoint.Together.from_json(facts | {"beside": beside})

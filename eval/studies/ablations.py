@@ -80,7 +80,7 @@ def rows(recipe: Recipe, harness: Harness, answers: list[Answered]) -> list[Row]
     for one in answers:
         by_prompt = told.setdefault((one.task.benchmark, one.task.temperature), {})
         by_prompt.setdefault(one.task.prompt.question_id, []).append(one.answer)
-    origins = {name: origin_of(recipe, draft) for name, draft in recipe.methods.items()}
+    origins = {name: origin_of(recipe, method.draft) for name, method in recipe.methods.items()}
     out = []
     for (benchmark, temperature, name), counts in replayed(harness, answers).items():
         tokens, passes = (sum(pair[which] for pair in counts.values()) for which in (0, 1))
@@ -109,7 +109,7 @@ def main() -> None:
     answers: list[Answered] = []
     for run in runs:
         methods = methods_of(run)
-        if static := [name for name, method in methods.items() if method.tree.paths is not None]:
+        if static := [name for name, method in methods.items() if method.resolved_tree.paths is not None]:
             raise PipelineError(f"method {static[0]} has a static tree: only dynamic ones are selections of another")
         harness = make_harness(run, methods)
         answers = answers or answered(run, harness)

@@ -9,7 +9,7 @@ dtype. The rows go to results.jsonl of the run, where ``python -m eval.results``
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import nn
 
 from eval import results
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.reports import REPORT, Row, origin_of, put_rows, read_report
+from pipeline.artifacts.reports import REPORT, Row, method_of, origin_of, put_rows, read_report
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.parse import from_json
 from pipeline.decoding.config import TreeConfig, chain
 from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import TrainedDraft
@@ -83,16 +82,17 @@ def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict
     embed_head = load_embed_head(recipe.target, whole).to(cpu, torch.float32)
     size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
     for method, fact in facts.items():
-        tree, config = from_json(TreeConfig, fact["tree"]), recipe.draft[fact["draft"]]
+        made = method_of(fact)
+        tree, config = made.resolved_tree, recipe.draft[made.draft]
         if not config.trained:  # nothing, or somebody's model, which every forward reads
-            asked = recipe.small_models.get(fact["draft"])
+            asked = recipe.small_models.get(made.draft)
             active = matrices_of(asked) if asked else 0
             out[method] = {"active": active, "megabytes": active * tree.forwards * size / 1e6}
             continue
-        draft = checkpoint.load(recipe.draft_dir(fact["draft"]), embed_head.fingerprint).float()
+        draft = checkpoint.load(recipe.draft_dir(made.draft), embed_head.fingerprint).float()
         draft.bind(embed_head)
-        alone = min(tree.nodes, draft.config.most(tree))  # what stands beside the draft takes some of the nodes
-        tree = from_json(TreeConfig, fact["tree"] | {"nodes": max(alone, tree.depth + 1)})
+        alone = min(tree.nodes, draft.config.most(tree))  # secondary sources take some of the nodes
+        tree = replace(tree, nodes=max(alone, tree.depth + 1))
         out[method] = {
             "active": round_of(draft, chain(tree.depth, tree.parallel)).once,
             "megabytes": round_of(draft, tree).numbers * size / 1e6,
@@ -111,13 +111,14 @@ def rows(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> list[Row]:
     """What the methods are, a figure a row."""
     out, costs = [], costs_of(recipe, facts)
     for method, fact in facts.items():
-        cost, origin = costs[method], origin_of(recipe, fact["draft"])
+        made, cost = method_of(fact), costs[method]
+        origin = origin_of(recipe, made.draft)
         most = ", at most" if cost.get("at most") else ""
         figures = {
             "parameters": fact["parameters"],
             f"active{most}": cost["active"],
-            "nodes": fact["tree"]["nodes"],
-            "depth": fact["tree"]["depth"],
+            "nodes": made.resolved_tree.nodes,
+            "depth": made.resolved_tree.depth,
             f"MB read{most}": cost["megabytes"],
             "trained tokens": fact["training"].get("trained_tokens", 0),
             "seconds of training": fact["training"].get("seconds", 0),

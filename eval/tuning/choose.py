@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from eval.measure.harness import PLAIN, EvalTask, Harness, pooled
-from eval.measure.tasks import tuned_for, untuned
 from eval.tuning.calibrate import Answer, Bin, count, fit, reliability, said
 from eval.tuning.costs import Costs
 from pipeline.artifacts.provenance import provenance
@@ -13,7 +12,8 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, TreeSupport
+from pipeline.decoding.contract import TreeSupport
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.recipe import Recipe
 
@@ -61,7 +61,7 @@ def shapes(settled: TreeSupport, depth: int, candidates: str) -> Iterator[TreeCo
                 yield TreeConfig(depth=levels, top_k=top_k, nodes=levels + 1, parallel=parallel, candidates=candidates)
 
 
-def largest(method: Method, depth: int) -> TreeConfig:
+def largest(method: LoadedMethod, depth: int) -> TreeConfig:
     """The largest tree that is considered of its draft."""
     choices = {levels: found for levels in range(1, depth + 1) if (found := method.draft.config.parallels(levels))}
     most = max(max(found) for found in choices.values())
@@ -85,7 +85,7 @@ def calibrate(
     own = {(one.prompt, place if one.temperature else None): one for place, one in enumerate(found.answers)}
     each = [(answer, count(answer.text, trees)) for answer in own.values()]  # greedy repeats do not differ
     calibration = fit(each)
-    chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.beside.items()}
+    chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.secondary.items()}
     bins = reliability(each, chances.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
@@ -95,7 +95,7 @@ def calibrate(
 
 
 def measure(
-    recipe: Recipe, harness: Harness, methods: dict[str, Method], units: list[EvalTask]
+    recipe: Recipe, harness: Harness, methods: dict[str, LoadedMethod], units: list[EvalTask]
 ) -> dict[str, dict[str, float | None]]:
     """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
     PipelineError where the losslessness gate fails.
@@ -124,13 +124,13 @@ def measure(
 class Choice:
     """What is expected to be fastest."""
 
-    method: Method
+    method: LoadedMethod
     best: Prediction
     calibration: Calibration | None
     bins: list[Bin]
 
 
-def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, say: Say) -> Choice:
+def choose(name: str, given: LoadedMethod, found: Replays, costs: Costs, depth: int, say: Say) -> Choice:
     draft, candidates, calibration, bins = given.draft, given.tree.candidates, None, []
     if isinstance(draft, Sources):
         calibration, bins = calibrate(name, draft, found, depth, candidates, say)
@@ -139,7 +139,7 @@ def choose(name: str, given: Method, found: Replays, costs: Costs, depth: int, s
     say(f"{name}, fastest trees by prediction:")
     for one in ranked[:5]:
         say(f"  {one.said()}")
-    return Choice(Method(draft, ranked[0].tree), ranked[0], calibration, bins)
+    return Choice(LoadedMethod(draft, ranked[0].tree), ranked[0], calibration, bins)
 
 
 def tune(
@@ -167,15 +167,13 @@ def tune(
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
     )
     return {
-        "tree": chosen.best.tree.to_json(),
-        "calibration": None if chosen.calibration is None else chosen.calibration.to_json(),
+        "method": replace(recipe.methods[name], tree=best.tree, calibration=chosen.calibration).to_json(),
         "reliability": [asdict(one) for one in chosen.bins],
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
         "measured": tuned,
         "recipes_tree": givens,
         "plain_ms_per_token": plainly["ms_per_token"],
         "predicted_over_measured": round(ratio, 4),
-        "for": tuned_for(recipe, untuned(recipe)[name]),
         "temperatures": recipe.eval.temperatures,
         "prompts": len({unit.prompt for unit in units}),
         "hardware": provenance(recipe)["hardware"],

@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 
 from pipeline.basics.accelerator import now
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, Method, RoundInput, TreeSupport
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput, TreeSupport
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.attention import behind
 from pipeline.lm.model import Target
 
@@ -87,7 +88,7 @@ class Costs:
 class _Parts:
     """The parts of a round behind `context` tokens, ready to be timed. Each ends with its result on the host."""
 
-    def __init__(self, target: Target, methods: dict[str, Method], context: int, longest: int):
+    def __init__(self, target: Target, methods: dict[str, LoadedMethod], context: int, longest: int):
         self._target, self._methods, self._context = target, methods, context
         self._cache = target.new_cache(context + longest)
         self._tokens = torch.arange(context + longest, device=target.device) % 1000 + 5
@@ -167,7 +168,7 @@ def kinds_of(draft: TreeSupport) -> int:
 @torch.inference_mode()
 def measure_costs(
     target: Target,
-    methods: dict[str, Method],
+    methods: dict[str, LoadedMethod],
     context: int,
     max_nodes: int,
     samplings: list[Sampling],
@@ -219,7 +220,7 @@ def _levels(median: dict[tuple, float], name: str, config: TreeSupport) -> list[
 
 
 def _bookkeeping(
-    target: Target, method: Method, samplings: list[Sampling], prompt: list[int], max_nodes: int
+    target: Target, method: LoadedMethod, samplings: list[Sampling], prompt: list[int], max_nodes: int
 ) -> tuple[float, float, float]:
     """Seconds of a round beside draft and verification: what it takes anyway, what each node adds, and what each draft
     forward after the first. From three trees: a small one, one of more nodes, and a deeper one.
@@ -233,7 +234,7 @@ def _bookkeeping(
         shape: Any = {"depth": depth, "top_k": max(WIDTHS), "parallel": min(config.parallels(depth))}
         most = config.most(TreeConfig(nodes=depth + 1, **shape))
         tree = TreeConfig(nodes=min(nodes, most), candidates=method.tree.candidates, **shape)
-        resolved = Method(method.draft, tree)
+        resolved = LoadedMethod(method.draft, tree)
         return statistics.fmean(_rest(target, resolved, sampling, prompt) for sampling in samplings), resolved.tree
 
     (small, given), (large, wide) = seconds(few, 2), seconds(many, 2)
@@ -244,6 +245,6 @@ def _bookkeeping(
     return max(0.0, small - node * given.nodes - (given.forwards - 1) * forward), node, forward
 
 
-def _rest(target: Target, method: Method, sampling: Sampling, prompt: list[int]) -> float:
+def _rest(target: Target, method: LoadedMethod, sampling: Sampling, prompt: list[int]) -> float:
     one = speculative(target, method, prompt, sampling, exact_split=True)
     return (one.seconds - one.split.get("draft", 0.0) - one.split["verify"]) / max(one.acceptance.passes, 1)

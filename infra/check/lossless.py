@@ -11,8 +11,8 @@ from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from infra.check.shapes import Given, new_methods, save_small_target
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import TrainedDraft
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
@@ -42,7 +42,7 @@ def lossless(given: Given) -> dict[str, Any]:
                 target.compile(**given.compiler)
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
-                methods["eagle-drawn"] = Method(methods["eagle"].draft, tree)
+                methods["eagle-drawn"] = LoadedMethod(methods["eagle"].draft, tree)
             for one in decoded(recipe, target, methods, given.shape.prompts):
                 kept = {key: one[key] for key in ("draft", "temperature", "tau", "gate")}
                 results.append({"dtype": dtype, "compiled": compiled, **kept})
@@ -61,7 +61,7 @@ def proof(one: dict[str, Any]) -> tuple[str, str]:
     return what, f"{verdict}: {shown}; tau {one['tau']:.2f}"
 
 
-def decoded(recipe: Recipe, target: Target, methods: dict[str, Method], count: int) -> list[dict[str, Any]]:
+def decoded(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[dict[str, Any]]:
     """The report's entries for so many random prompts."""
     harness = Harness(recipe, target, methods)
     units = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]

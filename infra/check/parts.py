@@ -29,8 +29,8 @@ from pipeline.artifacts.provenance import LIBRARIES, hardware, revision
 from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.lm.model import DTYPES, Target, load_config
@@ -224,7 +224,7 @@ def compiled_costs(given: Given) -> dict[str, Any]:
     return _verifying(given, found) | {"compile_s": round(each, 1), "graphs_skipped": skipped} | peak()
 
 
-def _costs(target: Target, methods: dict[str, Method], given: Given, sizes: tuple[int, ...]) -> dict[str, Costs]:
+def _costs(target: Target, methods: dict[str, LoadedMethod], given: Given, sizes: tuple[int, ...]) -> dict[str, Costs]:
     prompt = list(range(5, 5 + given.shape.context))
     sampling = Sampling(16, frozenset())
     return measure_costs(target, methods, given.shape.context, given.shape.most, [sampling], prompt, sizes)

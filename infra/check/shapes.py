@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import ROOT
-from pipeline.decoding.contract import Method
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype
@@ -242,9 +242,9 @@ def supported() -> dict[str, bool]:
 
 def new_methods(
     recipe: Recipe, target: Target, weights: dict[str, dict[str, torch.Tensor]] | None = None
-) -> dict[str, Method]:
+) -> dict[str, LoadedMethod]:
     """Of the recipe, bound to the target, in its dtype: with random weights, or with these."""
-    found: dict[str, Method] = {}
+    found: dict[str, LoadedMethod] = {}
     embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
         draft = build(config, shapes_of(target.config))
@@ -252,5 +252,5 @@ def new_methods(
         if weights:
             draft.load_state_dict(weights[name])
         draft.to(target.device, target.dtype).bind(embed_head)
-        found[name] = Method(draft, recipe.tree(name))
+        found[name] = LoadedMethod(draft, recipe.tree(name))
     return found

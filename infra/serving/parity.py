@@ -21,8 +21,8 @@ from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.decoding.config import chain
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import Target, fingerprint, load_tokenizer, source
 from pipeline.recipe.load import load_recipe
@@ -50,7 +50,7 @@ class Ours:
         """Raises PipelineError where one is not plain decoding's."""
         draft = checkpoint.load(release, self.fingerprint).to(self.target.device, self.target.dtype)
         draft.bind(self.target.embed_head(self.fingerprint))
-        found = [speculative(self.target, Method(draft, CHAIN_TREE), ids, self.sampling) for ids in self.prompts]
+        found = [speculative(self.target, LoadedMethod(draft, CHAIN_TREE), ids, self.sampling) for ids in self.prompts]
         if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
             raise PipelineError(f"our own chain of {release.name} does not answer as plain decoding does")
         return found
@@ -66,7 +66,7 @@ def released(recipe: Recipe, name: str, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     own = recipe.draft_dir(name)
-    checkpoint.export(own, folder, CHAIN_TREE, None, own / RECIPE_FILE)
+    checkpoint.export(own, folder, Method(draft=name, tree=CHAIN_TREE), {}, own / RECIPE_FILE)
     return folder
 
 

@@ -8,7 +8,7 @@ checkpoint for another target is refused.
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,43 +19,15 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
-from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
-from pipeline.decoding.sources import Agreement, SettledTogether, Sources
+from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
 from pipeline.recipe.recipe import Recipe
 
-VERSION = 3
-TOGETHER_VERSION = 4  # of a release whose nodes are chosen by chances: code that knows 3 alone must not read it
+VERSION = 5
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
-
-
-@dataclass(frozen=True)
-class Together:
-    """How a released draft's nodes are chosen by chances: what stands beside it, and what was counted and measured."""
-
-    beside: dict[str, DraftConfig]  # drafts that read nothing but the text
-    agreement: Agreement
-    calibration: Calibration | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "beside": {name: config.to_json() for name, config in self.beside.items()},
-            "agreement": self.agreement,
-            "calibration": None if self.calibration is None else self.calibration.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Together":
-        beside = {name: settings_from(settings) for name, settings in raw["beside"].items()}
-        if raw["agreement"] not in get_args(Agreement):
-            raise ValueError(f"agreement={raw['agreement']!r} is not one of {get_args(Agreement)}")
-        if raw.get("worth") is not None:
-            raise ValueError("its rounds have a size of their own, which this version has not")
-        counted = raw["calibration"]
-        return cls(beside, raw["agreement"], None if counted is None else from_json(Calibration, counted))
+FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training")
 
 
 @dataclass(frozen=True)
@@ -63,21 +35,41 @@ class Saved:
     """What config.json says of a checkpoint."""
 
     config: DraftConfig
+    method: Method  # how it decodes by default
+    secondary: dict[str, DraftConfig]  # settings of the method's secondary sources
     shapes: dict[str, Any]
-    tree: TreeConfig  # that it grows by default
     target: dict[str, Any]  # model, revision, fingerprint
     train_hash: str
     weights_sha256: str
     metrics_sha256: str | None
     training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
-    together: Together | None = None
 
-    def method(self, draft: TrainedDraft) -> Method:
-        """How it decodes by default."""
-        if (how := self.together) is None:
-            return Method(draft, self.tree)
-        others = {name: make(config, self.shapes) for name, config in how.beside.items()}
-        return Method(Sources(draft, others, how.calibration, how.agreement), self.tree)
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": VERSION,
+            "draft": self.config.to_json(),
+            "method": self.method.to_json(),
+            "secondary": {name: config.to_json() for name, config in self.secondary.items()},
+            **{key: getattr(self, key) for key in FACTS},
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Saved":
+        """Raises KeyError, TypeError or ValueError for what `to_json` did not give."""
+        config, method = settings_from(raw["draft"]), from_json(Method, raw["method"])
+        secondary = {name: settings_from(raw["secondary"][name]) for name in method.secondary}
+        raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
+        method = method.resolved(config, method.draft, TreeConfig())
+        return cls(config, method, secondary, **{key: raw[key] for key in FACTS})
+
+    def loaded(self, draft: TrainedDraft) -> LoadedMethod:
+        """What decodes by default: the draft, and the method's secondary sources."""
+        others = {name: make(config, self.shapes) for name, config in self.secondary.items()}
+        return self.method.load({self.method.draft: draft, **others})
+
+    @property
+    def tree(self) -> TreeConfig:
+        return self.method.resolved_tree
 
     @property
     def borrowed(self) -> list[str]:
@@ -100,24 +92,23 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
     write_weights(folder / WEIGHTS, weights)
-    target = recipe.target
-    config = {
-        "format_version": VERSION,
-        "draft": draft.config.to_json(),
-        "tree": recipe.tree(name).to_json(),
-        "shapes": draft.shapes,
-        "target": {
-            "model": public_name(target.model),
-            "revision": target.revision,
+    saved = Saved(
+        config=draft.config,
+        method=recipe.resolved(name),
+        secondary={},
+        shapes=draft.shapes,
+        target={
+            "model": public_name(recipe.target.model),
+            "revision": recipe.target.revision,
             "fingerprint": draft.embed_head.fingerprint,
         },
-        "train_hash": recipe.train_hash(name),
-        "weights_sha256": sha256(folder / WEIGHTS),
-        "metrics_sha256": sha256(folder / METRICS) if (folder / METRICS).exists() else None,
-        "training": training,
-    }
+        train_hash=recipe.train_hash(name),
+        weights_sha256=sha256(folder / WEIGHTS),
+        metrics_sha256=sha256(folder / METRICS) if (folder / METRICS).exists() else None,
+        training=training,
+    )
     write_provenance(folder, recipe, draft=name)
-    write_sealed(folder / CONFIG, config)
+    write_sealed(folder / CONFIG, saved.to_json())
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -130,9 +121,9 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
             raise PipelineError(f"{path} cannot be written: {error}. Make room and run again") from None
 
 
-def export(source: Path, folder: Path, tree: TreeConfig, together: Together | None, recipe_file: Path) -> None:
-    """Copies a saved draft into `folder`, with the tree that it is to grow by default, how the tree's nodes are chosen,
-    and the recipe that it was measured under.
+def export(source: Path, folder: Path, method: Method, secondary: dict[str, DraftConfig], recipe_file: Path) -> None:
+    """Copies a saved draft into `folder`, with the method that it is to decode by, the settings of that one's secondary
+    sources, and the recipe that it was measured under.
     """
     shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
     for file in (source / PROVENANCE, recipe_file):
@@ -140,9 +131,7 @@ def export(source: Path, folder: Path, tree: TreeConfig, together: Together | No
             folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
         )
     raw = read_sealed(source / CONFIG, UNREADABLE)
-    raw["tree"] = tree.to_json()
-    if together is not None:
-        raw |= {"format_version": TOGETHER_VERSION, "together": together.to_json()}
+    raw["method"], raw["secondary"] = method.to_json(), {name: one.to_json() for name, one in secondary.items()}
     write_sealed(folder / CONFIG, raw)
 
 
@@ -154,20 +143,13 @@ def read_config(folder: Path) -> Saved:
             f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
         )
     raw = read_sealed(path, UNREADABLE)
-    version = raw.get("format_version")
-    if version not in (VERSION, TOGETHER_VERSION):
+    if (version := raw.get("format_version")) != VERSION:
         raise PipelineError(
-            f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this "
-            "project, or of another version of it"
+            f"{path}: format_version is {version!r}, expected {VERSION}: it is no draft checkpoint of this project, or "
+            "of another version of it. Train it, or release it, again"
         )
     try:
-        config = settings_from(raw["draft"])
-        together = Together.from_json(raw["together"]) if raw.get("together") else None
-        settled = SettledTogether(config) if together else config
-        tree = settled.resolve(from_json(TreeConfig, raw["tree"]))
-        raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
-        rest = {key: raw[key] for key in ("train_hash", "weights_sha256", "metrics_sha256", "training")}
-        return Saved(config, raw["shapes"], tree, raw["target"], together=together, **rest)
+        return Saved.from_json(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 

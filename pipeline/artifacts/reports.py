@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import provenance
+from pipeline.artifacts.provenance import code_of, provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.parse import from_json
+from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe
 
 REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
 _AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
+_TUNE = "Remove it, and run python eval/tune.py RECIPE again"
 _MOVE = "Move the folder away and run python eval/main.py RECIPE again"
 _KEYS = (
     "name",
@@ -87,6 +90,7 @@ def read_report(path: Path) -> dict[str, Any]:
     found = read_sealed(path, _AGAIN)
     if missing := [key for key in _KEYS if key not in found]:
         raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {_AGAIN}")
+    _require_methods(path, found["drafts"], _AGAIN)
     for plot in found["plots"]:  # name -> SHA-256
         if not is_plain(plot) or not plot.endswith(".png"):
             raise PipelineError(f"{path}: {plot!r} is no name of a plot beside it. {_AGAIN}")
@@ -95,7 +99,22 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def read_tuned_trees(path: Path) -> dict[str, dict[str, Any]]:
     """By method, what eval/tune.py found out; empty when it never ran. Raises PipelineError."""
-    return read_sealed(path, "Remove it, and run python eval/tune.py RECIPE again") if path.exists() else {}
+    found = read_sealed(path, _TUNE) if path.exists() else {}
+    _require_methods(path, found, _TUNE)
+    return found
+
+
+def method_of(facts: dict[str, Any]) -> Method:
+    """What an entry under a report's "drafts", or one of a tuned file, is of."""
+    return from_json(Method, facts["method"])
+
+
+def _require_methods(path: Path, entries: dict[str, dict[str, Any]], instruction: str) -> None:
+    for name, facts in entries.items():
+        try:
+            method_of(facts)
+        except (KeyError, ValueError):
+            raise PipelineError(f"{path}: {name} is no method of this version of the project. {instruction}") from None
 
 
 def read_release(folder: Path) -> dict[str, dict[str, str]]:
@@ -108,6 +127,33 @@ def read_release(folder: Path) -> dict[str, dict[str, str]]:
         if odd := [name for name in found.get(listed, [None]) if not is_inside(name)]:
             raise PipelineError(f"{path}: {odd[0]!r} in {listed!r} is no name of a file beside it. {_MOVE}")
     return found
+
+
+def eval_state(recipe: Recipe) -> tuple[bool, str]:
+    """Whether the release's report was measured under this recipe, by this code, on the weights that are in the draft
+    folders now; and a line for the user.
+    """
+    path = recipe.release_dir / REPORT
+    if not path.exists() or read_release(recipe.release_dir)["pending"]:
+        return False, "no release"
+    found = read_report(path)
+    if found["provenance"]["recipe_hash"] != recipe.hash:
+        return False, "release of other settings"
+    if found.get("code") != code_of("eval.main"):
+        return False, "release of other code, torch or transformers"
+    if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
+        return False, "release without the tuned trees"
+    for facts in found["drafts"].values():
+        method = method_of(facts)
+        if not set(method.sources) <= set(recipe.draft):
+            return False, "release of other drafts"
+        if facts["corpora"] != list(recipe.corpora(*method.sources)):
+            return False, "release of another corpus"
+        folder = recipe.draft_dir(method.draft)
+        known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder).weights_sha256
+        if recipe.draft[method.draft].trained and known != facts["weights_sha256"]:
+            return False, "release of other weights"
+    return True, f"release in {recipe.release_dir}/"
 
 
 def is_inside(name: Any) -> bool:

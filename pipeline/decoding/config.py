@@ -77,7 +77,7 @@ class TreeConfig(Settings):
     @property
     def forwards(self) -> int:
         """Draft forwards of one round, the one that takes in the accepted tokens included."""
-        assert self.parallel is not None, "the draft's config settles it: Method"
+        assert self.parallel is not None, "a draft resolves it: TreeSupport.resolve"
         return self.depth - self.parallel + 1
 
 

@@ -208,21 +208,3 @@ class TargetModel(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A draft with the tree that it grows: what is measured."""
-
-    draft: Draft
-    tree: TreeConfig
-
-    def __post_init__(self):
-        object.__setattr__(self, "tree", self.draft.config.resolve(self.tree))
-
-    def room(self, compiled: bool) -> int:
-        """Positions behind the last token of an answer that its last round may need; a compiled target writes all of a
-        tree's rows.
-        """
-        deepest = self.draft.config.reach(self.tree)
-        return max(self.tree.nodes, deepest + 1) if compiled else deepest

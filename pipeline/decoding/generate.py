@@ -20,7 +20,8 @@ from transformers import (
 from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
-from pipeline.decoding.contract import Cache, Draws, Method, RoundInput, States, TargetModel
+from pipeline.decoding.contract import Cache, Draws, RoundInput, States, TargetModel
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import Tree
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
@@ -212,7 +213,7 @@ def plain(
 @torch.inference_mode()
 def speculative(
     target: TargetModel,
-    method: Method,
+    method: LoadedMethod,
     prompt: list[int],
     sampling: Sampling,
     observe: Observer | None = None,

@@ -19,15 +19,9 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import (
-    Draft,
-    Draws,
-    Method,
-    Pool,
-    RoundInput,
-    States,
-)
+from pipeline.decoding.contract import Draft, Draws, Pool, RoundInput, States
 from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
 ABSENT = 1 << 30
@@ -50,7 +44,9 @@ class _At:
 
 
 @torch.inference_mode()
-def decoded(method: Method, states: States, tokens: list[int], begin: int, temperature: float = 0.0) -> Acceptance:
+def decoded(
+    method: LoadedMethod, states: States, tokens: list[int], begin: int, temperature: float = 0.0
+) -> Acceptance:
     """What decoding counts with a tree of best candidates, from ``tokens[begin]``, the prompt's own token, to the last
     one. `states` are the target's there (at least of all but the last); `temperature` is that of the text, and chances
     are counted by it.
@@ -88,11 +84,11 @@ def counter(
         walk = collect(draft.draft, states, tokens, begin, largest)
         return Together(draft, walk, tokens, begin).counter(draft, temperature)
     if not draft.stepwise:
-        return lambda tree: decoded(Method(draft, tree), states, tokens, begin)
+        return lambda tree: decoded(LoadedMethod(draft, tree), states, tokens, begin)
     return collect(draft, states, tokens, begin, largest).counter()
 
 
-def counted(method: Method, states: States, tokens: list[int], begin: int) -> Acceptance:
+def counted(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
     """As `decoded` at temperature 0. A dynamic tree is grown at many places at a time, which is faster."""
     if method.tree.paths is not None:
         return decoded(method, states, tokens, begin)

@@ -1,4 +1,4 @@
-"""One tree from several sources: a draft and, beside it, drafts that read nothing but the text (prompt lookup).
+"""One tree from several sources: a draft and secondary sources, which read nothing but the text (prompt lookup).
 
 Each source proposes a pool of candidates, and what was counted of its scores (calibration.py) makes them probabilities
 of one kind. The pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All
@@ -105,11 +105,11 @@ class _State:
     """Of one sequence."""
 
     draft: Any
-    beside: dict[str, Any]
+    secondary: dict[str, Any]
 
 
-class SettledTogether:
-    """A draft's settings where others stand beside it: larger trees of best candidates."""
+class SharedTrees:
+    """A draft's trees where secondary sources fill them, too: larger ones, of best candidates."""
 
     def __init__(self, draft: TreeSupport):
         self._draft = draft
@@ -117,8 +117,7 @@ class SettledTogether:
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if tree.paths is not None:
             raise ValueError(
-                "tree.paths: nodes of several sources (beside) have no ranks for a static tree: give depth, top_k and "
-                "nodes"
+                "tree.paths: nodes of secondary sources have no ranks for a static tree: give depth, top_k and nodes"
             )
         if tree.nodes > self.most(tree):
             raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
@@ -139,25 +138,25 @@ class SettledTogether:
 
 
 class Sources:
-    """A draft with others beside it, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
+    """A draft with secondary sources, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
 
     def __init__(
         self,
         draft: Source,
-        beside: dict[str, Source],
+        secondary: dict[str, Source],
         calibration: Calibration | None = None,
         agreement: Agreement = "either",
     ):
-        self.draft, self.beside, self.agreement = draft, beside, agreement
+        self.draft, self.secondary, self.agreement = draft, secondary, agreement
         self._calibration = calibration or Calibration()
         self._known: dict[tuple[str, float, TreeConfig], AcceptProbability] = {}
-        self.name = " + ".join([draft.name, *beside])
-        self.config, self.stepwise = SettledTogether(draft.config), draft.stepwise
+        self.name = " + ".join([draft.name, *secondary])
+        self.config, self.stepwise = SharedTrees(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
 
     def tuned(self, calibration: Calibration) -> "Sources":
         """The same with other chances."""
-        return Sources(self.draft, self.beside, calibration, self.agreement)
+        return Sources(self.draft, self.secondary, calibration, self.agreement)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -168,7 +167,7 @@ class Sources:
         return self.draft.needs
 
     def open(self) -> _State:
-        return _State(self.draft.open(), {name: source.open() for name, source in self.beside.items()})
+        return _State(self.draft.open(), {name: source.open() for name, source in self.secondary.items()})
 
     def start(self, state: _State, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
         return self.draft.start(state.draft, seen, wanted, places)
@@ -186,14 +185,14 @@ class Sources:
         )
 
     def copied(self, state: _State, seen: RoundInput) -> dict[str, Pool]:
-        """What those beside the draft propose."""
+        """What the secondary sources propose."""
         count = COPIED.nodes - 1
-        return {name: one.pool(state.beside[name], seen, COPIED, count) for name, one in self.beside.items()}
+        return {name: one.pool(state.secondary[name], seen, COPIED, count) for name, one in self.secondary.items()}
 
     def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
         found = [(drafted, self._chances("draft", self.draft, drafted, tree, temperature))]
         for name, pool in copied.items():
-            found.append((pool, self._chances(name, self.beside[name], pool, COPIED, temperature)))
+            found.append((pool, self._chances(name, self.secondary[name], pool, COPIED, temperature)))
         return merge(found, self.agreement)
 
     def _chances(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:

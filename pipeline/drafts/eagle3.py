@@ -11,7 +11,7 @@ biases of the attention, norms of its queries and keys, a sliding window. Tensor
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -69,6 +69,10 @@ class Eagle3FrameConfig(OneLayerConfig):
         if self.sliding_window and tree.depth > self.sliding_window:
             raise ValueError(f"tree.depth={tree.depth} is more than this draft's sliding_window={self.sliding_window}")
         return super().resolve(tree)
+
+    @property
+    def auxiliary(self) -> Sequence[int | str]:
+        return self.auxiliary_layers or ["default"]
 
     def needs(self, target_layers: int) -> Needs:
         layers = self.auxiliary_layers or default_layers(target_layers)

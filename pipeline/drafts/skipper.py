@@ -56,7 +56,6 @@ class SkipperConfig(DraftConfig):
     description: ClassVar = (
         "The target, whose blocks some tokens pass by (after [2412.11494](https://arxiv.org/abs/2412.11494)),"
     )
-
     runs_the_target: ClassVar = True
 
     kind: Literal["skipper"] = "skipper"

@@ -100,8 +100,8 @@ def _taken_over() -> list[str]:
 
 
 # Keys that recipes once had: what they are called now, and why others are gone.
-RENAMED_KEYS = {"rollout": "ttt_steps"}
-REMOVED_KEYS = {"sized": "rounds with a size of their own were not faster than a tuned tree (docs/sources.md)"}
+RENAMED_KEYS = {"rollout": "ttt_steps", "beside": "secondary"}
+REMOVED_KEYS = {"sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)"}
 
 
 def _apply(tree: dict, override: str) -> None:

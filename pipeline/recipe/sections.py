@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Dtype, Folder, Fraction, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.sources import Agreement
+from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 
 
@@ -174,27 +174,13 @@ class BenchmarkConfig(Section):
         return self
 
 
-class MethodConfig(Section):
-    """A draft, what stands beside it, and the tree that they grow."""
-
-    draft: str | None = None  # default: the one of the method's name
-    beside: list[str] = []  # drafts that read nothing but the text (kind = "prompt-lookup"); docs/trees.md
-    agreement: Agreement = "either"  # what a node is worth that several propose (pipeline/decoding/sources.py: merge)
-    tree: TreeConfig | None = None  # default: eval.tree
-
-    @property
-    def together(self) -> bool:
-        """Whether its nodes are chosen by chances (pipeline/decoding/sources.py)."""
-        return bool(self.beside)
-
-
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
     tree: TreeConfig = TreeConfig()  # of every method that has none of its own
     # Every draft is a method of its own name; it stands here where its tree is another.
-    methods: dict[Name, MethodConfig] = {}
+    methods: dict[Name, Method] = {}
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

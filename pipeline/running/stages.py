@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import ROOT, code_of
+from pipeline.artifacts.provenance import ROOT
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import REPORT, read_release, read_report, read_tuned_trees
+from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.display import Display, display
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
@@ -77,35 +77,6 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
 
 def _resume_step(state: Path) -> int:
     return read_sealed(state, f"Remove {state.parent} to train this draft from the start")["step"]
-
-
-def eval_state(recipe: Recipe) -> tuple[bool, str]:
-    """Done when the release's report was measured under this recipe, by this code, on the weights that are in the draft
-    folders now.
-    """
-    path = recipe.release_dir / REPORT
-    if not path.exists() or read_release(recipe.release_dir)["pending"]:
-        return False, "no release"
-    found = read_report(path)
-    if found["provenance"]["recipe_hash"] != recipe.hash:
-        return False, "release of other settings"
-    if found.get("code") != code_of("eval.main"):
-        return False, "release of other code, torch or transformers"
-    if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
-        return False, "release without the tuned trees"
-    for facts in found["drafts"].values():
-        folder = recipe.draft_dir(facts["draft"])
-        of = facts["draft"], *facts["beside"]
-        if not set(of) <= set(recipe.draft):
-            return False, "release of other drafts"
-        if facts["corpora"] != list(recipe.corpora(*of)):
-            return False, "release of another corpus"
-        if not recipe.draft[facts["draft"]].trained:
-            continue
-        known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder)
-        if not known or known.weights_sha256 != facts["weights_sha256"]:
-            return False, "release of other weights"
-    return True, f"release in {recipe.release_dir}/"
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:

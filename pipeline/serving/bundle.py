@@ -34,16 +34,12 @@ Generated at commit {commit}: the modules beside this file are that commit's, th
 
 SHAPES = {shapes}
 CONFIG = {config}
-TREE = {tree}
-
-
-def method(draft):
-    return {method}
+METHOD = {method}
 
 
 RELEASED = Released(
     make=lambda: {draft}(CONFIG, SHAPES),
-    method=method,
+    method=lambda draft: METHOD.load({{{name!r}: draft{secondary}}}),
     weights="{file}",
     weights_sha256="{weights}",
     vocabulary=SHAPES["vocab_size"],
@@ -61,19 +57,10 @@ def generate(model, **arguments):
 def bundle(release: Path) -> None:
     """Writes `custom_generate/` for the checkpoint in a release folder."""
     saved = checkpoint.read_config(release)
-    settings: list[Any] = [saved.config, saved.tree]
-    parts: list[Any] = [DRAFTS[kind_of(saved.config)][1]]
-    method = "Method(draft, TREE)"
-    if (how := saved.together) is not None:
-        settings += [*how.beside.values(), how.calibration]
-        classes: dict[str, Any] = {name: DRAFTS[kind_of(config)][1] for name, config in how.beside.items()}
-        parts += classes.values()
-        others = ", ".join(f"{name!r}: {kind.__name__}({how.beside[name]!r}, SHAPES)" for name, kind in classes.items())
-        method = f"Method(Sources(draft, {{{others}}}, {how.calibration!r}, {how.agreement!r}), TREE)"
-    named: dict[str, set[str]] = {DECODE: {"Released", "decode"}, "pipeline.decoding.contract": {"Method"}}
-    if how is not None:
-        named["pipeline.decoding.sources"] = {"Sources"}
-    for kind in [*parts, *_classes(settings)]:
+    draft: Any = DRAFTS[kind_of(saved.config)][1]
+    others: list[tuple[str, Any]] = [(name, DRAFTS[kind_of(config)][1]) for name, config in saved.secondary.items()]
+    named: dict[str, set[str]] = {DECODE: {"Released", "decode"}}
+    for kind in [draft, *dict(others).values(), *_classes([saved.config, saved.method, saved.secondary])]:
         named.setdefault(kind.__module__, set()).add(kind.__name__)
     modules = _closure(list(named))
     folder = release / FOLDER
@@ -86,9 +73,10 @@ def bundle(release: Path) -> None:
         imports="\n".join(imports),
         shapes=saved.shapes,
         config=repr(saved.config),
-        tree=repr(saved.tree),
-        method=method,
-        draft=parts[0].__name__,
+        method=repr(saved.method),
+        draft=draft.__name__,
+        name=saved.method.draft,
+        secondary="".join(f", {name!r}: {kind.__name__}({saved.secondary[name]!r}, SHAPES)" for name, kind in others),
         file=checkpoint.WEIGHTS,
         weights=saved.weights_sha256,
     )

@@ -19,8 +19,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, prefill, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.parts.base import TrainedDraft
 from pipeline.lm.attention import require_tree_attention, use_masks
 from pipeline.lm.verifier import Verifier
@@ -53,7 +53,7 @@ class Released:
     """A draft of a release, as its code has it; the weights lie beside."""
 
     make: Callable[[], TrainedDraft]
-    method: Callable[[TrainedDraft], Method]  # how it decodes
+    method: Callable[[TrainedDraft], LoadedMethod]  # how it decodes
     weights: str  # their file
     weights_sha256: str
     vocabulary: int  # of the target,
@@ -66,7 +66,7 @@ class Opened:
     """What was made for a model. A copy of the model, or a saved one, begins without it."""
 
     verifier: Verifier | None = None
-    methods: dict[Released, Method] = field(default_factory=dict)
+    methods: dict[Released, LoadedMethod] = field(default_factory=dict)
 
     def __deepcopy__(self, _: Any) -> "Opened":
         return Opened()
@@ -175,7 +175,7 @@ def _room(model: Any, given: Any, arguments: dict[str, Any], config: Any, prompt
     return room
 
 
-def _most(verifier: Verifier, method: Method, prompt: int) -> int:
+def _most(verifier: Verifier, method: LoadedMethod, prompt: int) -> int:
     """New tokens that the target's positions have room for, its last tree included."""
     most = verifier.positions - prompt - method.room(False)
     if most < 1:
@@ -244,7 +244,7 @@ class _Listener:
 # -- what decodes -----------------------------------------------------------------------------------------------------
 
 
-def _open(model: Any, released: Released, place: str, hub: dict[str, Any]) -> tuple[Verifier, Method]:
+def _open(model: Any, released: Released, place: str, hub: dict[str, Any]) -> tuple[Verifier, LoadedMethod]:
     """What verifies for the model, and the draft beside it: made once. Raises PipelineError."""
     opened: Opened = getattr(model, OPENED, Opened())
     if opened.verifier is None or not _is_of(opened.verifier, model):

@@ -45,7 +45,7 @@ class Loaded:
         self.target = Target(config, dtype)
         draft.to(self.target.device, self.target.dtype)
         draft.bind(self.target.embed_head(target_fingerprint))
-        self.method = checkpoint.read_config(folder).method(draft)
+        self.method = checkpoint.read_config(folder).loaded(draft)
 
     def generate(
         self,

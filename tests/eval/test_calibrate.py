@@ -59,7 +59,7 @@ def test_greedy_repeats_are_counted_once(temperature, once):
     alone, answer = SimpleNamespace(chance=lambda depth, score: 0.5), Answer(Scripted(0, 300), temperature, 0)
     answer.text.counter = lambda sources, temperature: None
     sources = SimpleNamespace(
-        config=JakiroConfig(), draft=alone, beside={"prompt-lookup": alone}, tuned=lambda calibration: None
+        config=JakiroConfig(), draft=alone, secondary={"prompt-lookup": alone}, tuned=lambda calibration: None
     )
     once_and_twice = [[answer], [answer, answer]]
     found = [calibrate("x", sources, Replays([], some), 2, "plain", print)[0] for some in once_and_twice]

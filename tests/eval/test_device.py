@@ -12,8 +12,8 @@ from eval.measure.prompts import Prompt
 from eval.tuning import costs
 from pipeline.artifacts.features import feature_spec
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.attention import GROUPED
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
@@ -98,7 +98,7 @@ def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(ti
         draft.bind(there.embed_head("there"))
         methods = {
             "best": grown(draft, depth=3, top_k=3, nodes=7),
-            "drawn": Method(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
+            "drawn": LoadedMethod(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
         }
         made = Harness(recipe, there, methods)
         prompt = Prompt("one", "", ("Why? Because of that?",))

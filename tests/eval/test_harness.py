@@ -16,8 +16,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
 from pipeline.decoding import grow as tree_module
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
@@ -41,8 +41,8 @@ def drafts(loaded_target, embed_head, tiny_recipe):
         if config.vocabulary:
             draft.set_vocabulary(torch.arange(config.vocabulary))
         draft.bind(embed_head)
-        made[name] = Method(draft.eval().requires_grad_(False), tiny_recipe.tree(name))
-    made["drawn"] = Method(made["eagle"].draft, DRAWN)
+        made[name] = LoadedMethod(draft.eval().requires_grad_(False), tiny_recipe.tree(name))
+    made["drawn"] = LoadedMethod(made["eagle"].draft, DRAWN)
     return made
 
 
@@ -152,7 +152,7 @@ def test_a_distribution_that_is_not_plain_decodings_fails_the_gate(tiny_recipe, 
         return [child], int(randomness.draw_rows(p_NV[child][None].double())[0])
 
     prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
-    sharp = {"drawn": Method(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), DRAWN)}
+    sharp = {"drawn": LoadedMethod(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, sampled_repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
     assert sound.passed and len(sound.places) > 350 and sound.fit > 0.01
@@ -241,7 +241,7 @@ def half(tiny_target, embed_head):
     for name in ("eagle", "jakiro"):
         draft = make_draft(target, embed_head, VARIANTS[name]).to(torch.bfloat16)
         draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, embed_head.fingerprint))
-        made[name] = Method(draft, TreeConfig(depth=3, top_k=4, nodes=12))
+        made[name] = LoadedMethod(draft, TreeConfig(depth=3, top_k=4, nodes=12))
     return target, made
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from eval.measure import packed
 from eval.measure.packed import PackedLinear, pack_linears, products, rows_of_one
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target
@@ -53,7 +53,7 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     for module in (target.decoder, target.head, draft, draft.embed_head.head):
         assert products(module) and {one.rows for one in products(module)} == {packed.FILLED}
         assert not [one for one in module.modules() if isinstance(one, nn.Linear)]
-    method = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6))
+    method = LoadedMethod(draft, TreeConfig(depth=2, top_k=3, nodes=6))
     sampling = Sampling(16, NEVER)
     assert speculative(target, method, prompt_of(1), sampling).tokens == want
     assert plain(target, prompt_of(1), sampling).tokens == want
@@ -63,7 +63,7 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
 def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     draft = make_draft(target, target.embed_head("x"), VARIANTS[kind])
-    method, sampling = Method(draft, TreeConfig(depth=2, top_k=3, nodes=6)), Sampling(16, NEVER)
+    method, sampling = LoadedMethod(draft, TreeConfig(depth=2, top_k=3, nodes=6)), Sampling(16, NEVER)
     want = speculative(target, method, prompt_of(1), sampling)
     if kind == "small-llama":
         draft._reader.clear()  # it would be there already

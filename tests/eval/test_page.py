@@ -10,12 +10,13 @@ import pytest
 
 from eval.measure.harness import PLAIN, EvalTask, Record
 from eval.measure.prompts import Prompt
-from eval.measure.tasks import Job, Measured
+from eval.measure.tasks import Job
 from eval.release.page import page, samples
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Generation
+from pipeline.decoding.method import Method
 from pipeline.lm.chat import pieces_of
 from pipeline.recipe.recipe import Recipe
 from tests.kit import byte_tokenizer, recipe_tree
@@ -36,10 +37,10 @@ def recipe(tmp_path) -> Recipe:
 
 @pytest.fixture
 def job(recipe) -> Job:
-    methods = {"jakiro": Measured("jakiro", "0", TreeConfig()), "eagle": Measured("eagle", "0", TreeConfig())}
+    methods = {name: Method(draft=name, tree=TreeConfig()) for name in ("jakiro", "eagle")}
     prompts = [Prompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
     units = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
-    return Job(recipe, methods, units, "key")
+    return Job(recipe, methods, {}, units, "key")
 
 
 def records(job: Job) -> list[Record]:

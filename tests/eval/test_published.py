@@ -16,6 +16,7 @@ from pipeline.artifacts.published import fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.method import Method
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
@@ -58,7 +59,8 @@ def release(tree, loaded_target, embed_head, tmp_path) -> Path:
     )
     checkpoint.save(own, draft, draft.state_dict(), other, "jakiro", {"parameters": 5, "trained_tokens": 7})
     folder.mkdir()
-    checkpoint.export(own, folder, TreeConfig(depth=2, top_k=2, nodes=5), None, own / "recipe.json")
+    method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
+    checkpoint.export(own, folder, method, {}, own / "recipe.json")
     return folder
 
 
@@ -171,7 +173,7 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
 def report(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
     folder.mkdir()
     row = {"benchmark": benchmark, "temperature": 0.0, "draft": "mine", "prompts": 3, "tau": tau, "speedup": None}
-    facts = {"tree": {"depth": 1, "nodes": 2}}
+    facts = {"method": {"tree": {"depth": 1, "nodes": 2}}}
     drafts = {"mine": facts | {"weights_sha256": weights}, "other": facts | {"weights_sha256": "other"}}
     made = {"drafts": drafts, "results": [row, row | {"draft": "other"}], "settings": {"dtype": "float32"} | settings}
     write_sealed(folder / "report.json", made | {"provenance": {"hardware": hardware, "code_revision": folder.name}})

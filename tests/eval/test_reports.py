@@ -59,13 +59,25 @@ def test_a_report_without_its_parts_is_refused(path):
 def test_a_changed_tuned_tree_is_refused(tiny_recipe):
     assert read_tuned(tiny_recipe) == {}
     tiny_recipe.eval_dir.mkdir(parents=True)
-    write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
-    assert read_tuned(tiny_recipe) == {"jakiro": {"tree": {"nodes": 8}}}
-    replace_once(tiny_recipe.tuned_file, '"nodes": 8', '"nodes": 9')
+    tuned = {"jakiro": {"method": tiny_recipe.methods["jakiro"].to_json()}}
+    write_sealed(tiny_recipe.tuned_file, tuned)
+    assert read_tuned(tiny_recipe) == tuned
+    nodes = tiny_recipe.tree("jakiro").nodes
+    replace_once(tiny_recipe.tuned_file, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
     with pytest.raises(
         PipelineError, match=r"tuned.json was changed or damaged .*run python eval/tune.py RECIPE again"
     ):
         read_tuned(tiny_recipe)
+
+
+def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path):
+    tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
+    write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
+    with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run python eval/tune.py"):
+        read_tuned(tiny_recipe)
+    change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
+    with pytest.raises(PipelineError, match=r"old is no method of this version .*run python eval/main.py"):
+        read_report(path)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

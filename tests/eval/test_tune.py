@@ -12,7 +12,7 @@ from eval.tuning.costs import Costs
 from pipeline.basics import accelerator
 from pipeline.decoding import generate
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.replay import ABSENT, walk
 from pipeline.drafts.jakiro import JakiroConfig
 
@@ -45,7 +45,7 @@ def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
         return 0.5 + 0.01 * method.tree.nodes + 0.125 * (method.tree.forwards - 1)
 
     monkeypatch.setattr(costs, "_rest", rest)
-    given = Method(SimpleNamespace(config=JakiroConfig(), stepwise=True), TreeConfig())
+    given = LoadedMethod(SimpleNamespace(config=JakiroConfig(), stepwise=True), TreeConfig())
     assert costs._bookkeeping(None, given, [None, None], [], 60) == pytest.approx((0.5, 0.01, 0.125))
     assert asked == [(costs.FEW, 2)] * 2 + [(costs.MANY, 2)] * 2 + [(costs.FEW, 4)] * 2
     assert costs._bookkeeping(None, given, [None], [], 4) == pytest.approx((0.665, 0.0, 0.0))  # one tree tells no slope

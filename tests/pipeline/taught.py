@@ -5,8 +5,8 @@ from functools import cache
 import torch
 
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
@@ -99,11 +99,11 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def grown(draft, **tree) -> Method:
+def grown(draft, **tree) -> LoadedMethod:
     """The draft with this tree, or one as deep as it guesses."""
     while "depth" in tree and not draft.config.parallels(tree["depth"]):
         tree |= {"depth": tree["depth"] - 1}
-    return Method(draft, TreeConfig(**tree))
+    return LoadedMethod(draft, TreeConfig(**tree))
 
 
 def states_for(draft, count, seed=0):

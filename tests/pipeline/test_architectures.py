@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
@@ -112,7 +112,7 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
     assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
     for name in ("jakiro", "eagle3"):
-        method = Method(trained(recipe, target, name), recipe.tree(name))
+        method = LoadedMethod(trained(recipe, target, name), recipe.tree(name))
         for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
             prompt = prompt_of(1, 9)
             assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens

@@ -1,15 +1,22 @@
 """The draft checkpoint: what is written comes back bit for bit, and what is not that draft is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pipeline.artifacts.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.method import Method
 from pipeline.drafts import build
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
 from tests.kit import change_sealed, flip, replace_once
+
+KEYS = ("draft", "method", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training")
 
 
 @pytest.fixture
@@ -31,10 +38,6 @@ def make(tiny_recipe, loaded_target, embed_head, tmp_path):
         return folder, draft
 
     return factory
-
-
-def change_config(folder, change):
-    change_sealed(folder / CONFIG, change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,30 +81,17 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, embed_head, name, changes, d
     assert torch.equal(*(one.logits(both[0]) for one in (draft, loaded)))
 
 
-def test_a_checkpoint_is_safetensors_and_json(make):
-    folder, _ = make()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "provenance.json",
-        "recipe.json",
-    ]
-
-
-def test_what_config_json_says(make, embed_head):
+def test_what_stands_in_the_folder(make, embed_head, tiny_recipe):
     folder, draft = make()
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS, "provenance.json", "recipe.json"]
     saved = read_config(folder)
-    assert saved.config == draft.config
+    assert saved.config == draft.config and saved.method == tiny_recipe.methods["jakiro"]
     assert saved.target["fingerprint"] == embed_head.fingerprint
     assert saved.training == {"steps": 12, "loss": 0.25}
     assert len(saved.weights_sha256) == 64 and len(saved.train_hash) == 16
-
-
-def test_saving_again_replaces_the_checkpoint(make, embed_head, tiny_recipe):
-    folder, draft = make()
     with torch.no_grad():
         draft.fc.weight.add_(1)
-    save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
+    save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})  # replaces it
     assert torch.equal(load(folder, embed_head.fingerprint).fc.weight, draft.fc.weight)
 
 
@@ -119,12 +109,23 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, embed_head, tiny_recipe,
         load(folder, embed_head.fingerprint)
 
 
-def test_the_methods_tree_is_saved_and_a_release_has_its_own(make, tiny_recipe, tmp_path):
-    folder, _ = make("jakiro")
-    assert read_config(folder).tree == tiny_recipe.tree("jakiro")
+def test_a_release_has_a_method_of_its_own(make, tmp_path):
+    folder, draft = make("jakiro")
     (tmp_path / "release").mkdir()
-    export(folder, tmp_path / "release", TreeConfig(depth=4, top_k=2, nodes=9), None, folder / "recipe.json")
-    assert read_config(tmp_path / "release").tree == TreeConfig(depth=4, top_k=2, nodes=9, parallel=2)
+    curve = Curve(x=[-1.0, 0.0], y=[0.25, 0.5])
+    method = Method(
+        draft="jakiro",
+        secondary=["lookup"],
+        agreement="max",
+        tree=TreeConfig(depth=4, top_k=2, nodes=9),
+        calibration=Calibration(curves={0.0: {"lookup": {"1": curve}}}),
+    )
+    export(folder, tmp_path / "release", method, {"lookup": PromptLookupConfig(longest=4)}, folder / "recipe.json")
+    saved = read_config(tmp_path / "release")
+    assert saved.method == replace(method, tree=replace(method.tree, parallel=2))  # what the draft makes of it
+    loaded = saved.loaded(draft)
+    assert loaded.draft.draft is draft and loaded.draft.agreement == "max" and loaded.tree == saved.tree
+    assert {name: one.config.longest for name, one in loaded.draft.secondary.items()} == {"lookup": 4}
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
@@ -140,46 +141,26 @@ def test_another_targets_checkpoint_is_refused(make, embed_head):
         load(folder, "0123456789abcdef")
 
 
-@pytest.mark.parametrize("place", [8, -1])
-def test_a_flipped_byte_of_the_weights_is_refused(make, embed_head, place):
+@pytest.mark.parametrize("place", [8, -1, None])
+def test_weights_that_are_missing_or_changed_are_refused(make, embed_head, place):
     folder, _ = make()
     content = bytearray((folder / WEIGHTS).read_bytes())
-    content[place] ^= 1
-    (folder / WEIGHTS).write_bytes(content)
-    with pytest.raises(
-        PipelineError, match=r"model.safetensors is not the file that config.json describes .*Restore it"
-    ):
-        load(folder, embed_head.fingerprint)
-
-
-def test_missing_weights_are_refused(make, embed_head):
-    folder, _ = make()
     (folder / WEIGHTS).unlink()
-    with pytest.raises(PipelineError, match=r"model.safetensors is missing"):
-        load(folder, embed_head.fingerprint)
-
-
-@pytest.mark.parametrize("version", [0, 2, "3", None])
-def test_another_format_version_is_refused(make, embed_head, version):
-    folder, _ = make()
-    change_config(folder, lambda raw: raw.update(format_version=version))
-    with pytest.raises(PipelineError, match=rf"format_version is {version!r}, expected 3"):
-        load(folder, embed_head.fingerprint)
-
-
-@pytest.mark.parametrize(
-    "key", ["draft", "tree", "shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training"]
-)
-def test_a_config_without_a_key_is_refused(make, embed_head, key):
-    folder, _ = make()
-    change_config(folder, lambda raw: raw.pop(key))
-    with pytest.raises(PipelineError, match=rf"config.json is damaged or of another version: .*{key}"):
+    if place is not None:
+        content[place] ^= 1
+        (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(PipelineError, match=r"model.safetensors is (missing|not the file that .*)\. Restore it"):
         load(folder, embed_head.fingerprint)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda raw: raw.update(format_version=3), "format_version is 3, expected 5: .*release it, again"),
+        (lambda raw: raw.update(format_version=None), "format_version is None, expected 5"),
+        *((lambda raw, key=key: raw.pop(key), f"damaged or of another version: .*{key}") for key in KEYS),
+        (lambda raw: raw["method"].update(beside=[]), "damaged.*beside"),
+        (lambda raw: raw["method"].update(secondary=["lookup"]), "damaged.*lookup"),
         (lambda raw: raw["draft"].update(kind="mamba"), "damaged.*mamba"),
         (lambda raw: raw["draft"].update(kind="copier"), "kind='copier' is called 'prompt-lookup' now: release again"),
         (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
@@ -191,15 +172,14 @@ def test_a_config_without_a_key_is_refused(make, embed_head, key):
 )
 def test_a_config_that_is_not_the_weights_is_refused(make, embed_head, change, message):
     folder, _ = make()
-    change_config(folder, change)
+    change_sealed(folder / CONFIG, change)
     with pytest.raises(PipelineError, match=f"(?s){message}"):
         load(folder, embed_head.fingerprint)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format_version": 1'])
-def test_a_truncated_config_is_refused(make, embed_head, text):
+def test_a_truncated_config_is_refused(make, embed_head):
     folder, _ = make()
-    (folder / CONFIG).write_text(text)
+    (folder / CONFIG).write_text('{"format_version": 1')
     with pytest.raises(PipelineError, match=r"config.json is not JSON"):
         load(folder, embed_head.fingerprint)
 
@@ -227,7 +207,7 @@ def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tmp_path, 
     (tmp_path / "there").mkdir()
     replace_once(folder / name, '"tiny"', '"tina"')
     with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
-        export(folder, tmp_path / "there", TreeConfig(), None, folder / "recipe.json")
+        export(folder, tmp_path / "there", read_config(folder).method, {}, folder / "recipe.json")
 
 
 def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, prefill, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import Row
 from pipeline.lm.verifier import Verifier
@@ -147,7 +147,7 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target,
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def rounds_of(target, method: Method, temperature: float):
+def rounds_of(target, method: LoadedMethod, temperature: float):
     """An answer from a prompt that is in the cache already."""
     sampling = Sampling(6, NEVER, temperature=temperature, seed=3)
     ready = prefill(target, prompt_of(3), 6 + method.room(False), method.draft.needs.auxiliary)

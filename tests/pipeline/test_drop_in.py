@@ -15,6 +15,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.method import Method
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle
@@ -24,18 +25,13 @@ from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 COUNT = 24
 COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 0.9])}}})
 TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
-BESIDE = {"prompt-lookup": PromptLookupConfig()}
-WAYS = {  # draft, how its nodes are chosen
-    "eagle": ("eagle", None),
-    "jakiro": ("jakiro", None),
-    "eagle3, reduced": ("eagle3, reduced", None),
-    "sparse on eagle-3": ("sparse on eagle-3", None),
-    "gumiho": ("gumiho", None),
-    "medusa": ("medusa", None),
-    "hydra++": ("hydra++", None),
-    "small-llama": ("small-llama", None),
-    "with prompt lookup": ("eagle", checkpoint.Together(BESIDE, "either", COUNTED)),
-    "with the larger of two chances": ("jakiro", checkpoint.Together(BESIDE, "max", None)),
+ALONE = Method(draft="jakiro", tree=TREE)
+HYBRID = replace(ALONE, secondary=["prompt-lookup"], calibration=COUNTED)
+WAYS = {  # another draft than the name says, and its method
+    **dict.fromkeys(("eagle", "jakiro", "eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "hydra++")),
+    "small-llama": None,
+    "with prompt lookup": ("eagle", HYBRID),
+    "with the larger of two chances": ("jakiro", replace(HYBRID, agreement="max", calibration=None)),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.
@@ -60,12 +56,13 @@ def both(ids, **settings):
 """
 
 
-def released(tmp_path: Path, recipe, draft, tree: TreeConfig, together) -> Path:
+def released(tmp_path: Path, recipe, draft, method: Method) -> Path:
     """A release's folder as far as decoding goes."""
     source, folder = tmp_path / "draft", tmp_path / "release"
     checkpoint.save(source, draft, draft.state_dict(), recipe, "jakiro", {})
     folder.mkdir()
-    checkpoint.export(source, folder, tree, together, source / RECIPE)
+    secondary = {name: PromptLookupConfig() for name in method.secondary}
+    checkpoint.export(source, folder, method, secondary, source / RECIPE)
     bundle(folder)
     return folder
 
@@ -83,13 +80,13 @@ def as_a_user(folder: Path, release: Path, target: Path, prompts: list[list[int]
 def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
     loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path, way
 ):
-    variant, together = WAYS[way]
+    variant, method = WAYS[way] or (way, ALONE)
     prompts = [prompt_of(seed) * 2 for seed in range(3)]
     answer = greedy(loaded_target, prompts[0], COUNT)
     draft = taught(loaded_target, embed_head, VARIANTS[variant], prompts[0], answer)
     tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
-    folder = released(tmp_path, tiny_recipe, draft, tree, together)
-    method = checkpoint.read_config(folder).method(draft)
+    folder = released(tmp_path, tiny_recipe, draft, replace(method, tree=tree))
+    method = checkpoint.read_config(folder).loaded(draft)
     own = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
     assert own[0].acceptance.tau > 1.5  # it is a draft
     said = as_a_user(
@@ -116,7 +113,7 @@ def test_what_generate_honours_is_honoured_and_the_rest_is_refused(
 ):
     prompt = prompt_of(0)
     draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, COUNT))
-    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    folder = released(tmp_path, tiny_recipe, draft, ALONE)
     said = as_a_user(
         tmp_path, folder, tiny_target, [prompt],
         """
@@ -215,15 +212,15 @@ def test_a_release_of_the_hub_and_a_second_tree_for_the_same_weights(
     """From a repository's snapshot in the cache, by name, revision and token; then another release of the weights."""
     prompt, commit = prompt_of(0), "a" * 40
     draft = taught(loaded_target, embed_head, VARIANTS["eagle3, reduced"], prompt, greedy(loaded_target, prompt, COUNT))
-    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    folder = released(tmp_path, tiny_recipe, draft, ALONE)
     place = tmp_path / "hub/models--me--draft"
     shutil.copytree(folder, place / "snapshots" / commit)
     (place / "refs").mkdir()
     (place / "refs/main").write_text(commit)
     small = TreeConfig(depth=1, top_k=1, nodes=2, parallel=1)
     (tmp_path / "other").mkdir()
-    other = released(tmp_path / "other", tiny_recipe, draft, small, None)
-    method = checkpoint.read_config(folder).method(draft)
+    other = released(tmp_path / "other", tiny_recipe, draft, replace(ALONE, tree=small))
+    method = checkpoint.read_config(folder).loaded(draft)
     own = [
         speculative(loaded_target, replace(method, tree=tree), prompt, Sampling(COUNT, NEVER)) for tree in (TREE, small)
     ]
@@ -253,7 +250,7 @@ said["hooks"] = sum(len(layer._forward_hooks) for layer in model.model.layers)
 def test_another_target_is_refused(loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path):
     prompt = prompt_of(0)
     draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt, greedy(loaded_target, prompt, 4), steps=1)
-    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    folder = released(tmp_path, tiny_recipe, draft, ALONE)
     said = as_a_user(
         tmp_path, folder, tiny_target, [prompt],
         """
@@ -277,7 +274,7 @@ def test_a_release_carries_no_module_that_transformers_users_lack():
 def test_the_bundle_is_this_projects_own_code(loaded_target, tiny_recipe, embed_head, tmp_path):
     """Each module is the project's, but for where it imports from."""
     draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt_of(0), [1, 2, 3, 4], steps=1)
-    folder = released(tmp_path, tiny_recipe, draft, TREE, None)
+    folder = released(tmp_path, tiny_recipe, draft, ALONE)
     files = {path.name: path.read_text() for path in (folder / FOLDER).iterdir()}
     assert "decoding_generate.py" in files and "drafts_eagle.py" in files and "drafts_jakiro.py" not in files
     own = (bundling.ROOT / "pipeline/decoding/generate.py").read_text().splitlines()

@@ -11,8 +11,8 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
@@ -140,7 +140,7 @@ def released(recipe, deep_target, tmp_path):
         draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings)
         checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
         folder.mkdir()
-        checkpoint.export(tmp_path / "draft", folder, recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
+        checkpoint.export(tmp_path / "draft", folder, recipe.resolved("eagle"), {}, tmp_path / "draft" / RECIPE)
         return folder
 
     return factory
@@ -214,7 +214,8 @@ def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_
     draft = make_draft(target, target.embed_head(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
     checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
     (tmp_path / "release").mkdir()
-    checkpoint.export(tmp_path / "draft", tmp_path / "release", recipe.tree("eagle"), None, tmp_path / "draft" / RECIPE)
+    own, method = tmp_path / "draft", recipe.resolved("eagle")
+    checkpoint.export(own, tmp_path / "release", method, {}, own / RECIPE)
     export(tmp_path / "release", engine, tmp_path / "out", "me/target")
     written = json.loads((tmp_path / "out/config.json").read_text())
     layer = written.get("transformer_layer_config", written)
@@ -239,7 +240,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         for folder in folders:
             draft = checkpoint.load(folder, embed_head.fingerprint)
             draft.bind(embed_head)
-            method = Method(draft, checkpoint.TreeConfig(**tree))
+            method = LoadedMethod(draft, checkpoint.TreeConfig(**tree))
             found.append(speculative(target, method, prompt_of(0), Sampling(24, NEVER)))
         assert found[0].acceptance == found[1].acceptance
         assert found[1].tokens == plain(target, prompt_of(0), Sampling(24, NEVER)).tokens

@@ -12,8 +12,8 @@ from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.model import fingerprint
 from pipeline.recipe.recipe import Recipe
 from tests.kit import ROOT, call
@@ -55,7 +55,7 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
         assert any(line.startswith(f"dropped {name}: ") for line in said)
     assert len(said) >= 1 + len(more) + (2 if "vocabulary" in settings else 0)
     draft.bind(embed_head)
-    method = Method(draft, recipe.tree("theirs"))
+    method = LoadedMethod(draft, recipe.tree("theirs"))
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
         got = speculative(loaded_target, method, prompt_of(1), sampling)
         assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
@@ -140,7 +140,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
     assert draft.state_dict().keys() == ours.keys()
     assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
     draft.bind(embed_head)
-    got = speculative(loaded_target, Method(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
+    got = speculative(loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
     assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
 
 

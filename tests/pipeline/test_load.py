@@ -9,7 +9,7 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.lm.chat import prompt_ids
 from tests.kit import call
 from tests.pipeline.taught import VARIANTS, greedy, taught
-from tests.pipeline.test_drop_in import TREE, released
+from tests.pipeline.test_drop_in import ALONE, released
 
 QUESTION = "why?"
 
@@ -18,7 +18,7 @@ QUESTION = "why?"
 def release(loaded_target, tiny_recipe, embed_head, tmp_path):
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
     draft = taught(loaded_target, embed_head, VARIANTS["jakiro"], ids, greedy(loaded_target, ids, 24))
-    return released(tmp_path, tiny_recipe, draft, TREE, None)
+    return released(tmp_path, tiny_recipe, draft, ALONE)
 
 
 def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tiny_target):

@@ -12,8 +12,9 @@ from pipeline.artifacts.provenance import public_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftRequest, Frontier, Method, RoundInput
+from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, build
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
@@ -239,7 +240,7 @@ def small(tiny_recipe, loaded_target):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_target_as_its_own_draft_is_accepted_whole(small, loaded_target, tiny_target, temperature):
-    method, prompt = Method(small(tiny_target), TreeConfig(depth=3, top_k=1, nodes=4)), prompt_of(3)
+    method, prompt = LoadedMethod(small(tiny_target), TreeConfig(depth=3, top_k=1, nodes=4)), prompt_of(3)
     sampling = Sampling(41, NEVER, temperature=temperature, seed=1)
     got = speculative(loaded_target, method, prompt, sampling)
     assert got.tokens == plain(loaded_target, prompt, sampling).tokens
@@ -251,7 +252,7 @@ def test_the_target_as_its_own_draft_is_accepted_whole(small, loaded_target, tin
 
 @pytest.mark.parametrize("tree", [{"depth": 4, "top_k": 4, "nodes": 20}, {"paths": "eagle-1"}])
 def test_another_model_of_the_tokenizer_changes_nothing(small, loaded_target, tmp_path, tree):
-    method = Method(small(save_tiny_target(tmp_path, seed=7, layers=1)), TreeConfig(**tree))
+    method = LoadedMethod(small(save_tiny_target(tmp_path, seed=7, layers=1)), TreeConfig(**tree))
     for seed in range(3):
         for sampling in (Sampling(20, NEVER), Sampling(20, NEVER, temperature=0.8, seed=seed)):
             got = speculative(loaded_target, method, prompt_of(seed), sampling)
@@ -281,8 +282,8 @@ def test_another_tokenizer_is_refused_by_a_token(small, tmp_path):
 def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_recipe, tmp_path):
     tree = tiny_recipe.model_dump(mode="json")
     tree["draft"] = {"small": {"kind": "small-model", "model": str(save_tiny_target(tmp_path / "one"))}} | tree["draft"]
-    tree["eval"]["methods"] = {"both": {"draft": "small", "beside": ["small"]}}
-    with pytest.raises(ValueError, match="beside='small': expected drafts of the recipe that take no forwards"):
+    tree["eval"]["methods"] = {"both": {"draft": "small", "secondary": ["small"]}}
+    with pytest.raises(ValueError, match="secondary='small': expected drafts of the recipe that take no forwards"):
         Recipe.model_validate(tree)
     del tree["eval"]["methods"]
     recipe = Recipe.model_validate(tree)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, RoundInput
+from pipeline.decoding.contract import RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import make, make_untrained
 from pipeline.drafts.lookup.corpus import Corpus
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
@@ -77,7 +78,9 @@ def test_reading_on_is_reading_all(text, pieces):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
 def test_its_answers_are_plain_decodings(loaded_target, settings):
-    method = Method(make(PromptLookupConfig(), shapes_of(loaded_target.config)), TreeConfig(depth=5, top_k=3, nodes=12))
+    method = LoadedMethod(
+        make(PromptLookupConfig(), shapes_of(loaded_target.config)), TreeConfig(depth=5, top_k=3, nodes=12)
+    )
     accepted = 0
     for seed in range(5):
         prompt, sampling = prompt_of(seed, 20) * 3, Sampling(30, NEVER, **settings, seed=seed)
@@ -95,7 +98,10 @@ def test_the_replay_counts_what_decoding_does(loaded_target):
     counted = replay.counter(lookup, loaded_target.states(tokens), tokens, len(prompt), largest)
     for depth, top_k, nodes in ((5, 1, 6), (3, 2, 7), (1, 3, 3)):
         tree = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=1)
-        assert counted(tree) == speculative(loaded_target, Method(lookup, tree), prompt, Sampling(40, NEVER)).acceptance
+        assert (
+            counted(tree)
+            == speculative(loaded_target, LoadedMethod(lookup, tree), prompt, Sampling(40, NEVER)).acceptance
+        )
 
 
 # -- a corpus --------------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
     said = greedy(loaded_target, prompt, 40)
     for corpus in (None, str(tmp_path / "text")):
         lookup = make_untrained(PromptLookupConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": said})
-        method = Method(lookup, TreeConfig(depth=5, top_k=1, nodes=6))
+        method = LoadedMethod(lookup, TreeConfig(depth=5, top_k=1, nodes=6))
         got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
         assert got.tokens == said
         taus[corpus is None] = got.acceptance.tau

@@ -6,8 +6,9 @@ from scipy.stats import chisquare
 
 from eval.measure.packed import pack_linears
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftOutput, Method
+from pipeline.decoding.contract import DraftOutput
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.base import TrainedDraft
 from pipeline.lm.config import TargetConfig
@@ -71,7 +72,7 @@ def test_the_first_two_tokens_of_drawn_trees_have_the_real_targets_distribution(
     prompt = real_target.tokenizer(PROMPT)["input_ids"]
     settings = {"max_new_tokens": 2, "stop_ids": frozenset(), "temperature": 1.0, "top_k": KEPT}
     expected = joint_of_two(real_target, prompt, Sampling(**settings))
-    method = Method(Knowing(real_target, prompt), DRAWN)
+    method = LoadedMethod(Knowing(real_target, prompt), DRAWN)
     counts, accepted = dict.fromkeys(expected, 0), 0
     for seed in range(RUNS):
         got = speculative(real_target, method, prompt, Sampling(**settings, seed=seed))
@@ -91,7 +92,7 @@ def test_the_first_two_tokens_of_drawn_trees_have_the_real_targets_distribution(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_trees_answer_is_plain_decodings(real_target, temperature):
     prompt = real_target.tokenizer(PROMPT)["input_ids"]
-    method = Method(Knowing(real_target, prompt), TreeConfig(depth=3, top_k=4, nodes=16))
+    method = LoadedMethod(Knowing(real_target, prompt), TreeConfig(depth=3, top_k=4, nodes=16))
     for seed in range(3):
         sampling = Sampling(12, frozenset(), temperature=temperature, seed=seed)
         assert speculative(real_target, method, prompt, sampling).tokens == plain(real_target, prompt, sampling).tokens

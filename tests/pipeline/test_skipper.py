@@ -7,8 +7,9 @@ from torch import nn
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftRequest, Frontier, Method, RoundInput
+from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
@@ -91,7 +92,7 @@ def test_decoding_in_pieces_answers_what_training_predicts(target):
 
 
 def test_answers_are_plain_decodings(target):
-    method, sampling = Method(made(target), TreeConfig(depth=3, top_k=4, nodes=16)), Sampling(24, NEVER, 1.0)
+    method, sampling = LoadedMethod(made(target), TreeConfig(depth=3, top_k=4, nodes=16)), Sampling(24, NEVER, 1.0)
     for seed in range(4):
         got = speculative(target, method, prompt_of(seed), sampling)
         assert got.tokens == plain(target, prompt_of(seed), sampling).tokens

@@ -11,8 +11,9 @@ from pipeline.basics.parse import from_json
 from pipeline.decoding import replay
 from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Method, Pool, RoundInput
+from pipeline.decoding.contract import Pool, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
@@ -104,7 +105,7 @@ TREES = [
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
 def test_answers_are_plain_decodings(loaded_target, drafts, settings):
     tree = TREES[1]
-    method = Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(**tree))
+    method = LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(**tree))
     for seed in range(4):
         prompt, sampling = prompt_of(seed, 20) * 2, Sampling(30, NEVER, **settings, seed=seed)
         got = speculative(loaded_target, method, prompt, sampling)
@@ -118,7 +119,7 @@ def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
     states = loaded_target.states(text[:-1]).of(draft.needs)
     trees = []
     for source, nodes in ((draft, 13), (with_lookup(loaded_target, draft), 18)):
-        method = Method(source, TreeConfig(depth=2, top_k=3, nodes=nodes))
+        method = LoadedMethod(source, TreeConfig(depth=2, top_k=3, nodes=nodes))
         trees.append(paths_of(source.propose(source.open(), RoundInput(text, states), method.tree, None)))
     alone, both = trees
     chains = [tuple(range(50, end)) for end in range(51, 55)]
@@ -145,20 +146,20 @@ def test_the_replay_counts_what_decoding_does(loaded_target, drafts, calibration
         both, loaded_target.states(tokens), tokens, len(prompt), replay.largest_tree(3, 4, "plain", 2)
     )
     for shape in TREES:
-        tree = Method(both, TreeConfig(**{"parallel": 1, **shape})).tree
-        decoded = speculative(loaded_target, Method(both, tree), prompt, Sampling(40, NEVER)).acceptance
+        tree = LoadedMethod(both, TreeConfig(**{"parallel": 1, **shape})).tree
+        decoded = speculative(loaded_target, LoadedMethod(both, tree), prompt, Sampling(40, NEVER)).acceptance
         assert counted(tree) == decoded
-        assert replay.decoded(Method(both, tree), loaded_target.states(tokens), tokens, len(prompt)) == decoded
+        assert replay.decoded(LoadedMethod(both, tree), loaded_target.states(tokens), tokens, len(prompt)) == decoded
 
 
 def test_a_static_tree_is_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="have no ranks for a static tree"):
-        Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(paths="eagle-1"))
+        LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(paths="eagle-1"))
 
 
 def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="the sources propose at most 34"):
-        Method(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
+        LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
 
 
 # -- calibration -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.decoding.contract import Method
 from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.method import LoadedMethod
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import Target, fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
@@ -66,7 +66,7 @@ def test_no_draft_guesses_what_the_tokenizer_lacks_and_answers_are_the_targets(p
         return tree
 
     monkeypatch.setattr(draft, "propose", watched)
-    method, answered = Method(draft, recipe.tree(name)), []
+    method, answered = LoadedMethod(draft, recipe.tree(name)), []
     for seed in range(2):
         for temperature in (0.0, 1.0):
             sampling = Sampling(24, frozenset(), temperature, seed=seed)
@@ -91,7 +91,7 @@ def test_a_twin_and_a_release_know_it_too(padded, tmp_path):
     assert draft.logits(hidden).softmax(-1)[:, KNOWN:].count_nonzero() == 0
     (tmp_path / "release").mkdir()
     own = recipe.draft_dir("eagle3")
-    checkpoint.export(own, tmp_path / "release", recipe.tree("eagle3"), None, own / RECIPE)
+    checkpoint.export(own, tmp_path / "release", recipe.resolved("eagle3"), {}, own / RECIPE)
     loaded = load(tmp_path / "release", target=recipe.target.model, dtype="float32", device="cpu")
     assert loaded.generate("why?", max_new_tokens=16).tokens == loaded.generate("why?", 16, plainly=True).tokens
 
@@ -103,7 +103,7 @@ def test_exports_have_the_targets_rows(padded, tmp_path, name, engine):
     made(recipe, name)
     (tmp_path / "release").mkdir()
     own = recipe.draft_dir(name)
-    checkpoint.export(own, tmp_path / "release", recipe.tree(name), None, own / RECIPE)
+    checkpoint.export(own, tmp_path / "release", recipe.resolved(name), {}, own / RECIPE)
     export(tmp_path / "release", engine, tmp_path / "out", "me/target")
     config, weights = (
         json.loads((tmp_path / "out/config.json").read_text()),

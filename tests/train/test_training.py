@@ -66,7 +66,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     """Under ZeRO-3, where no rank holds whole weights. From float32 features, since decoding rounds none."""
     dumped = dump_for(tiny_target, tmp_path_factory.mktemp("exact"), stored_dtype="float32")
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02", "validate_every=2"]
-    both = ('draft.lookup={kind="prompt-lookup"}', 'eval.methods.both={draft="jakiro", beside=["lookup"]}')
+    both = ('draft.lookup={kind="prompt-lookup"}', 'eval.methods.both={draft="jakiro", secondary=["lookup"]}')
     finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
     held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
     taus = [line["estimated_tau"] for line in held]
@@ -82,7 +82,7 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
     draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
     draft.bind(load_embed_head(recipe.target))
-    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.beside(recipe, "jakiro", draft)
+    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.hybrids(recipe, "jakiro", draft)
     again = acceptance.figures(acceptance.estimate(draft, watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
     assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)

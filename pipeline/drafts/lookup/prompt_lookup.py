@@ -28,7 +28,7 @@ LONGEST = 32  # tokens of a suffix that may be compared: each length takes memor
 class PromptLookupConfig(DraftConfig):
     description: ClassVar = "Prompt lookup: it copies from the text so far,"
     trained: ClassVar = False
-    stands_beside: ClassVar = True
+    may_be_secondary: ClassVar = True
 
     kind: Literal["prompt-lookup"] = "prompt-lookup"
     longest: int = 8  # tokens of a suffix that are compared

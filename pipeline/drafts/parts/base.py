@@ -8,7 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -49,8 +49,8 @@ class DraftConfig(Settings):
 
     description: ClassVar[str]  # for the card: the paper and what it is
     trained: ClassVar[bool] = True
+    may_be_secondary: ClassVar[bool] = False  # it takes no forwards, and its candidates can fill another draft's tree
     runs_the_target: ClassVar[bool] = False  # its forwards go through the target's own blocks
-    stands_beside: ClassVar[bool] = False  # others, in one tree: it takes no forwards
 
     @property
     def has_experts(self) -> bool:
@@ -72,6 +72,11 @@ class DraftConfig(Settings):
     def public(self) -> "DraftConfig":
         """Without what is of this machine alone: for artifacts."""
         return self
+
+    @property
+    def auxiliary(self) -> Sequence[int | str]:
+        """What it says of the target's decoder layers whose outputs it wants: numbers from 1, or "default"."""
+        return ()
 
     def needs(self, target_layers: int) -> Needs:
         """What it wants of a target with so many decoder layers."""

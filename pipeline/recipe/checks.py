@@ -1,0 +1,145 @@
+"""What sections of a recipe ask of each other; each section checks by itself what it can."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.method import Method
+
+if TYPE_CHECKING:
+    from pipeline.recipe.recipe import Recipe
+
+PLAIN = "plain"  # decoding without a draft: the name of every measurement's baseline
+TUNED = "-tuned"  # ends the name of a method that eval/tune.py chose
+
+
+def complaints(recipe: "Recipe") -> Iterator[str]:
+    """One by one what does not fit. Stop at the first: those that follow take it for granted."""
+    yield from _of_drafts(recipe)
+    yield from _of_devices(recipe)
+    yield from _of_training(recipe)
+    yield from _of_evaluation(recipe)
+
+
+def _of_drafts(recipe: "Recipe") -> Iterator[str]:
+    """A section [draft.NAME] is missing, or learns what the mask does not train."""
+    drafts, released = recipe.draft, recipe.publish.draft
+    if not drafts:
+        yield "no draft: add a section [draft.NAME] with kind = 'jakiro'"
+    if released not in drafts:
+        yield f"publish.draft={released!r} is not one of the drafts {sorted(drafts)}"
+    if not drafts[released].trained:
+        yield f"publish.draft={released!r} is not trained: there are no weights to release"
+    for name in recipe.published:
+        if name not in drafts or not drafts[name].trained:
+            yield f"published.{name} is no draft with weights: add its section [draft.{name}]"
+    for name, config in drafts.items():
+        if recipe.train.mask == "legacy" and getattr(config, "objective", None) == "hard-ce":
+            yield (
+                f"train.mask='legacy' trains positions without a next token, of which draft.{name}.objective="
+                "'hard-ce' learns: set train.mask='predicted'"
+            )
+        if recipe.train.mask == "legacy" and config.runs_the_target:
+            yield (
+                f"train.mask='legacy' trains a dialogue's last input, whose next token draft.{name} does not read: set "
+                "train.mask='predicted'"
+            )
+
+
+def _of_devices(recipe: "Recipe") -> Iterator[str]:
+    """Target and workers do not agree on the GPUs that one has."""
+    device, features, measuring = recipe.target.device, recipe.features, recipe.eval
+    if device != "spread":
+        if (features.gpus_per_worker or 0) > 1:
+            yield (
+                f"features.gpus_per_worker={features.gpus_per_worker:g}, but target.device={device!r} uses one: set "
+                "target.device='spread'"
+            )
+        return
+    for name, config in recipe.draft.items():
+        if config.runs_the_target:
+            yield (
+                f"target.device='spread', but draft.{name} runs through the target's blocks, which have to be on one "
+                "device"
+            )
+    asked: dict[str, Any] = {"features": features} | ({"eval": measuring} if measuring.workers > 1 else {})
+    for section, config in asked.items():
+        if (config.gpus_per_worker or 0) < 1:
+            yield (
+                f"target.device='spread', but {section}.gpus_per_worker gives a worker no GPUs of its own: say how many"
+            )
+    if recipe.train.decode != "never":
+        yield (
+            f"train.decode={recipe.train.decode!r} loads the target beside the training of rank 0, but "
+            "target.device='spread' wants all GPUs"
+        )
+    if measuring.compile:
+        yield "eval.compile=true, but target.device='spread': a spread target cannot be compiled into one graph"
+
+
+def _of_training(recipe: "Recipe") -> Iterator[str]:
+    """[train] asks for what the other sections do not give."""
+    train, data = recipe.train, recipe.data
+    try:
+        train.accumulation(train.ranks or 1)
+    except PipelineError as error:
+        yield str(error)
+    if unknown := sorted(train.learning_rates.keys() - set(recipe.to_train)):
+        yield (
+            f"train.learning_rates.{unknown[0]}: no draft of that name is trained; expected one of "
+            f"{', '.join(recipe.to_train)}"
+        )
+    for key, plain in (("keep", "last"), ("patience", None), ("decode", "never")):
+        if not data.calibration_prompts and getattr(train, key) != plain:
+            yield (
+                f"train.{key}={getattr(train, key)!r} goes by the answers to calibration prompts, but "
+                "data.calibration_prompts=0"
+            )
+    if train.pack_tokens and train.pack_tokens < data.max_length - 1:
+        yield (
+            f"train.pack_tokens={train.pack_tokens} has no room for a dialogue of data.max_length={data.max_length} "
+            "tokens"
+        )
+
+
+def _of_evaluation(recipe: "Recipe") -> Iterator[str]:
+    """A method or a benchmark cannot be measured."""
+    for name in (*recipe.draft, *recipe.eval.methods):
+        if name.endswith(TUNED):
+            yield f"{name!r}: names that end in {TUNED} are those of eval/tune.py's trees; choose another"
+    for name in {**recipe.draft, **recipe.eval.methods}:
+        for complaint in _of_method(recipe, name, recipe.eval.methods.get(name, Method())):
+            yield f"eval.methods.{name}{complaint}"
+    for name, benchmark in recipe.eval.benchmarks.items():
+        if benchmark.source == "heldout" and (benchmark.prompts or 0) > recipe.data.heldout_prompts:
+            yield (
+                f"eval.benchmarks.{name}.prompts={benchmark.prompts} is more than data.heldout_prompts="
+                f"{recipe.data.heldout_prompts}, which the dump keeps"
+            )
+
+
+def _of_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
+    """Its draft is not there or cannot grow its tree."""
+    draft = method.draft or name
+    if name == PLAIN or (name in recipe.draft and draft != name):
+        yield ": that name is taken; choose another"
+    if draft not in recipe.draft:
+        yield f".draft={draft!r} is not one of the drafts {sorted(recipe.draft)}"
+    if name in recipe.draft and method.secondary:
+        yield (
+            ": a draft of that name stands alone; give the method with secondary sources a name of its own, with draft "
+            f"= {name!r}"
+        )
+    for other in method.secondary:
+        known = other in recipe.draft and recipe.draft[other].may_be_secondary
+        if not known or method.secondary.count(other) > 1:
+            yield (
+                f".secondary={other!r}: expected drafts of the recipe that take no forwards, each once: add a section "
+                "[draft.prompt-lookup] with kind = 'prompt-lookup'"
+            )
+    if method.secondary and not recipe.draft[draft].trained:
+        yield f".draft={draft!r} is not trained: it has no secondary sources"
+    try:
+        recipe.resolved(name)
+    except ValueError as error:
+        yield f": {error}"
