@@ -27,11 +27,10 @@ COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 
 TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
 ALONE = Method(draft="jakiro", tree=TREE)
 HYBRID = replace(ALONE, secondary=["prompt-lookup"], calibration=COUNTED)
-WAYS = {  # another draft than the name says, and its method
-    **dict.fromkeys(("eagle", "jakiro", "eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "hydra++")),
-    "small-llama": None,
-    "with prompt lookup": ("eagle", HYBRID),
-    "with the larger of two chances": ("jakiro", replace(HYBRID, agreement="max", calibration=None)),
+WAYS = {  # draft and method
+    "eagle": HYBRID,
+    "jakiro": replace(HYBRID, agreement="max", calibration=None),
+    **dict.fromkeys(("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "hydra++", "small-llama"), ALONE),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.
@@ -80,12 +79,11 @@ def as_a_user(folder: Path, release: Path, target: Path, prompts: list[list[int]
 def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
     loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path, way
 ):
-    variant, method = WAYS[way] or (way, ALONE)
     prompts = [prompt_of(seed) * 2 for seed in range(3)]
     answer = greedy(loaded_target, prompts[0], COUNT)
-    draft = taught(loaded_target, embed_head, VARIANTS[variant], prompts[0], answer)
+    draft = taught(loaded_target, embed_head, VARIANTS[way], prompts[0], answer)
     tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
-    folder = released(tmp_path, tiny_recipe, draft, replace(method, tree=tree))
+    folder = released(tmp_path, tiny_recipe, draft, replace(WAYS[way], tree=tree))
     method = checkpoint.read_config(folder).loaded(draft)
     own = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
     assert own[0].acceptance.tau > 1.5  # it is a draft

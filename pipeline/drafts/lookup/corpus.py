@@ -22,10 +22,8 @@ def corpus_sha256(path: str) -> str:
     return hashlib.sha256(_content(path)).hexdigest()
 
 
-def read_corpus(path: str, tokenizer: Any) -> tuple[list[int], str]:
-    """Its tokens, without special ones, and its SHA-256. Raises PipelineError for what is no text of two tokens and
-    more.
-    """
+def read_corpus(path: str, tokenizer: Any) -> list[int]:
+    """Its tokens, without special ones. Raises PipelineError for what is no text of two tokens and more."""
     content, name = _content(path), Path(path).name
     try:
         text = content.decode("utf-8")
@@ -34,7 +32,7 @@ def read_corpus(path: str, tokenizer: Any) -> tuple[list[int], str]:
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(tokens) < 2:
         raise _refused(name, f"it has {len(tokens)} tokens: nothing can be copied from it")
-    return tokens, hashlib.sha256(content).hexdigest()
+    return tokens
 
 
 def _content(path: str) -> bytes:

@@ -74,12 +74,11 @@ class PromptLookup:
         self.needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
         self._corpus: Corpus | None = None
-        self.corpus_sha256: str | None = None
 
     def read(self, tokenizer: Callable[[], Any]) -> None:
         """Takes in its corpus, where its settings name one. Raises PipelineError for what is no text."""
         if self.config.corpus is not None:
-            tokens, self.corpus_sha256 = read_corpus(self.config.corpus, tokenizer())
+            tokens = read_corpus(self.config.corpus, tokenizer())
             self._corpus = Corpus(tokens, self.config.longest)
 
     def packable(self) -> list[Any]:
