@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from pipeline.decoding.accept import HALVINGS, Acceptance, Sampler, accept_best, accept_drawn, by_halving, legacy_tau
+from pipeline.decoding.accept import HALVINGS, Sampler, accept_best, accept_drawn, by_halving
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.tree import build_tree
 from tests.pipeline.exact import every_outcome
@@ -374,64 +374,3 @@ GREEDY_TREE = ([5, 6, 7, 8, 7, 9], [0, 0, 1, 1, 2, 3])
 )
 def test_the_longest_path_of_the_targets_own_tokens_is_taken_and_its_token_after_it(best_N, path, bonus):
     assert accept_best(build_tree(0, *GREEDY_TREE, CPU), best_N.__getitem__) == (path, bonus)
-
-
-def passes(*pairs) -> Acceptance:
-    out = Acceptance()
-    for accepted, emitted in pairs:
-        out.add_pass(accepted, emitted)
-    return out
-
-
-def test_tau_is_tokens_per_pass_and_rates_are_conditional():
-    counted = passes((0, 1), (2, 3), (1, 2), (3, 4))
-    assert (counted.tokens, counted.passes, counted.accepted) == (10, 4, [4, 3, 2, 1])
-    assert counted.tau == 2.5
-    assert counted.rate_by_depth() == [3 / 4, 2 / 3, 1 / 2]
-
-
-def test_a_draft_that_never_agrees_has_tau_one():
-    counted = passes((0, 1), (0, 1), (0, 1))
-    assert (counted.tau, counted.rate_by_depth()) == (1.0, [])
-
-
-def test_a_draft_that_always_agrees_has_tau_depth_plus_one():
-    counted = passes((4, 5), (4, 5))
-    assert (counted.tau, counted.rate_by_depth()) == (5.0, [1.0] * 4)
-
-
-def test_trimmed_tokens_are_not_counted():
-    counted = passes((3, 4), (3, 1))
-    assert (counted.tau, counted.accepted) == (2.5, [2, 2, 2, 2])
-
-
-def test_no_pass_has_no_tau():
-    assert math.isnan(Acceptance().tau)
-    assert Acceptance().rate_by_depth() == []
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_merging_counts_is_counting_everything(turned):
-    one, two = passes((0, 1), (3, 4)), passes((1, 2), (1, 2), (5, 6))
-    first, second = (two, one) if turned else (one, two)
-    first.merge(second)
-    assert first == passes((0, 1), (3, 4), (1, 2), (1, 2), (5, 6))
-
-
-def released_script(new_tokens: list[list[int]], idxs: list[list[int]]) -> float:
-    """As the released evaluation adds up its records: `idxs` are the numbers of the last passes, counted from 0."""
-    both = zip(new_tokens, idxs, strict=True)
-    return sum(0 if sum(idx) == 0 else sum(new) / sum(idx) for new, idx in both) / len(new_tokens)
-
-
-def test_legacy_tau_is_the_released_scripts_figure():
-    """Three prompts of two turns and one, by hand: (12 + 9) / (2 + 1), (5 + 16) / (1 + 4), 8 / 2."""
-    prompts = [[(12, 3), (9, 2)], [(5, 2), (16, 5)], [(8, 3)]]
-    assert legacy_tau(prompts) == pytest.approx((21 / 3 + 21 / 5 + 8 / 2) / 3)
-    assert legacy_tau(prompts) == released_script([[12, 9], [5, 16], [8]], [[2, 1], [1, 4], [2]])
-
-
-def test_legacy_tau_counts_a_prompt_without_further_passes_as_0_as_the_script_does():
-    assert legacy_tau([[(4, 1)], [(0, 0)], [(6, 3)], []]) == 3.0 / 4
-    assert legacy_tau([[(4, 1)], [(6, 3)]]) == released_script([[4], [6]], [[0], [2]]) == 1.5
-    assert legacy_tau([[(4, 1)]]) == 0.0 and math.isnan(legacy_tau([]))
