@@ -77,7 +77,7 @@ class Whole:
         self.embed_head = self.target.embed_head(fingerprint(recipe.target))
 
     def draft(self, config: SkipperConfig) -> Skipper:
-        """Of static routers, where they are made."""
+        """A draft of these settings whose routers are the static ones."""
         draft = build(config, shapes_of(self.target.config))
         assert isinstance(draft, Skipper)
         draft.initialise(0)
@@ -116,14 +116,14 @@ class ByChance(nn.Module):
         self.generator = torch.Generator().manual_seed(seed)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Of (..., 4) numbers, the last of which is the share that passes by."""
+        """The score (...) for numbers (..., 4), the last of which is the share that passes by."""
         share = numbers[..., -1]
         return torch.rand(share.shape, generator=self.generator).to(share.device) - share
 
 
 @torch.inference_mode()
 def influences(draft: Skipper, texts: list[list[int]]) -> list[float]:
-    """By block, the mean over tokens of 1 - cos(before, after), in the whole target."""
+    """Each block's mean over tokens of 1 - cos(before, after), in the whole target."""
     shares, found = draft.shares, []
 
     def keep(_module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:

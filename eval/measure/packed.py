@@ -78,7 +78,7 @@ class Packed:
         return found[:1].view(*x.shape[:-1], -1)
 
     def seconds(self, rows: int) -> float:
-        """Of one product."""
+        """How long one product takes."""
         x = torch.zeros(rows, self.inputs, dtype=self._dtype)
         begin = time.perf_counter()
         self(x)

@@ -149,8 +149,9 @@ def said(bins: list[Bin]) -> list[str]:
 
 
 def reliability(each: Each, default_of: Callable[[str], AcceptProbability]) -> list[Bin]:
-    """Of all candidates, predicted from the other half of the prompts; the halves apart, since what one half has too
-    much of, the other has too little of. ``default_of(source)`` holds where nothing was counted.
+    """Compares predicted and counted shares of all candidates. Each half of the prompts is predicted from the other;
+    the halves are kept apart, since what one has too much of, the other has too
+    little of. ``default_of(source)`` holds where nothing was counted.
     """
     halves = [[one for one in each if one[0].prompt % 2 == half] for half in (0, 1)]
     if not all(halves):

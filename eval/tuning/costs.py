@@ -43,7 +43,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, raw: Any, max_nodes: int) -> Self:
-        """Without what verifies more nodes. Raises ValueError for what is not such a table."""
+        """The costs without verifying more than `max_nodes`. Raises ValueError for what is not such a table."""
         found = TypeAdapter(cls).validate_python(raw)
         verify = {nodes: seconds for nodes, seconds in sorted(found.verify.items()) if nodes <= max_nodes}
         steps = [x for step in found.steps for x in step.values()]
@@ -115,7 +115,7 @@ class _Parts:
         return copy.deepcopy(self._states[name][number])
 
     def tasks(self, sizes: list[int]) -> dict[tuple, Callable[..., None]]:
-        """By part; those of a draft take a copy of its state, which is not theirs to time."""
+        """The functions to time, by part; a draft's take a copy of its state, so that copying is not timed."""
         found: dict[tuple, Callable[..., None]] = {("verify", n): partial(self._verify, n) for n in sizes}
         for name, states in self._states.items():
             deep = [self._methods[name].draft.config.levels_of(number) for number in range(len(states))]
@@ -175,9 +175,9 @@ def measure_costs(
     prompt: list[int],
     sizes: Sequence[int] = SIZES,
 ) -> dict[str, Costs]:
-    """By draft. Medians over interleaved repeats, behind a prompt of `context` tokens; what the target costs is
-    measured once for all drafts, so that their trees are chosen on equal terms. A compiled target is compiled for each
-    of `sizes`.
+    """The costs of each draft: medians over interleaved repeats, behind a prompt of `context` tokens. What the target
+    costs is measured once for all drafts, so that their trees are chosen on equal terms. A compiled target is compiled
+    for each of `sizes`.
     """
     sizes = [size for size in sizes if size <= max_nodes]
     parts = _Parts(target, methods, context, max_nodes)
@@ -228,7 +228,7 @@ def _bookkeeping(
     few, many = min(FEW, max_nodes), min(MANY, max_nodes)
 
     def seconds(nodes: int, depth: int) -> tuple[float, TreeConfig]:
-        """And the tree, which has as many of the draft's forwards as its depth can have."""
+        """Time of the bookkeeping, and the tree: it has as many draft forwards as its depth can have."""
         config = method.draft.config
         depth = max(d for d in range(1, min(depth, nodes - 1) + 1) if config.parallels(d))
         shape: Any = {"depth": depth, "top_k": max(WIDTHS), "parallel": min(config.parallels(depth))}

@@ -90,15 +90,15 @@ class Grower:
         self.broken = self.broken | self.answer.broken()
 
     def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
-        """Of the tokens `beyond` levels below the last forward's own candidates (these: up to 0), what each of its rows
-        ranks them by and what nodes are scored by.
+        """What the last forward's rows rank tokens by, and what nodes are scored by, `beyond` levels below its own
+        candidates (these: up to 0).
         """
         return ranking(self.answer, self.tree) if beyond <= 0 else (ahead_scores(self.answer, beyond),) * 2
 
     # -- as `dynamic_levels` asks for them -----------------------------------------------------------------------
 
     def children(self, rows_AW: Tensor | None, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        """See `Answers`; without `rows_AW` of all rows."""
+        """As `Answers` says; without `rows_AW` for all rows."""
         if (beyond, count) not in self._children:
             self._children[beyond, count] = candidates(self.draft, *self.scores(beyond), count)
         found = self._children[beyond, count]
@@ -191,8 +191,8 @@ def dynamic_levels(answers: Answers, tree: TreeConfig, places: int, device: torc
 
 
 def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[Pool], bool]:
-    """By place the best `count` of all candidates, and whether `broken`. A child never outranks its parent, so what
-    stays is connected.
+    """The best `count` of all candidates at each place, and whether `broken`. A child never outranks its parent, so
+    what stays is connected.
     """
     tokens_AC, parents_AC, scores_AC = (
         torch.cat([getattr(level, name) for level in levels], dim=1)
@@ -290,7 +290,7 @@ class _Layer:
 
 @cache
 def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
-    """By depth, from 1. Worked out once for a tree, not once a round."""
+    """The layers of each depth, from 1; worked out once for a tree, not once a round."""
     parents, out = {path[:-1] for path in paths}, []
     for depth in range(1, 1 + max(map(len, paths))):
         level = tuple(path for path in paths if len(path) == depth)

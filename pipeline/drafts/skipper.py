@@ -134,7 +134,7 @@ class Router(nn.Module):
         self.inner, self.outer = nn.Linear(NUMBERS, width), nn.Linear(width, 1)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Of (..., 4) numbers."""
+        """The score (...) for numbers (..., 4)."""
         return self.outer(F.silu(self.inner(numbers.to(self.outer.weight.dtype))))[..., 0].float()
 
     @torch.no_grad()

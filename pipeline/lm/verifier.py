@@ -95,7 +95,7 @@ class Verifier:
 
     @torch.inference_mode()
     def states(self, tokens: list[int], layers: Iterable[int] = ()) -> States:
-        """Of one text, from one causal forward."""
+        """The states of one text, from one causal forward."""
         layers = tuple(sorted(set(layers)))
         states_TSD = self.capture_all(torch.tensor([tokens]), list(layers))[0]
         return States(states_TSD[:, 0], states_TSD[:, 1:] if layers else None, layers)
@@ -193,5 +193,5 @@ class Verifier:
 
 
 def fixed_capacity(tokens: int) -> int:
-    """Of a compiled target's cache for so many tokens."""
+    """The capacity of a compiled target's cache for so many tokens."""
     return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
