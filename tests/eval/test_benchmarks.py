@@ -120,35 +120,24 @@ def refusal(recipe: Recipe, known: str, path: Path | str | None, **fields) -> st
     return str(caught.value)
 
 
-def test_they_are_the_papers_six():
-    assert set(CASES) == set(BENCHMARKS)
-
-
 @pytest.mark.parametrize("known", CASES)
 def test_a_copy_of_the_hubs_folder_gives_exactly_these_turns(tmp_path, recipe, known):
     file, rows, expected = CASES[known]
     write(tmp_path / "copy" / file, rows)
-    assert load(recipe, known, tmp_path / "copy") == expected
+    assert load(recipe, known, tmp_path / "copy") == expected and set(CASES) == set(BENCHMARKS)
     assert load(recipe, known, tmp_path / "copy", prompts=2) == expected[:2]
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".json"])
-@pytest.mark.parametrize("known", CASES)
-def test_a_single_file_is_the_split(tmp_path, recipe, known, ending):
-    _, rows, expected = CASES[known]
-    assert load(recipe, known, write(tmp_path / f"copy{ending}", rows)) == expected
+def test_a_single_file_is_the_split(tmp_path, recipe, ending):
+    assert load(recipe, "alpaca", write(tmp_path / f"copy{ending}", ALPACA)) == CASES["alpaca"][2]
 
 
-def test_only_the_subset_and_the_split_are_read(tmp_path, recipe):
+def test_only_the_subset_and_the_split_are_read_in_the_order_of_their_files(tmp_path, recipe):
     """The folders of a Hub's snapshot stand side by side, and each holds the training split, too."""
     wrong = [{"question": "wrong", "answer": "wrong"}]
     for file in ("main/train", "socratic/train", "socratic/test", "another/test"):
         write(tmp_path / "copy" / f"{file}-00000-of-00001.parquet", wrong)
-    write(tmp_path / "copy/main/test-00000-of-00001.parquet", GSM8K)
-    assert load(recipe, "gsm8k", tmp_path / "copy") == CASES["gsm8k"][2]
-
-
-def test_the_files_of_a_split_are_read_in_their_order(tmp_path, recipe):
     for number in (2, 0, 1):
         write(tmp_path / f"copy/main/test-0000{number}-of-00003.parquet", [GSM8K[number]])
     assert load(recipe, "gsm8k", tmp_path / "copy") == CASES["gsm8k"][2][:3]
@@ -175,16 +164,7 @@ def test_one_id_twice_is_refused(tmp_path, recipe):
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("known", "near"),
-    [
-        ("gsm", "gsm8k"),
-        ("GSM8K", "gsm8k"),
-        ("mtbench", "mt-bench"),
-        ("cnn", "cnn-dm"),
-        ("natural_questions", "natural-questions"),
-    ],
-)
+@pytest.mark.parametrize(("known", "near"), [("GSM8K", "gsm8k"), ("natural_questions", "natural-questions")])
 def test_an_unknown_name_is_refused_with_the_nearest(recipe, known, near):
     message = refusal(recipe, known, None)
     assert message == (
@@ -198,13 +178,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(recipe, known, near):
     [
         ("mt-bench", {"prompt": []}, "column 'prompt' holds '[]', expected a list of texts, one a turn"),
         ("mt-bench", {"prompt": ["a", " "]}, "column 'prompt' holds \"['a', ' ']\", expected a list of texts"),
-        ("mt-bench", {"category": ""}, "column 'category' holds '', expected text"),
-        ("humaneval", {"prompt": ""}, "column 'prompt' holds '', expected text"),
         ("humaneval", {"task_id": None}, "column 'task_id' holds 'None', expected text"),
         ("gsm8k", {"question": "\n"}, "column 'question' holds '\\n', expected text"),
-        ("alpaca", {"instruction": " "}, "column 'instruction' holds ' ', expected text"),
         ("alpaca", {"input": None}, "column 'input' holds 'None', expected text"),
-        ("cnn-dm", {"article": ""}, "column 'article' holds '', expected text"),
         ("cnn-dm", {"id": None}, "column 'id' holds 'None', expected text"),
         ("natural-questions", {"question": " "}, "column 'question' holds ' ', expected text"),
     ],
@@ -215,11 +191,12 @@ def test_an_empty_row_is_refused_by_its_number(tmp_path, recipe, known, change, 
     assert f"row 1 (the first is 0): {complaint}" in message
 
 
-@pytest.mark.parametrize(("known", "column"), [(k, column) for k, b in BENCHMARKS.items() for column in b.columns])
-def test_a_missing_column_is_named_beside_those_there_are(tmp_path, recipe, known, column):
-    rows = [{key: value for key, value in row.items() if key != column} for row in CASES[known][1]]
-    message = refusal(recipe, known, write(tmp_path / "copy.parquet", rows))
-    assert f"row 0 (the first is 0): no column {column}; columns found: {', '.join(sorted(rows[0]))}. " in message
+@pytest.mark.parametrize("known", CASES)
+def test_missing_columns_are_named_beside_those_there_are(tmp_path, recipe, known):
+    for column in BENCHMARKS[known].columns:
+        rows = [{key: value for key, value in row.items() if key != column} for row in CASES[known][1]]
+        message = refusal(recipe, known, write(tmp_path / f"{column}.parquet", rows))
+        assert f"row 0 (the first is 0): no column {column}; columns found: {', '.join(sorted(rows[0]))}. " in message
 
 
 def test_a_refused_row_says_everything(tmp_path, recipe):
@@ -232,12 +209,10 @@ def test_a_refused_row_says_everything(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("fields", [{}, {"revision": "e53f048"}])
-@pytest.mark.parametrize("known", CASES)
-def test_a_hub_out_of_reach_is_one_clear_error(recipe, known, fields):
-    message = refusal(recipe, known, None, **fields)
-    assert message.startswith(f"benchmark bench: benchmark:{known}, {BENCHMARKS[known].hub} (")
-    assert " cannot be read: " in message
-    assert "reach" in message
+def test_a_hub_out_of_reach_is_one_clear_error(recipe, fields):
+    message = refusal(recipe, "cnn-dm", None, **fields)
+    assert message.startswith(f"benchmark bench: benchmark:cnn-dm, {BENCHMARKS['cnn-dm'].hub} (")
+    assert " cannot be read: " in message and "reach" in message
     assert ". eval.benchmarks.bench.path takes a local folder or file (.parquet, .jsonl, .json), or" in message
 
 

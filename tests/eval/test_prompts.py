@@ -1,0 +1,113 @@
+"""Prompts of a file or of the dump are whole or refused, with the line and what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.measure.prompts import Prompt, load_prompts
+from eval.tune import calibration_units
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.features.schema import FeatureSpec
+from pipeline.features.shards import Manifest
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import BenchmarkConfig
+from tests.kit import recipe_tree, replace_once
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Recipe:
+    return Recipe.model_validate(recipe_tree(tmp_path / "target", tmp_path / "data.json", tmp_path / "run"))
+
+
+def prompt_line(number: int, **changes) -> str:
+    return json.dumps({"question_id": f"q{number}", "category": "code", "turns": [f"turn {number}"]} | changes)
+
+
+def write_lines(path: Path, *lines: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def load(source: str, recipe: Recipe, prompts: int | None = None) -> list[Prompt]:
+    return load_prompts("bench", BenchmarkConfig(source=source, prompts=prompts), recipe)
+
+
+def refusal(source: str, recipe: Recipe, prompts: int | None = None) -> str:
+    with pytest.raises(PipelineError) as caught:
+        load(source, recipe, prompts)
+    return str(caught.value)
+
+
+def test_prompts_are_read_in_order(tmp_path, recipe):
+    source = write_lines(tmp_path / "b.jsonl", prompt_line(0), prompt_line(1, turns=["one", "two"]))
+    expected = [Prompt("q0", "code", ("turn 0",)), Prompt("q1", "code", ("one", "two"))]
+    assert load(source, recipe) == load(source, recipe, 2) == expected
+    assert load(source, recipe, 1) == expected[:1]
+    numbered = write_lines(tmp_path / "n.jsonl", prompt_line(0, question_id=81), json.dumps({"turns": ["x"]}))
+    assert [prompt.question_id for prompt in load(numbered, recipe)] == ["81", "2"]
+
+
+def test_a_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path, recipe):
+    (tmp_path / "b.jsonl").write_bytes(prompt_line(0).encode("utf-8-sig"))
+    assert load(str(tmp_path / "b.jsonl"), recipe) == [Prompt("q0", "code", ("turn 0",))]
+    (tmp_path / "b.jsonl").write_bytes('{"turns": ["café"]}'.encode("latin-1"))
+    message = refusal(str(tmp_path / "b.jsonl"), recipe)
+    assert "is not UTF-8 (byte " in message and "iconv -f LATIN1 -t UTF-8" in message
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\r\n"], ids=["U+2028", "U+0085", "CRLF"])
+def test_a_prompt_may_hold_any_line_separator(tmp_path, recipe, separator):
+    """The dump writes its held-out prompts unescaped, and real dialogues hold U+2028."""
+    text = f"before{separator}after"
+    line = json.dumps({"question_id": "q", "category": "c", "turns": [text]}, ensure_ascii=False)
+    assert load(write_lines(tmp_path / "b.jsonl", line), recipe)[0].turns == (text,)
+
+
+def held_out(recipe: Recipe, *lines: str) -> Path:
+    path = Path(write_lines(recipe.features_dir / "heldout_prompts.jsonl", *lines))
+    spec = FeatureSpec(8, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
+    Manifest(spec, complete=True, prompts_sha256=sha256(path)).save(recipe.features_dir)
+    return path
+
+
+def test_held_out_prompts_are_those_of_the_dump_and_unchanged(recipe):
+    assert "heldout_prompts.jsonl does not exist: dump the features first" in refusal("heldout", recipe)
+    path = held_out(recipe, prompt_line(0), prompt_line(1))
+    assert [prompt.question_id for prompt in load("heldout", recipe)] == ["q0", "q1"]
+    replace_once(path, "turn 1", "turn 2")
+    changed = r"heldout_prompts.jsonl: its SHA-256 is not the manifest's.*Run the dump again"
+    with pytest.raises(PipelineError, match=changed):
+        load("heldout", recipe)
+    with pytest.raises(PipelineError, match=changed):
+        calibration_units(recipe, 1)  # the tuner's
+
+
+def test_what_is_no_file_on_this_machine_is_refused(tmp_path, recipe):
+    assert f"{tmp_path} is no file" in refusal(str(tmp_path), recipe)
+    assert refusal(str(tmp_path / "no.jsonl"), recipe) == f"benchmark bench: {tmp_path / 'no.jsonl'} does not exist"
+    message = refusal("https://alice:secret@host/b.jsonl", recipe)
+    assert "https://host/b.jsonl is an address: expected a file" in message and "secret" not in message
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"turns": "text"}', '{"turns": []}', '{"turns": ["a", " "]}'])
+def test_a_malformed_prompt_is_refused_by_its_line(tmp_path, recipe, line):
+    source = write_lines(tmp_path / "b.jsonl", prompt_line(0), "", line)  # blank lines count
+    message = refusal(source, recipe)
+    assert message == f"benchmark bench: {source}, line 3: expected {{question_id, category, turns: [text, ...]}}"
+
+
+def test_a_line_that_is_not_json_is_refused(tmp_path, recipe):
+    source = write_lines(tmp_path / "b.jsonl", prompt_line(0), '{"turns": [')
+    assert f"benchmark bench: {source}, line 2 is not JSON" in refusal(source, recipe)
+
+
+@pytest.mark.parametrize(("held", "wanted"), [(2, 3), (0, 1)])
+def test_too_few_prompts_are_refused(tmp_path, recipe, held, wanted):
+    source = write_lines(tmp_path / "b.jsonl", *(prompt_line(number) for number in range(held)))
+    complaint = f"{source} holds {held} prompts, eval.benchmarks.bench.prompts asks for {wanted}"
+    assert complaint in refusal(source, recipe, wanted)
+    if not held:
+        assert "holds 0 prompts" in refusal(source, recipe)

@@ -1,0 +1,204 @@
+"""Figures are pooled counts with intervals over prompts, and no speed is told of a draft that loses something."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eval.measure import report
+from eval.measure.gate import Gate
+from eval.measure.harness import PLAIN, Record
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.generate import Generation
+
+# -- intervals -------------------------------------------------------------------------------------------------------
+
+
+def mean(values, axis):
+    return values.mean(axis)
+
+
+def ratio(numerators, denominators, axis):
+    return numerators.sum(axis) / denominators.sum(axis)
+
+
+def test_the_interval_is_the_same_every_time_and_holds_the_statistic():
+    sample = np.random.default_rng(1).normal(5, 1, 60)
+    low, high = report.interval(mean, sample)
+    assert [low, high] == report.interval(mean, sample)
+    assert low < sample.mean() < high
+    standard_error = sample.std(ddof=1) / math.sqrt(len(sample))
+    assert abs((high - low) / (2 * 1.96 * standard_error) - 1) < 0.15
+    assert report.interval(mean, np.array([])) is None and report.interval(mean, np.array([1.0])) is None
+
+
+def test_the_interval_resamples_prompts_as_pairs():
+    """Numerator and denominator of one prompt belong together: a constant ratio has no spread."""
+    passes = np.arange(1.0, 30.0)
+    assert report.interval(ratio, 3 * passes, passes) == [3.0, 3.0]
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def generation(tokens: int, seconds: float, rounds: list[tuple[int, int]] = (), **more) -> Generation:
+    """`rounds`: (accepted draft tokens, emitted tokens) of each verification pass."""
+    acceptance = Acceptance()
+    for accepted, emitted in rounds:
+        acceptance.add_pass(accepted, emitted)
+    return Generation(list(range(tokens)), seconds, acceptance=acceptance, **more)
+
+
+def records(method: str, *by_prompt: list[Generation]) -> list[Record]:
+    return [
+        Record("bench", f"q{number}", 0, 0.0, method, repeat, answer)
+        for number, answers in enumerate(by_prompt)
+        for repeat, answer in enumerate(answers)
+    ]
+
+
+EVEN = [n / 50 + 0.01 for n in range(50)]
+PASSED = Gate(0.0, checked=4, identical=4)
+FAILED = Gate(0.0, checked=4, identical=2, near_ties=1)
+
+
+@pytest.fixture
+def drafted() -> list[Record]:
+    """Two prompts of very different lengths, two repeats each: pooling and averaging do not agree."""
+    short = [generation(5, 1.0, [(1, 2), (1, 2)], split={"draft": 0.25, "verify": 0.5}, untrimmed_tokens=5)] * 2
+    long = [generation(21, 4.0, [(4, 5)] * 4, split={"draft": 1.0, "verify": 2.0}, untrimmed_tokens=22)] * 2
+    return records("draft", short, long)
+
+
+@pytest.fixture
+def baseline() -> list[Record]:
+    return records(PLAIN, [generation(5, 2.0), generation(5, 4.0)], [generation(21, 14.0), generation(21, 12.0)])
+
+
+def entry(drafted, baseline, gate) -> dict:
+    (found,) = report.results([*drafted, *baseline], {("bench", "draft", 0.0): gate})
+    return found
+
+
+def test_tau_is_pooled_over_all_answers(drafted, baseline):
+    figures = entry(drafted, baseline, PASSED)
+    assert [figures[key] for key in ("benchmark", "temperature", "draft")] == ["bench", 0.0, "draft"]
+    assert (figures["prompts"], figures["answers"]) == (2, 4)
+    assert (figures["tokens"], figures["passes"]) == (2 * (4 + 20), 2 * (2 + 4))
+    assert figures["tau"] == 4.0
+    assert figures["tau_mean_over_prompts"] == 3.5
+    assert figures["tau_legacy"] == round((5 / 1 + 22 / 3) / 2, 4)  # the mean over prompts
+    assert figures["acceptance_by_depth"] == [1.0, round(8 / 12, 4), 1.0, 1.0]
+    assert figures["tau_interval"] == [2.0, 5.0]
+    json.dumps(figures, allow_nan=False)
+
+
+def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
+    figures = entry(drafted, baseline, PASSED)
+    plain, ours = 32 / 48, 10 / 48  # 4 + 4 + 20 + 20 tokens behind the first ones
+    assert figures["speedup"] == round(plain / ours, 4)
+    assert figures["plain_ms_per_token"] == round(1000 * plain, 3)
+    assert figures["ms_per_token"] == round(1000 * ours, 3)
+    assert figures["speedup_by_repeat"] == [round(16 / 5, 4), round(16 / 5, 4)]
+    assert figures["time_shares"] == {"draft": 0.25, "verify": 0.5, "bookkeeping": 0.25}
+
+
+def test_speed_does_not_reward_shorter_answers():
+    """At T > 0 the two methods' answers differ in length: seconds alone would be no fair measure."""
+    drafted, baseline = records("draft", [generation(11, 5.0, [(0, 10)])]), records(PLAIN, [generation(41, 20.0)])
+    figures = entry(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
+    assert figures["speedup"] == 1.0
+    assert figures["speedup_interval"] is None
+
+
+def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
+    drafted = records("draft", [generation(1, 0.1)] * 2, [generation(21, 4.0, [(4, 5)] * 4)] * 2)
+    figures = entry(drafted, baseline, PASSED)
+    assert (figures["tau"], figures["tau_mean_over_prompts"], figures["answers"]) == (5.0, 5.0, 4)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        FAILED,
+        Gate(0.0),
+        Gate(1.0),
+        Gate(1.0, checked=4, identical=4),
+        Gate(1.0, drawn=True, checked=4, rounds=2, places=[0.1] * 40),
+        Gate(1.0, checked=4, identical=3, rounds=2),
+        Gate(1.0, checked=4, identical=4, rounds=2, largest_drift=0.1),
+    ],
+    ids=[
+        "answers differ",
+        "nothing compared",
+        "nothing decoded",
+        "no round",
+        "places are not uniform",
+        "sampled answers differ",
+        "drift",
+    ],
+)
+def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
+    figures = entry(drafted, baseline, gate)
+    assert figures["gate"]["passed"] is False and not report.lossless([figures])
+    assert figures["speedup"] is None
+    assert not {"speedup_interval", "speedup_by_repeat", "plain_ms_per_token", "ms_per_token"} & set(figures)
+    assert figures["tau"] == 4.0
+    speeds = [row for row in report.rows([figures], [*drafted, *baseline], {"draft": {}}) if row.figure != "tau"]
+    assert [row.value for row in speeds if row.figure == "speedup"] == [None]
+    assert not [row for row in speeds if "ms" in row.figure]
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        PASSED,
+        Gate(0.0, checked=4, identical=3, near_ties=1),
+        Gate(1.0, drawn=True, checked=4, rounds=2, places=EVEN),
+        Gate(1.0, checked=4, identical=4, rounds=2),
+    ],
+    ids=["identical", "near tie", "within rounding", "identical with the same numbers"],
+)
+def test_a_speed_is_given_where_the_gate_passed(drafted, baseline, gate):
+    figures = entry(drafted, baseline, gate)
+    assert figures["speedup"] == 3.2 and report.lossless([figures])
+
+
+def test_rows_have_the_counts_of_tau_and_know_the_plain_answers(drafted, baseline):
+    figures = entry(drafted, baseline, PASSED)
+    (tau,) = (row for row in report.rows([figures], [*drafted, *baseline], {"draft": {}}) if row.figure == "tau")
+    assert tau.counts == {"q0": [8, 4], "q1": [40, 8]} and tau.value == 48 / 12
+    answers = [replace(one, generation=replace(one.generation, tokens=[7, 7])) for one in baseline[:2]]
+    (other,) = (
+        row for row in report.rows([figures], [*drafted, *answers, *baseline[2:]], {"draft": {}}) if row.figure == "tau"
+    )
+    assert other.answers["q0"] != tau.answers["q0"] and other.answers["q1"] == tau.answers["q1"]
+
+
+def test_the_table_shows_speed_and_proof(drafted, baseline):
+    line = report.table([entry(drafted, baseline, PASSED)]).splitlines()[-1]
+    assert line.startswith("| bench | 0 | draft | 2 | 4.00 [2.00, 5.00] | 3.20 [")
+    assert "]x | 208.3, 666.7 | 4 of 4 identical | " in line
+    assert line.endswith("| 6.17 |")
+    passed, failed = entry(drafted, baseline, PASSED), entry(drafted, baseline, FAILED)
+    line = report.table([passed, failed]).splitlines()[-1]
+    assert "| withheld | withheld | NO: 2 of 4 identical, 1 near ties |" in line
+    assert not report.lossless([passed, failed])  # one failed gate is enough
+
+
+def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own(drafted, baseline):
+    """The same answers on both sides, by plain decoding's."""
+    circle = replace(generation(41, 40.0), tokens=[1, 2] * 20 + [1])
+    copied = replace(generation(41, 10.0, [(9, 10)] * 4), tokens=circle.tokens)
+    more, less = records("draft", *[[copied]] * 3)[2:], records(PLAIN, *[[circle]] * 3)[2:]
+    found = entry([*drafted, *more], [*baseline, *less], PASSED)
+    alone = entry(drafted, baseline, PASSED)
+    assert (found["answers"], found["answers_in_circles"], found["tau"] > 4) == (5, 1, True)
+    keys = ("tau", "tau_interval", "speedup", "speedup_interval")
+    assert found["without_circles"] == {key: alone[key] for key in keys}
+    assert alone["answers_in_circles"] == 0 and alone["without_circles"] is None
+    lines = report.table([found]).splitlines()
+    assert lines[0].endswith("| answers in circles; without them |")
+    assert lines[-1].endswith("| 1 of 5; tau 4.00, 3.20x |")
