@@ -28,6 +28,7 @@ from typing import Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
+from eval import results
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from eval.measure.tasks import units_of
@@ -40,9 +41,10 @@ from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import entry, markdown
+from pipeline.running import entry
 
 TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
+SHOWN = ["tau", "tokens/s", "over plain"]
 VLLM = "vllm:spec_decode_num_"
 _FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError)
 
@@ -103,16 +105,13 @@ class LoadPoint:
     def per_second(self) -> float:
         return self.tokens / self.seconds
 
-    def rows(self, origin: dict[str, Any]) -> list[Row]:
-        figures: dict[str, float] = {"tokens/s": self.per_second, "answers": self.answers, "refused": self.refused}
+    def figures(self) -> dict[str, float]:
+        found: dict[str, float] = {"answers": self.answers, "refused": self.refused, "tokens/s": self.per_second}
         if self.counts and self.counts.tau:
-            figures["tau"] = self.counts.tau
+            found["tau"] = self.counts.tau
             for place, accepted in self.counts.by_place.items():
-                figures[f"accepted at depth {place}"] = accepted / self.counts.passes
-        what = {"setting": {"concurrency": self.concurrency}, "origin": origin}
-        where = self.benchmark, self.temperature
-        method = "server" if self.draft else "server without a draft"
-        return [Row("served", method, figure, value, *where, **what) for figure, value in figures.items()]
+                found[f"accepted at depth {place}"] = accepted / self.counts.passes
+        return found
 
 
 class Refused(PipelineError):
@@ -296,7 +295,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
                     origin["server"] = said[0].server
                 if said[0].prompt_tokens != lengths(task.prompt):
                     differ.add((task.benchmark, task.prompt.question_id))
-            put_rows(recipe.eval_dir, [row for one in levels for row in one.rows(origin)], whole=True)
+            put_rows(recipe.eval_dir, rows_of(levels, origin), whole=True)
     return levels, len(differ)
 
 
@@ -311,19 +310,19 @@ def _groups(tasks: list[EvalTask]) -> Iterator[list[EvalTask]]:
         yield [task for task in tasks if (task.benchmark, task.temperature) == key]
 
 
-def table(levels: list[LoadPoint]) -> str:
-    """As Markdown."""
+def rows_of(levels: list[LoadPoint], origin: dict[str, Any]) -> list[Row]:
+    """What was measured so far; "over plain" is tokens a second over those of the server without a draft."""
     plain = {(one.benchmark, one.temperature, one.concurrency): one.per_second for one in levels if not one.draft}
-    heads = ["benchmark", "T", "at once", "answers", "tau", "accepted by place", "tokens/s", "plain", "speed-up"]
-    rows = []
-    for one in (one for one in levels if one.draft):
+    out = []
+    for one in levels:
+        figures = one.figures()
         base = plain.get((one.benchmark, one.temperature, one.concurrency))
-        tau = one.counts.tau if one.counts else None
-        shares = [n / one.counts.passes for n in one.counts.by_place.values()] if one.counts and tau else []
-        said = [f"{tau:.3f}" if tau else "not told", ", ".join(f"{share:.2f}" for share in shares)]
-        speeds = [f"{one.per_second:.1f}", *([f"{base:.1f}", f"{one.per_second / base:.2f}x"] if base else ["", ""])]
-        rows.append([one.benchmark, f"{one.temperature:g}", one.concurrency, one.answers, *said, *speeds])
-    return markdown.table(heads, rows)
+        if one.draft and base:
+            figures["over plain"] = one.per_second / base
+        method, what = "server" if one.draft else "plain", {"setting": {"at once": one.concurrency}, "origin": origin}
+        where = one.benchmark, one.temperature
+        out += [Row("served", method, figure, value, *where, **what) for figure, value in figures.items()]
+    return out
 
 
 def main() -> None:
@@ -347,7 +346,9 @@ def main() -> None:
     if arguments.plain_url:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
     levels, differ = measure(recipe, servers, arguments.concurrency)
-    print(table(levels))
+    found = results.chosen(results.read([recipe.run_dir]), ["served"])
+    known = {one.row.figure for one in found}
+    print(results.table(found, [figure for figure in SHOWN if figure in known]))
     if refused := sum(one.refused for one in levels):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
     if differ:

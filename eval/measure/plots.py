@@ -46,16 +46,9 @@ def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> 
     figure.set_layout_engine("constrained")
     for axis, benchmark in zip(axes[0], benchmarks, strict=True):
         for entry in (e for e in shown if e["benchmark"] == benchmark):
-            rates = entry["acceptance_by_depth"]
-            axis.plot(
-                range(1, len(rates) + 1),
-                rates,
-                "o-",
-                label=entry["draft"],
-                color=COLOURS[drafts.index(entry["draft"]) % 6],
-            )
+            rates, colour = entry["acceptance_by_depth"], COLOURS[drafts.index(entry["draft"]) % 6]
+            axis.plot(range(1, len(rates) + 1), rates, "o-", label=entry["draft"], color=colour)
             free = range(parallel.get(entry["draft"], len(rates)) + 1, len(rates) + 1)
-            colour = COLOURS[drafts.index(entry["draft"]) % 6]
             axis.plot(free, [rates[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
         axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1.05))
         axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
@@ -72,25 +65,16 @@ def _plot_bars(entries: list[dict], folder: Path) -> Path:
     groups = list(dict.fromkeys((entry["benchmark"], entry["temperature"]) for entry in entries))
     figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 4.1), layout="constrained")
     width = 0.8 / len(drafts)
-    for axis, (value, bounds, label) in zip(
-        axes,
-        [
-            ("tau", "tau_interval", "tau (tokens per target pass)"),
-            ("speedup", "speedup_interval", "speed-up over plain"),
-        ],
-        strict=True,
-    ):
+    labels = {"tau": "tau (tokens per target pass)", "speedup": "speed-up over plain"}
+    for axis, (value, label) in zip(axes, labels.items(), strict=True):
         for number, draft in enumerate(drafts):
             chosen = {(e["benchmark"], e["temperature"]): e for e in entries if e["draft"] == draft}
             heights = [chosen[g][value] or 0 for g in groups]
-            ends = [chosen[g].get(bounds) or [h, h] for g, h in zip(groups, heights, strict=True)]
-            errors = [
-                [h - low for h, (low, _) in zip(heights, ends, strict=True)],
-                [high - h for h, (_, high) in zip(heights, ends, strict=True)],
-            ]
+            bounds = [chosen[g].get(f"{value}_interval") or [h, h] for g, h in zip(groups, heights, strict=True)]
+            errors = np.maximum((np.array(bounds) - np.array(heights)[:, None]).T * [[-1], [1]], 0)
             places = np.arange(len(groups)) + number * width
             axis.bar(places, heights, width * 0.92, label=draft, color=COLOURS[number % 6])
-            axis.errorbar(places, heights, np.maximum(errors, 0), fmt="none", ecolor="black", capsize=3, lw=1)
+            axis.errorbar(places, heights, errors, fmt="none", ecolor="black", capsize=3, lw=1)
         axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
         axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
