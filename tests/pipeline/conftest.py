@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.recipe.recipe import Recipe
+from tests.pipeline.taught import VARIANTS, greedy, prompt_of, taught
 
 THEIRS = {  # what a released config.json says beside the target's own fields
     "hidden_size": 32,
@@ -53,3 +54,22 @@ def released(tiny_recipe, loaded_target, embed_head, tmp_path):
         return recipe, folder, ours
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def text(loaded_target):
+    """A prompt and the target's own continuation."""
+    prompt = prompt_of(3)
+    return prompt, greedy(loaded_target, prompt, 48)
+
+
+@pytest.fixture(scope="session")
+def taught_drafts(loaded_target, embed_head, text):
+    """By name of a variant: a draft that knows the text."""
+
+    class Taught(dict):
+        def __missing__(self, name):
+            self[name] = taught(loaded_target, embed_head, VARIANTS[name], *text)
+            return self[name]
+
+    return Taught()

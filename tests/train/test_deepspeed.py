@@ -33,7 +33,7 @@ APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold
 def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
     dumped, undisturbed, tmp_path, micro_batch, ranks
 ):
-    """1x8 (and 4x2, the reference) on one rank, 1x4 on two. Every way: tests/train/equality.py."""
+    """1x8 (and 4x2, the reference) on one rank, 1x4 on two."""
     sets = [f"train.micro_batch={micro_batch}"]
     if ranks == 1:
         train_here(dumped, tmp_path / "run", *sets)

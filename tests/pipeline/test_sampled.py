@@ -1,0 +1,121 @@
+"""Sampled decoding: the target's own distribution, by enumeration, and its processing as transformers mean it."""
+
+import pytest
+import torch
+
+from pipeline.decoding import generate
+from pipeline.decoding.generate import Sampling, plain, speculative
+from tests.pipeline.exact import every_outcome
+from tests.pipeline.taught import NEVER, grown, logits_after
+
+
+def joint_of_two(target, prompt, sampling):
+    """The exact distribution of the first two tokens of plain sampling."""
+    first = sampling.probabilities(logits_after(target, prompt)[-1:])[0].double()
+    out = {}
+    for token in first.nonzero()[:, 0].tolist():
+        second = sampling.probabilities(logits_after(target, [*prompt, token])[-1:])[0].double()
+        for after in second.nonzero()[:, 0].tolist():
+            out[token, after] = (first[token] * second[after]).item()
+    return out
+
+
+class Enumerated:
+    """A sampler whose numbers are every possible choice in turn."""
+
+    def __init__(self, script):
+        self._script, self.accept, self.draw_rows = script, script.accept, script.draw_rows
+
+    def choose(self, p_NV, places):
+        return torch.tensor([self._script.choose(row) for row in p_NV.tolist()])
+
+
+ENUMERATED = {
+    "dynamic": ("jakiro", {"depth": 2, "top_k": 5, "nodes": 12, "parallel": 2}),
+    "drawn": ("eagle", {"paths": [[0], [1], [0, 0]], "siblings": "drawn"}),
+    "drawn by expert": (
+        "jakiro",
+        {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["plain", *ENUMERATED])
+def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
+    loaded_target, text, taught_drafts, monkeypatch, method
+):
+    """Of whole answers, over every draw, decision and choice in turn."""
+    prompt, accepted = text[0], 0.0
+    sampling = Sampling(2, NEVER, temperature=1.0, top_k=3)
+    expected = joint_of_two(loaded_target, prompt, sampling)
+    draft, tree = ENUMERATED.get(method, ENUMERATED["dynamic"])
+    taught_method = grown(taught_drafts[draft], **tree)
+
+    def answer(script):
+        monkeypatch.setattr(generate, "Sampler", lambda seed: Enumerated(script))
+        if method == "plain":
+            return plain(loaded_target, prompt, sampling)
+        return speculative(loaded_target, taught_method, prompt, sampling)
+
+    found = dict.fromkeys(expected, 0.0)
+    for got, weight in every_outcome(answer):
+        found[tuple(got.tokens)] += weight
+        accepted += weight * (len(got.acceptance.accepted) > 1)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert method == "plain" or 0.01 < accepted < 0.99  # both ways of emitting the second token take part
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "processing"),
+    [
+        ("eagle", {"depth": 3, "top_k": 4, "nodes": 14}, {"top_k": 1}),
+        ("jakiro", {"depth": 3, "top_k": 4, "nodes": 14, "parallel": 2}, {"top_k": 3}),
+        ("eagle", {"paths": "eagle-1", "siblings": "drawn"}, {"top_p": 0.3}),
+        (
+            "jakiro",
+            {"paths": "eagle-1", "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 2},
+            {"top_k": 5, "top_p": 0.6, "temperature": 1.5},
+        ),
+    ],
+)
+def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, taught_drafts, name, tree, processing):
+    prompt, emitted = text[0], 0
+    draft = grown(taught_drafts[name], **tree)
+    for seed in range(5):
+        sampling = Sampling(24, NEVER, **{"temperature": 1.0, **processing}, seed=seed)
+        got = speculative(loaded_target, draft, prompt, sampling).tokens
+        p_TV = sampling.probabilities(logits_after(loaded_target, [*prompt, *got[:-1]])[len(prompt) - 1 :])
+        assert (p_TV[range(len(got)), got] > 0).all()
+        emitted += len(got)
+    assert emitted == 5 * 24
+
+
+def test_top_k_one_is_greedy_decoding(loaded_target, text, taught_drafts):
+    prompt, answer = text
+    got = speculative(
+        loaded_target, grown(taught_drafts["eagle"]), prompt, Sampling(20, NEVER, temperature=1.0, top_k=1)
+    )
+    assert got.tokens == answer[:20]
+
+
+def test_sampled_answers_are_a_function_of_the_seed(loaded_target, text, taught_drafts):
+    def decode(seed):
+        return speculative(
+            loaded_target, grown(taught_drafts["eagle"]), text[0], Sampling(16, NEVER, temperature=1.0, seed=seed)
+        ).tokens
+
+    assert decode(1) == decode(1)
+    assert decode(1) != decode(2)
+
+
+def test_processing_matches_transformers_meaning_of_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]]).log()
+    assert Sampling(1, NEVER, temperature=1.0, top_k=2).probabilities(logits)[0].tolist() == pytest.approx(
+        [5 / 7, 2 / 7, 0, 0, 0]
+    )
+    assert Sampling(1, NEVER, temperature=1.0, top_p=0.6).probabilities(logits)[0].tolist() == pytest.approx(
+        [5 / 7, 2 / 7, 0, 0, 0]
+    )
+    squared = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]) ** 2
+    assert torch.allclose(Sampling(1, NEVER, temperature=0.5).probabilities(logits)[0], squared / squared.sum())
+    assert Sampling(1, NEVER, temperature=1.0).probabilities(logits.bfloat16()).dtype == torch.float32
