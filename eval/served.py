@@ -36,7 +36,7 @@ from pipeline.artifacts.provenance import provenance
 from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import public_name, scrubbed
+from pipeline.basics.public import public_name, require_no_credential
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -122,6 +122,7 @@ class Server:
     """One address. Raises PipelineError where it does not answer as it should."""
 
     def __init__(self, url: str, recipe: Recipe, model: str | None = None):
+        require_no_credential(url, "the server's address")
         self._url, self._config = url.rstrip("/").removesuffix("/v1"), recipe.eval
         self._keywords = recipe.target.template_keywords
         self._seed = recipe.seed
@@ -139,11 +140,11 @@ class Server:
             found = [one["id"] for one in listed["data"]]
         except _FAILED as error:
             raise PipelineError(
-                f"{scrubbed(self._url)}/v1/models lists no models, got {json.dumps(listed)[:300]}: is it a server that "
+                f"{self._url}/v1/models lists no models, got {json.dumps(listed)[:300]}: is it a server that "
                 "speaks OpenAI's API?"
             ) from error
         if len(found) != 1:
-            raise PipelineError(f"{scrubbed(self._url)} serves {found}: choose one with --model")
+            raise PipelineError(f"{self._url} serves {found}: choose one with --model")
         return found[0]
 
     def ask(self, messages: list[dict[str, str]], temperature: float, level: str) -> Answer:
@@ -175,7 +176,7 @@ class Server:
             return Answer(name, content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
         except _FAILED as error:
             raise PipelineError(
-                f"{scrubbed(self._url)} does not answer as /v1/chat/completions should: {type(error).__name__}: "
+                f"{self._url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
                 f"{error}, got {json.dumps(found)[:300]}"
             ) from error
 
@@ -196,14 +197,13 @@ class Server:
             said, status = " ".join(error.response.text.split())[:300], error.response.status_code
             kind = Refused if status in (400, 413, 422) else PipelineError
             raise kind(
-                f"{scrubbed(self._url)}{path} answers {status}: {said}. "
+                f"{self._url}{path} answers {status}: {said}. "
                 + ("Set OPENAI_API_KEY" if status in (401, 403) else "See the server's log")
             ) from error
         except _FAILED as error:
-            why = f"{type(error).__name__}: {scrubbed(str(error), self._url)}"
+            why = f"{type(error).__name__}: {error}"
             raise PipelineError(
-                f"{scrubbed(self._url)}{path} cannot be read: {why}. Is it the address of a server "
-                "that speaks OpenAI's API?"
+                f"{self._url}{path} cannot be read: {why}. Is it the address of a server that speaks OpenAI's API?"
             ) from error
 
 

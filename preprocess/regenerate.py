@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,91 +25,24 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
 from pipeline.artifacts.provenance import write_provenance
-from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST
+from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
+from pipeline.basics.journal import Journal
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import scrubbed
 from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.driver import REJECTED, require_lasting
-from preprocess.dump.pool import Pool
+from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
 
-
-@dataclass(frozen=True)
-class PartRecord:
-    """One file of the result; the counts are `Part`'s."""
-
-    name: str
-    index: int
-    dialogues: int
-    answers: int
-    tokens: int
-    documents: str
-    rejected: dict[str, str]
-    edits: dict[str, int]
-    sha256: str
-
-
-def part_name(index: int) -> str:
-    return f"part-{index:06d}.jsonl"
-
-
-def write_part(folder: Path, part: Part) -> PartRecord:
-    path = folder / part_name(part.index)
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in part.dialogues))
-    counts = {**asdict(part), "dialogues": len(part.dialogues)}
-    return PartRecord(name=path.name, sha256=sha256(path), **counts)
-
-
-@dataclass
-class Parts:
-    """The manifest: what is finished."""
-
-    made_by: dict[str, str]  # fingerprints
-    parts: list[PartRecord] = field(default_factory=list)
-    accounting: dict[str, Any] = field(default_factory=dict)
-    complete: bool = False
-    dialogues_sha256: str = ""  # of dialogues.jsonl, once that is written
-
-    def save(self, folder: Path) -> None:
-        self.parts.sort(key=lambda part: part.index)
-        write_sealed(folder / MANIFEST, asdict(self))
-
-    @classmethod
-    def load(cls, folder: Path) -> "Parts":
-        """Parts that are missing or damaged are left out: they are answered again."""
-        path = folder / MANIFEST
-        remedy = "Restore it, or remove it and run again: every dialogue is then answered anew"
-        raw = read_sealed(path, remedy)
-        try:
-            parts = [PartRecord(**record) for record in raw["parts"]]
-            found = cls(raw["made_by"], parts, raw["accounting"], raw["complete"], raw["dialogues_sha256"])
-        except (KeyError, TypeError) as error:
-            raise PipelineError(f"{path} is no manifest of this version ({error}); use another output") from None
-        names = set()
-        for part in parts:
-            named = type(part.index) is int and part.index >= 0 and part.name == part_name(part.index)
-            if not named or part.name in names:
-                raise PipelineError(
-                    f"{path}: {part.name!r} (index {part.index!r}) is no part that this job writes, or is there "
-                    f"twice. {remedy}"
-                )
-            names.add(part.name)
-        found.parts = [part for part in parts if _is_there(folder / part.name, part.sha256)]
-        whole = len(found.parts) == len(parts) and _is_there(folder / DIALOGUES, found.dialogues_sha256)
-        found.complete = found.complete and whole
-        return found
-
-
-def _is_there(path: Path, checksum: str) -> bool:
-    return path.exists() and sha256(path) == checksum
+PARTS = "parts.jsonl"  # what is finished: a journal
+REMEDY = "Restore it, or remove it and run again: what is answered is kept"
 
 
 def regenerate(recipe: Recipe) -> list[str]:
@@ -125,15 +58,16 @@ def regenerate(recipe: Recipe) -> list[str]:
             "template_settings": template_settings(tokenizer, recipe.target),
             "settings": recipe.regenerate_hash,
         }
-        parts = Parts.load(folder) if (folder / MANIFEST).exists() else Parts(made_by)
-        if parts.made_by != made_by:
+        manifest = folder / MANIFEST
+        found = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by
+        if found != made_by:
             raise PipelineError(
-                f"{folder} holds answers of another target or other settings ({parts.made_by}, this recipe has "
-                f"{made_by}): use the recipe that they were made with, or another output"
+                f"{folder} holds answers of another target or other settings ({found}, this recipe has {made_by}): use "
+                "the recipe that they were made with, or another output"
             )
-        if not parts.complete:
-            _run(recipe, folder, parts)
-        return _report(folder, parts)
+        if not are_of(str(folder / DIALOGUES), made_by["target"]):
+            _run(recipe, folder, made_by)
+        return _report(folder, read_sealed(manifest, REMEDY)["accounting"])
 
 
 def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTask]:
@@ -157,49 +91,69 @@ def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTa
         yield ShardTask("part", index, group)
 
 
-def _run(recipe: Recipe, folder: Path, parts: Parts) -> None:
-    intake, skipped = Intake(recipe.data), Counter()
-    finished = {part.index: part for part in parts.parts}
-    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished.get(task.index), recipe))
+def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
+    intake, skipped, journal = Intake(recipe.data), Counter(), Journal(folder / PARTS, digest(made_by))
     write_provenance(folder, recipe)
-    start = sum(part.dialogues + len(part.rejected) for part in parts.parts)
+    write_sealed(folder / MANIFEST, {"made_by": made_by})
+    total = _Total()
+    for index in journal:
+        total.add(Part(**journal[index]))
+    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(total.parts.get(task.index), recipe))
+    start = total.answered + len(total.rejected)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
-        for part in Pool(recipe, partial(AnswerWorker, recipe), "regenerate.batch").records(tasks):
-            record = write_part(folder, part)
-            parts.parts.append(record)
-            parts.save(folder)
-            progress.advance(record.dialogues + len(record.rejected), parts=len(parts.parts))
-    late = [pair for part in parts.parts for pair in part.rejected.items()]
-    rejected, answered = [*intake.rejected, *late], sum(part.dialogues for part in parts.parts)
-    if answered + len(rejected) + sum(skipped.values()) != intake.records:
+        for part in records(recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch"):
+            journal.add(part.index, asdict(part))
+            total.add(part)
+            progress.advance(len(part.dialogues) + len(part.rejected), parts=len(total.parts))
+    rejected = [*intake.rejected, *total.rejected]
+    if total.answered + len(rejected) + sum(skipped.values()) != intake.records:
         raise PipelineError(
-            f"{answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are not the "
-            f"{intake.records} records of {scrubbed(recipe.data.source, recipe.data.source)}: use another output"
+            f"{total.answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are "
+            f"not the {intake.records} records of {recipe.data.source}: use another output"
         )
-    if not answered:
-        raise PipelineError(
-            f"data.source {scrubbed(recipe.data.source, recipe.data.source)} holds no dialogue that the target answers"
-        )
-    parts.accounting = {
-        "records": intake.records,
-        "answered": answered,
-        "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
-        "skipped": dict(skipped),
-        "edits": dict(sorted(sum((Counter(part.edits) for part in parts.parts), Counter()).items())),
-        "torn_tail_after": intake.tail.torn_after,
-    }
+    if not total.answered:
+        raise PipelineError(f"data.source {recipe.data.source} holds no dialogue that the target answers")
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
-    with atomic_path(folder / DIALOGUES) as temporary, temporary.open("wb") as whole:
-        for part in parts.parts:
-            whole.write((folder / part.name).read_bytes())
-    parts.complete, parts.dialogues_sha256 = True, sha256(folder / DIALOGUES)
-    parts.save(folder)
+    with atomic_path(folder / DIALOGUES) as temporary, temporary.open("w", encoding="utf-8") as whole:
+        for index in sorted(journal):
+            whole.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in journal[index]["dialogues"])
+    accounting = {
+        "records": intake.records,
+        "answered": total.answered,
+        "answers": total.answers,
+        "tokens": total.tokens,
+        "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
+        "skipped": dict(skipped),
+        "edits": dict(sorted(total.edits.items())),
+        "torn_tail_after": intake.tail.torn_after,
+    }
+    checksum = sha256(folder / DIALOGUES)
+    write_sealed(folder / MANIFEST, {"made_by": made_by, "accounting": accounting, "dialogues_sha256": checksum})
 
 
-def _report(folder: Path, parts: Parts) -> list[str]:
-    counts = parts.accounting
+class _Total:
+    """What the finished parts add up to; of their dialogues the number only."""
 
+    def __init__(self):
+        self.parts: dict[int, Part] = {}  # by index, without their dialogues
+        self.edits: Counter[str] = Counter()
+        self.answered = self.answers = self.tokens = 0
+
+    def add(self, part: Part) -> None:
+        self.parts[part.index] = replace(part, dialogues=[])
+        self.edits.update(part.edits)
+        self.answered += len(part.dialogues)
+        self.answers += part.answers
+        self.tokens += part.tokens
+
+    @property
+    def rejected(self) -> list[tuple[str, str]]:
+        """(document id, reason) in the source's order."""
+        return [pair for index in sorted(self.parts) for pair in self.parts[index].rejected.items()]
+
+
+def _report(folder: Path, counts: dict[str, Any]) -> list[str]:
     def listed(fates: dict[str, int]) -> str:
         return ", ".join(f"{reason} {count}" for reason, count in fates.items()) or "none"
 
@@ -213,8 +167,10 @@ def _report(folder: Path, parts: Parts) -> list[str]:
         f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
         f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})"
     )
-    answers, tokens = (sum(getattr(part, count) for part in parts.parts) for count in ("answers", "tokens"))
-    lines.append(f"{answers:,} answers, {tokens:,} tokens generated; dialogues changed: {listed(counts['edits'])}")
+    lines.append(
+        f"{counts['answers']:,} answers, {counts['tokens']:,} tokens generated; dialogues changed: "
+        f"{listed(counts['edits'])}"
+    )
     lines.append(f"train on them with data.source = {str(folder / DIALOGUES)!r}")
     return lines
 

@@ -23,9 +23,9 @@ from pipeline.basics.files import write_sealed
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import override_arguments
 from pipeline.recipe.recipe import Recipe
+from pipeline.running.crew import Task
+from pipeline.running.workers import Pool
 from preprocess.dump.driver import dump
-from preprocess.dump.pool import Pool
-from preprocess.dump.task import ShardTask
 from tests.warm import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,12 +165,12 @@ def without_ray() -> Iterator[None]:
     longer than the work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
     """
 
-    def records(self: Pool, tasks: Iterator[ShardTask]) -> Iterator[Any]:
-        worker = self._make(lambda doc_ids: None)
+    def results(self: Pool, tasks: Iterator[Task]) -> Iterator[tuple[Task, Any]]:
+        worker = self._make(lambda items: None)
         for task in tasks:
-            yield worker.work(task)
+            yield task, worker.work(task)
 
-    with mock.patch.object(Pool, "records", records):
+    with mock.patch.object(Pool, "results", results):
         yield
 
 

@@ -38,6 +38,10 @@ class EvalTask:
     def name(self) -> tuple[str, str, float]:
         return self.benchmark, self.prompt.question_id, self.temperature
 
+    @property
+    def title(self) -> str:
+        return f"benchmark {self.benchmark}, prompt {self.prompt.question_id}"
+
 
 @dataclass(frozen=True)
 class Record:

@@ -22,7 +22,6 @@ from eval.measure import benchmarks
 from pipeline.artifacts.features import heldout_prompts
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
 from pipeline.features.shards import HELDOUT_PROMPTS
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
@@ -61,9 +60,7 @@ def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tup
     if config.source == "embedded:humaneval":
         return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     if "://" in config.source:
-        raise PipelineError(
-            f"benchmark {name}: {scrubbed(config.source, config.source)} is an address: expected a file on this machine"
-        )
+        raise PipelineError(f"benchmark {name}: {config.source} is an address: expected a file on this machine")
     path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source).expanduser()
     return _read(name, path), str(path)
 
@@ -73,7 +70,7 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
     benchmark = benchmarks.find(name, config.source)
     subset = f"subset {benchmark.subset}, " if benchmark.subset else ""
     place = config.path or benchmark.hub
-    where = f"{config.source}, {scrubbed(place, place)} ({subset}split {benchmark.split})"
+    where = f"{config.source}, {place} ({subset}split {benchmark.split})"
     remedy = (
         f"eval.benchmarks.{name}.path takes a local folder or file ({', '.join(benchmarks.FORMATS)}), or another data "
         f"set of the Hub, with the columns {', '.join(benchmark.columns)}"
@@ -84,7 +81,7 @@ def _rows(name: str, config: BenchmarkConfig) -> tuple[list[tuple[int, Any]], st
     except StopIteration:  # what `datasets` makes of an empty JSON file
         rows = []
     except _UNREADABLE as error:
-        why = scrubbed(str(error).splitlines()[0] if str(error) else type(error).__name__, config.path or "")
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PipelineError(f"benchmark {name}: {where} cannot be read: {why}. {remedy}") from None
     items = []
     for index, row in enumerate(rows):

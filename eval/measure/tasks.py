@@ -5,10 +5,8 @@ weights and code; a torn last line is dropped, a damaged one is dropped and told
 what is missing is done, or the command ends with an error.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from eval.measure.harness import EvalTask, Harness, Outcome
@@ -19,7 +17,8 @@ from pipeline.artifacts.provenance import code_of
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import method_of, read_tuned_trees
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.files import exclusive
+from pipeline.basics.journal import Journal
 from pipeline.basics.progress import Progress
 from pipeline.decoding.contract import Source
 from pipeline.decoding.method import Method
@@ -33,7 +32,6 @@ from pipeline.recipe.recipe import Recipe, digest
 
 RECORDS = "records.jsonl"
 Digests = dict[str, str | None]  # by draft (`digests_of`)
-log = logging.getLogger(__name__)
 
 
 def digests_of(recipe: Recipe) -> Digests:
@@ -165,44 +163,21 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
     return drafts
 
 
-class Finished:
-    """records.jsonl: one line a finished unit; those of other settings stay where they are."""
-
-    def __init__(self, folder: Path, key: str):
-        self._path, self._key = folder / RECORDS, key
-        self.outcomes: dict[tuple[str, str, float], Outcome] = {}
-        whole, damaged = read_sealed_lines(self._path)
-        for found in whole:
-            if found["key"] == key:
-                self.outcomes[tuple(found["unit"])] = Outcome.from_json(found["outcome"])
-        if damaged:
-            numbers = ", ".join(map(str, damaged))
-            log.warning("%s: damaged and removed, what they measured is measured again: lines %s", self._path, numbers)
-        kept = "".join(map(sealed_line, whole))
-        if not self._path.exists() or self._path.read_bytes() != kept.encode():
-            write_text(self._path, kept)
-
-    def add(self, unit: EvalTask, outcome: Outcome) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(sealed_line({"key": self._key, "unit": unit.name, "outcome": outcome.to_json()}))
-        self.outcomes[unit.name] = outcome
-
-
 def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     """Every unit's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
 
     `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
     """
     with exclusive(job.recipe.eval_dir, "evaluation"):
-        finished = Finished(job.recipe.eval_dir, job.key)
-        missing = [unit for unit in job.units if unit.name not in finished.outcomes]
+        finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
+        missing = [unit for unit in job.units if unit.name not in finished]
         if missing:
             done = (fleet or _here)(job.recipe, job.methods, missing)
             with Progress("decode", len(job.units), "prompts", len(job.units) - len(missing)) as progress:
                 for unit, outcome in done:
-                    finished.add(unit, outcome)
+                    finished.add(unit.name, outcome.to_json())
                     progress.advance(1, benchmark=unit.benchmark, T=unit.temperature)
-    return [(unit.benchmark, finished.outcomes[unit.name]) for unit in job.units]
+        return [(unit.benchmark, Outcome.from_json(finished[unit.name])) for unit in job.units]
 
 
 def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:

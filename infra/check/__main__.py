@@ -35,7 +35,7 @@ from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.running import children, entry, markdown
-from pipeline.running.gpus import NO_GPUS
+from pipeline.running.crew import NO_GPUS
 
 LIMITS = {  # seconds after which a part is ended
     "machine": 120,

@@ -5,7 +5,6 @@ from itertools import islice
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import scrubbed
 from pipeline.lm import chat
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
@@ -41,7 +40,7 @@ def sample_source(recipe: Recipe) -> Sample:
             records += 1
             progress.advance(1)
     if not records:
-        raise PipelineError(f"data.source {scrubbed(recipe.data.source)} holds no record")
+        raise PipelineError(f"data.source {recipe.data.source} holds no record")
     every = max(records // ENCODED, 1)
     tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
@@ -55,7 +54,7 @@ def sample_source(recipe: Recipe) -> Sample:
         split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
         documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
     if not documents["train"]:
-        raise PipelineError(f"none of {tried} records tried of data.source {scrubbed(recipe.data.source)} is usable")
+        raise PipelineError(f"none of {tried} records tried of data.source {recipe.data.source} is usable")
     return Sample(records, tried, documents)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from pipeline.basics.accelerator import accelerator
 from pipeline.basics.files import atomic_path, read_sealed, sealed, write_sealed
-from pipeline.basics.public import public_name, scrubbed
+from pipeline.basics.public import public_name
 from pipeline.recipe.recipe import WHERE, Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -101,27 +101,21 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
-    """Writes provenance.json and the resolved recipe.json, local paths and credentials cut off, into `folder`."""
+    """Writes provenance.json and the resolved recipe.json, local paths cut off, into `folder`."""
     write_sealed(folder / PROVENANCE, provenance(recipe, **facts))
     write_sealed(folder / RECIPE, public_recipe(recipe))
 
 
 def write_own_recipe(folder: Path, recipe: Recipe) -> None:
-    """The resolved recipe for commands on this machine: with local paths, without credentials. It is never published,
-    nor sent to a store, and no other user reads it. Where the store's address loses a part of itself there is none: it
-    would name another store.
+    """The resolved recipe for commands on this machine, with local paths. It is never published, nor sent to a store,
+    and no other user reads it.
     """
-    store = recipe.features.store
-    if store and scrubbed(store, store) != store:
-        (folder / OWN_RECIPE).unlink(missing_ok=True)
-        return
     with atomic_path(folder / OWN_RECIPE, private=True) as temporary:
-        own = sealed(_changed(recipe.model_dump(mode="json"), lambda text: scrubbed(text, text)))
-        temporary.write_text(json.dumps(own, indent=2) + "\n")
+        temporary.write_text(json.dumps(sealed(recipe.model_dump(mode="json")), indent=2) + "\n")
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe without local paths and credentials."""
+    """The resolved recipe without local paths, users and queries of addresses."""
     resolved = _changed({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"

@@ -17,7 +17,6 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive
-from pipeline.basics.public import scrubbed
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
 
@@ -83,7 +82,7 @@ def _fetched(repository: str, revision: str, names: list[str]) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=names))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = scrubbed(" ".join(str(error).split()))[:300]
+        reason = " ".join(str(error).split())[:300]
         raise PipelineError(
             f"{repository}, revision {revision}, cannot be fetched: {reason}. Is it public, or are you logged in "
             "(hf auth login)?"

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from pipeline.basics.errors import PipelineError
 
 SETTLED = 2.0  # seconds after which a file that changes again has another time of change: clocks are that coarse
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a disk, a quota, a limit on a file's size
 
 
 def file_identity(path: Path) -> list[int]:
@@ -49,7 +49,7 @@ def atomic_path(path: Path, private: bool = False) -> Iterator[Path]:
         _to_disk(temporary)
         temporary.replace(path)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise PipelineError(
                 f"no space to write {path.name} in {path.parent} ({os.strerror(error.errno or 0)}): "
                 "free some, or point the recipe's output elsewhere, and run again; finished files are kept"

@@ -1,87 +1,85 @@
-"""What may be shown of addresses that hold credentials: in artifacts, errors, logs and the process list.
+"""Addresses of models, data and stores: which parts are credentials, and which parts may be published.
 
-An address is a path, a name of the Hub, or a URL. Its private parts are a URL's userinfo, its query and fragment, what
-looks like a token in its path, and the folders of a local path.
+An address is a path, a name of the Hub, or a URL. A recipe that holds a credential is refused when it is loaded, so no
+later code has to hide one: logs, errors, artifacts and command lines may show every address as it stands. A published
+artifact (`public_name`) leaves out more: folders of this machine, user names, queries and fragments.
 """
 
 import re
 from pathlib import Path
-from urllib.parse import unquote
 
-HIDDEN = "***"
-_NO_USERINFO = {
-    "abfs",
-    "abfss",
-    "adl",
-    "az",
-    "hf",
-    "wasb",
-    "wasbs",
-}  # container@account and name@revision, unless with a ":"
-_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]*""")
-_NAMED = re.compile(r"(?i)((?:token|key|secret|password|passwd|pwd|signature|sig|auth)=)[^/&;,]+")
-_ISSUED = re.compile(r"\b(?:hf|gh[pousr]|github_pat|glpat|sk|xox[abprs])[_-][A-Za-z0-9_-]{8,}|\bAKIA[A-Z0-9]{12,}")
-_RANDOM = re.compile(  # all three kinds of characters, or letters and digits of a length that nobody types
-    r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])"
-    r"(?:[A-Za-z0-9]{32,}|(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,})"
+from pipeline.basics.errors import PipelineError
+
+REMEDY = (
+    "Leave it out; the libraries read credentials from the environment (HF_TOKEN, AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY), from ~/.aws and 'hf auth login', or from fsspec's configuration (~/.config/fsspec/*.json, "
+    "FSSPEC_HTTP and its like)"
 )
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+# What stands before "@" there is a container, a repository or an owner, not a user.
+_NO_USER = {"abfs", "abfss", "adl", "az", "github", "hf", "wasb", "wasbs"}
+_USER_IS_SECRET = {"http", "https", "s3", "gs"}  # a token, or half of a key; sftp://USER@HOST is no secret
+_HOST_AND_PORT = re.compile(r"[^:]+:\d+")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]*""")
+_SECRET_KEY = re.compile(r"(?i)[?&;#/][^=?&;#/]*(?:token|key|secret|passw(?:or)?d|pwd|sig|signature|credential|auth)=")
+_ISSUED = re.compile(  # tokens that the Hub, GitHub, GitLab and AWS give out
+    r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
+)
+
+
+def require_no_credential(text: str, where: str) -> None:
+    """Raises PipelineError that names `where`, and not the credential, if the text holds one."""
+    if found := _credential(text):
+        raise PipelineError(f"{where} holds a credential ({found}), which no recipe or command line may. {REMEDY}")
+
+
+def _credential(text: str) -> str | None:
+    """What kind of credential the text holds, in words; None if it holds none."""
+    if _ISSUED.search(text):
+        return "an access token"
+    schemes = list(_SCHEME.finditer(text))
+    ends = [*(found.start() for found in schemes), len(text)][1:]
+    for found, end in zip(schemes, ends, strict=True):  # fsspec chains addresses
+        scheme, rest = found[1].lower(), text[found.end() : end]
+        user, _ = _split(scheme, rest)
+        if ":" in user and scheme != "github":
+            return "USER:PASSWORD@ before the host"
+        if user and scheme in _USER_IS_SECRET:
+            return "a token or key before the host's @"
+        if _SECRET_KEY.search(rest):
+            return "a key or signature in the query"
+    return None
 
 
 def public_name(source: str) -> str:
-    """A model or data address without the private part of a local path, and without a URL's credentials and query."""
-    if "::" in source and "@" not in source:  # fsspec's chains
+    """A model or data address without the folders of this machine, and without a URL's user, query and fragment."""
+    if "::" in source:  # fsspec's chains
         return "::".join(map(public_name, source.split("::")))
     scheme, colon, rest = source.partition("://")
     if colon:
-        return Path(rest).name if scheme == "file" else _without_credentials(source)
+        return Path(rest).name if scheme == "file" else _without_private_parts(source)
     path = Path(source)
     local = path.is_absolute() or source.startswith("~") or ".." in path.parts
     return path.name if local else source
 
 
-def scrubbed(text: str, *addresses: str) -> str:
-    """Any text, without the credentials of the URLs in it, and without those of the given addresses wherever they
-    stand.
-    """
-    for address in addresses:
-        if "://" in address:
-            text = text.replace(address, _without_credentials(address))
-            for secret in _secrets(address):
-                text = text.replace(secret, HIDDEN)
-    return _URL.sub(lambda found: _without_credentials(found[0]), text)
+def public_text(text: str) -> str:
+    """An error's text, in which each URL lacks its user and query: a library may quote an address that it signed."""
+    return _URL.sub(lambda found: _without_private_parts(found[0]), text)
 
 
-def _without_credentials(url: str) -> str:
+def _without_private_parts(url: str) -> str:
     scheme, _, rest = url.partition("://")
     _, place = _split(scheme, rest)
-    return f"{scheme}://{_without_tokens(re.split(r'[?#]', place, maxsplit=1)[0])}"
+    return f"{scheme}://{re.split(r'[?#]', place, maxsplit=1)[0]}"
 
 
 def _split(scheme: str, rest: str) -> tuple[str, str]:
-    """(userinfo, what follows it) of what stands behind a URL's scheme. A secret may hold any character, so where there
-    is a ":" all up to the last "@" is taken for user:secret.
+    """(user, or USER:PASSWORD, and what follows its @) of what stands behind a URL's scheme. A password may hold any
+    character, so all up to the last @ counts where a ":" that begins no port comes before the first "/".
     """
     before, at, after = rest.rpartition("@")
-    if not at:
-        return "", rest
-    if ":" in before or (scheme.rpartition("::")[2].lower() not in _NO_USERINFO and "/" not in before):
-        return before, after
-    return "", rest
-
-
-def _without_tokens(place: str) -> str:
-    place = _ISSUED.sub(HIDDEN, _NAMED.sub(rf"\g<1>{HIDDEN}", place))
-    return _RANDOM.sub(lambda found: found[0] if _COMMIT.fullmatch(found[0]) else HIDDEN, place)
-
-
-def _secrets(url: str) -> list[str]:
-    """The private parts of a URL by themselves, as they stand there and decoded; the longest first."""
-    scheme, _, rest = url.partition("://")
-    userinfo, place = _split(scheme, rest)
-    user, colon, password = userinfo.partition(":")
-    found = {userinfo, password if colon else user}
-    query = re.split(r"[?#]", place, maxsplit=1)[1:]
-    found |= {part.partition("=")[2] or part for whole in query for part in re.split(r"[&;#]", whole)}
-    found |= {unquote(one) for one in found}
-    return sorted((one for one in found if len(one) > 3), key=len, reverse=True)
+    host = re.split(r"[/?#]", before, maxsplit=1)[0]
+    password = ":" in host and (host == before or not _HOST_AND_PORT.fullmatch(host))
+    alone = host == before and scheme.rpartition("::")[2].lower() not in _NO_USER
+    return (before, after) if at and (password or alone) else ("", rest)

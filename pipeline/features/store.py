@@ -2,7 +2,7 @@
 
 A dump's worker writes a shard on its own disk and sends it off; a trainer's node fetches what it lacks to its own disk
 and maps it from there. The manifest in the store is the truth: an object that it does not list does not count, so a
-broken upload costs nothing. Credentials are the libraries' own (environment, profiles, roles).
+broken upload costs nothing. The libraries find credentials by themselves (environment, profiles, roles).
 """
 
 from pathlib import Path
@@ -13,7 +13,6 @@ from pyarrow import fs
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256, unsealed
-from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.shards import (
     MANIFEST,
     UNREADABLE,
@@ -27,7 +26,7 @@ class Store:
     """One folder of a store. Every method raises PipelineError when the store cannot be reached or refuses."""
 
     def __init__(self, url: str):
-        self.name, self._url = public_name(url), url  # the name is without credentials
+        self.name = url
         if "://" not in url:
             raise PipelineError(
                 f"features.store={self.name!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
@@ -46,7 +45,7 @@ class Store:
 
     def _failed(self, what: str, error: Exception) -> PipelineError:
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        return PipelineError(f"features.store {self.name}: {what} failed: {scrubbed(why, self._url)}")
+        return PipelineError(f"features.store {self.name}: {what} failed: {why}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every object of the folder, by name."""

@@ -20,7 +20,6 @@ from pipeline.basics import embedded
 from pipeline.basics.accelerator import accelerator, kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
-from pipeline.basics.public import scrubbed
 from pipeline.lm.attention import require_tree_attention, use_masks
 from pipeline.lm.chat import require_template
 from pipeline.lm.config import TargetConfig
@@ -66,7 +65,7 @@ def local_folder(model: str) -> Path | None:
         return None
     what = "is a file" if folder.exists() else "does not exist"
     raise PipelineError(
-        f"target.model {scrubbed(model)!r} {what}: expected a folder with config.json, tokenizer and safetensors "
+        f"target.model {model!r} {what}: expected a folder with config.json, tokenizer and safetensors "
         "weights, or OWNER/NAME of the Hub"
     )
 

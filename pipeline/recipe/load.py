@@ -1,6 +1,5 @@
 """Reading a recipe, with overrides; what is wrong in it is told by its key and the nearest valid one."""
 
-import argparse
 import dataclasses
 import difflib
 import json
@@ -16,12 +15,11 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import SEAL, checked
-from pipeline.basics.public import scrubbed
+from pipeline.basics.public import require_no_credential
 from pipeline.basics.settings import Settings
 from pipeline.drafts import DRAFTS, RENAMED
 from pipeline.recipe.recipe import Recipe
 
-_HANDED_OVER, _VARIABLE = "@environment", "JAKIRO_OVERRIDES"
 _AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
@@ -50,7 +48,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
         )
     for override in overrides or []:
+        require_no_credential(override, f"--set {override.partition('=')[0].partition(':')[0]}")
         _apply(tree, override)
+    _require_no_credentials(tree, "")
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -65,38 +65,27 @@ def add_recipe_arguments(parser) -> None:
 
 def add_override_argument(parser) -> None:
     parser.add_argument(
-        "--set", dest="overrides", metavar="section.key=value", action=_Overrides, default=[], help="override one key"
+        "--set", dest="overrides", metavar="section.key=value", action="append", default=[], help="override one key"
     )
 
 
-class _Overrides(argparse.Action):
-    """Adds one override, or in its place those that the command which started this one handed over."""
-
-    def __call__(self, _parser, namespace, value, _option=None) -> None:
-        namespace.overrides = [*namespace.overrides, *(_taken_over() if value == _HANDED_OVER else [value])]
+def _require_no_credentials(value: Any, where: str) -> None:
+    """Raises PipelineError for a credential in any text of a recipe, before anything else can be said of that text."""
+    if isinstance(value, str):
+        require_no_credential(value, where)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        require_no_credential(str(key), where or "the recipe")
+        _require_no_credentials(inner, f"{where}.{key}".lstrip("."))
 
 
 def hand_over(recipe_path: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """(arguments, environment) that give another command of the project this recipe. The overrides may hold
-    credentials, so they travel in the environment: command lines are shown in process lists and written to launchers'
-    logs.
-    """
-    if not overrides:
-        return [recipe_path], dict(os.environ)
-    return [recipe_path, *override_arguments([_HANDED_OVER])], {**os.environ, _VARIABLE: json.dumps(overrides)}
+    """(arguments, environment) that give another command of the project this recipe."""
+    return [recipe_path, *override_arguments(overrides)], dict(os.environ)
 
 
 def override_arguments(overrides: Iterable[str]) -> list[str]:
     """The overrides as a user types them."""
     return [part for override in overrides for part in ("--set", override)]
-
-
-def _taken_over() -> list[str]:
-    """What `hand_over` gave; no process that this one starts sees it."""
-    text = os.environ.pop(_VARIABLE, None)
-    if text is None:
-        raise PipelineError(f"--set {_HANDED_OVER} is for commands that another one starts, with {_VARIABLE} set")
-    return json.loads(text)
 
 
 # Keys that recipes once had: what they are called now, and why others are gone.
@@ -107,7 +96,7 @@ REMOVED_KEYS = {"sized": "rounds with a size of their own were not faster than a
 def _apply(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator:
-        raise PipelineError(f"--set {scrubbed(override, override)!r}: expected section.key=value")
+        raise PipelineError(f"--set {override!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -116,7 +105,7 @@ def _apply(tree: dict, override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise PipelineError(f"--set {scrubbed(override, override)!r}: {parent} is a value, not a section")
+            raise PipelineError(f"--set {override!r}: {parent} is a value, not a section")
     tree[last] = value
 
 
@@ -135,7 +124,7 @@ def _explain(error: Any) -> str:
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
-        return scrubbed(f"{where or 'recipe'}: {what}{got}", *_texts(error["input"]))
+        return f"{where or 'recipe'}: {what}{got}"
     if (key := str(location[-1])) in RENAMED_KEYS:
         return f"{where}: that key is called {RENAMED_KEYS[key]!r} now"
     if key in REMOVED_KEYS:
@@ -144,14 +133,6 @@ def _explain(error: Any) -> str:
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
     return f"{where}: unknown key {location[-1]!r}; {hint}"
-
-
-def _texts(value: Any) -> list[str]:
-    """All that may be addresses in a value, as they stand there and as they are shown in it."""
-    if isinstance(value, str):
-        return [value, repr(value)[1:-1]]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [text for one in inner for text in _texts(one)]
 
 
 def _fields_at(location: tuple) -> list[str]:

@@ -1,10 +1,9 @@
 """How every entry point ends, each time in one message on stderr: bad input (a PipelineError) or a file system that
-refuses with status 2, Ctrl-C with 130, SIGTERM with 143; anything else keeps its traceback. What is printed shows no
-credentials.
+refuses with status 2, Ctrl-C with 130, SIGTERM with 143; anything else keeps its traceback. Addresses are
+printed without their queries.
 """
 
 import argparse
-import ctypes
 import errno
 import os
 import signal
@@ -14,19 +13,27 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
+from pipeline.basics.files import FULL
+from pipeline.basics.public import public_text
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.children import CHILD
 from pipeline.running.signals import leave_on_signals, raise_on_signals
 
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_IN_THE_WAY = {errno.ENOTDIR, errno.EEXIST}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_PERMISSION = (
+    "cannot be read or written ({why}): change its permissions, or give another place (the recipe's output)"
+)
+_IN_THE_WAY = "is in the way: a folder is wanted there. Move it away, or give another place (the recipe's output)"
+_REFUSED = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_PERMISSION),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), _IN_THE_WAY),
+    errno.EISDIR: "is a folder: a file is wanted there",
+    errno.ENAMETOOLONG: "has a name too long for this file system. Give a shorter one (the recipe's output or name)",
+    errno.ENOENT: "does not exist, and is not made there",
+}
 
 
 def run(main: Callable[[], None]) -> None:
-    hide_credentials()
     received = raise_on_signals(_interrupted)
     try:
         main()
@@ -42,7 +49,6 @@ def run_rank(main: Callable[[], None]) -> None:
     ranks whose work was done. The launcher ends the others when one fails. Of a signal the first rank tells.
     """
 
-    hide_credentials()
     rank = os.environ.get("RANK", "0")
     leave_on_signals(lambda number: _interrupted(number, silent=rank != "0", begin="\n"))  # behind a progress bar
     status = 0
@@ -70,14 +76,14 @@ def _told(error: Exception) -> int:
     """Tells the error; the status to end with."""
     refusal = str(error) if isinstance(error, PipelineError) else refused(error) if isinstance(error, OSError) else None
     if refusal is None:
-        sys.stderr.write(scrubbed("".join(traceback.format_exception(error))))
+        sys.stderr.write(public_text("".join(traceback.format_exception(error))))
         return 1
-    sys.stderr.write(f"error: {scrubbed(refusal)}\n")
+    sys.stderr.write(f"error: {public_text(refusal)}\n")
     return 2
 
 
 def _interrupted(number: int, silent: bool = False, begin: str = "") -> None:
-    """EmbeddingAndHead the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
+    """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
     if not silent and CHILD not in os.environ:
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
         sys.stderr.write(f"{begin}{what}: what is finished is kept; run the same command again to continue\n")
@@ -92,49 +98,15 @@ def _leave(status: int) -> None:
 
 def refused(error: OSError) -> str | None:
     """What the file system refuses, and what to do; None for an error that is not of that kind."""
-    if error.errno in _FULL:  # met in writing, which names no file
+    why = os.strerror(error.errno or 0)
+    if error.errno in FULL:  # met in writing, which names no file
         return (
-            f"no space to write {error.filename or 'a file'} ({os.strerror(error.errno or 0)}): free some, or point "
-            "the recipe's output elsewhere, and run again; what is finished is kept"
+            f"no space to write {error.filename or 'a file'} ({why}): free some, or point the recipe's output "
+            "elsewhere, and run again; what is finished is kept"
         )
-    if not isinstance(error.filename, str | bytes):
+    if error.errno not in _REFUSED or not isinstance(error.filename, str | bytes):
         return None
-    path, why = Path(os.fsdecode(error.filename)), os.strerror(error.errno or 0)
-    if error.errno in _REFUSED:
-        return (
-            f"{path} cannot be read or written ({why}): change its permissions, or give another place (the "
-            "recipe's output)"
-        )
-    if error.errno in _IN_THE_WAY:
-        file = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), path)
-        return (
-            f"{file} is in the way: a folder is wanted there. Move it away, or give another place (the recipe's output)"
-        )
-    if error.errno == errno.EISDIR:
-        return f"{path} is a folder: a file is wanted there"
-    if error.errno == errno.ENAMETOOLONG:
-        return f"{path}: the name is too long for this file system. Give a shorter one (the recipe's output or name)"
-    if error.errno == errno.ENOENT:
-        return f"{path} does not exist, and is not made there"
-    return None
-
-
-def hide_credentials() -> None:
-    """Overwrites the credentials of this process's arguments where other users' process lists read them."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # not Linux
-        return
-    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    shown = ctypes.string_at(begin, end - begin)
-    hidden = b"\0".join(_padded(argument) for argument in shown.split(b"\0"))
-    if hidden != shown:
-        ctypes.memmove(begin, hidden, len(hidden))
-
-
-def _padded(argument: bytes) -> bytes:
-    """As long as before: the memory is not ours to grow."""
-    text = os.fsdecode(argument)
-    before, mark, rest = text.partition("://")
-    plain = scrubbed(text, before.rpartition("=")[2] + mark + rest)  # of --set section.key=ADDRESS
-    return argument if plain == text else os.fsencode(plain)[: len(argument)].ljust(len(argument))
+    path = Path(os.fsdecode(error.filename))
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        path = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), path)
+    return f"{path} {_REFUSED[error.errno].format(why=why)}"

@@ -19,16 +19,15 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import ROOT
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
-from pipeline.basics.display import Display, display
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
-from pipeline.basics.progress import CHANNEL
+from pipeline.basics.progress import CHANNEL, Display, display
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, plan
 from pipeline.running.cores import require_few
-from pipeline.running.gpus import launch_command, require_gpus
+from pipeline.running.crew import launch_command, require_gpus
 
 
 @dataclass(frozen=True)

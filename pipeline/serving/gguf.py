@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
 
 CONVERTER = "convert_hf_to_gguf.py"
 LAST = 40  # words of its log that an error shows
@@ -29,5 +28,5 @@ def convert(llama_cpp: Path, model: Path, out: Path, target: Path | None = None,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not building.is_file():
         building.unlink(missing_ok=True)
-        raise PipelineError(f"llama.cpp's converter failed: {scrubbed(' '.join(done.stderr.split()[-LAST:]))}")
+        raise PipelineError(f"llama.cpp's converter failed: {' '.join(done.stderr.split()[-LAST:])}")
     building.replace(out)

@@ -13,7 +13,8 @@ from pipeline.features.engines import open_source
 from pipeline.features.source import FeatureSource, Prompt
 from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.task import ShardTask, Tell, nobody_listens
+from pipeline.running.crew import Heartbeat
+from preprocess.dump.task import ShardTask, nobody_listens
 from preprocess.dump.worker import take_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.pieces import accepted_messages
@@ -50,8 +51,8 @@ class Conversation:
 
 
 class AnswerWorker:
-    def __init__(self, recipe: Recipe, tell: Tell = nobody_listens):
-        self._recipe, self._settings, self._tell = recipe, recipe.regenerate, tell
+    def __init__(self, recipe: Recipe, heartbeat: Heartbeat = nobody_listens):
+        self._recipe, self._settings, self._heartbeat = recipe, recipe.regenerate, heartbeat
 
     def ready(self) -> None:
         take_threads(self._recipe.features.cpus_per_worker)
@@ -138,9 +139,9 @@ class AnswerWorker:
     def _answers(self, batch: list[tuple[list[int], Conversation]]) -> list[list[int]]:
         """Each row's new tokens, a stop id included."""
         doc_ids = tuple(conversation.doc_id for _, conversation in batch)
-        self._tell(doc_ids)
+        self._heartbeat(doc_ids)
         prompts = [Prompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
-        answers = self._source.answers(prompts, self._sampling, alive=lambda: self._tell(doc_ids))
+        answers = self._source.answers(prompts, self._sampling, alive=lambda: self._heartbeat(doc_ids))
         return [answer.tokens for answer in answers]
 
     def _seed(self, conversation: Conversation) -> int:

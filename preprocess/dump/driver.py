@@ -18,7 +18,6 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, write_own_recipe, 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import public_name, scrubbed
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, require_same, text_schema
 from pipeline.features.shards import (
@@ -40,7 +39,7 @@ from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.plan import Plan
-from preprocess.dump.pool import Pool
+from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker
 
@@ -166,13 +165,13 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
-    pool = Pool(recipe, make, "features.batch_tokens")
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
             for split in SPLITS
         }
-        for record in pool.records(_tasks(recipe, plan, manifest, tables)):
+        tasks = _tasks(recipe, plan, manifest, tables)
+        for record in records(recipe, make, tasks, "features.batch_tokens"):
             ledger.add(record)
             if 0 < most < plan.train_tokens:
                 progress.expect(plan.train_tokens)
@@ -185,7 +184,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     manifest.accounting = plan.accounting(manifest.shards)
     if manifest.total("train", "rows") == 0:
         raise PipelineError(
-            f"data.source {scrubbed(recipe.data.source, recipe.data.source)} holds no usable dialogue: {plan.records} "
+            f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
         )
     if manifest.total("validation", "rows") == 0:
@@ -260,6 +259,6 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         + (f"; {lost} rejected" if lost else "")
     )
     size = sum(record.bytes for record in manifest.files) / 1e6
-    where = public_name(recipe.features.store) if recipe.features.store else recipe.features_dir
+    where = recipe.features.store or recipe.features_dir
     lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
     return lines

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
 from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
 from pipeline.lm import chat
 from pipeline.lm.config import TargetConfig
@@ -219,7 +218,7 @@ class Plan:
             raise PipelineError(
                 f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues "
                 "are not the "
-                f"{self.records} records of {scrubbed(self.recipe.data.source)}: dump again into another folder"
+                f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
             )
         return {
             "records": self.records,

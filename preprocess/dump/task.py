@@ -1,21 +1,22 @@
-"""What a worker is given to do, and how it says what it is busy with."""
+"""What a worker of the dump or of a regeneration is given to do, and what becomes of a task that costs workers."""
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
-Tell = Callable[[tuple[str, ...]], None]  # takes the ids of the dialogues that are being worked on from now on
+log = logging.getLogger(__name__)
 
 
 def nobody_listens(_: tuple[str, ...]) -> None:
-    """For a worker outside of a pool."""
+    """The heartbeat of a worker outside of a pool."""
 
 
 def in_flight(settings: FeaturesConfig) -> int:
@@ -51,6 +52,10 @@ class ShardTask:
         return longest_first(self.documents)
 
     @property
+    def title(self) -> str:
+        return f"shard {self.split}-{self.index}"
+
+    @property
     def fingerprint(self) -> str:
         state = hashlib.sha256()
         for document in sorted(self.documents, key=lambda document: document.doc_id):
@@ -58,25 +63,54 @@ class ShardTask:
         return state.hexdigest()[:16]
 
     def is_done(self, record: Any, recipe: Recipe) -> bool:
-        """Whether there is a record of it from an earlier run: None, or what has the `name` of its file and the
-        fingerprint `documents`. Raises PipelineError when that was made from other dialogues: the source changed
-        between two runs.
+        """Whether there is a record of it from an earlier run: None, or what has the fingerprint `documents`. Raises
+        PipelineError when that was made from other dialogues: the source changed between two runs.
         """
         if record is not None and record.documents != self.fingerprint:
             raise PipelineError(
-                f"{record.name} was made from other dialogues than {scrubbed(recipe.data.source)} has now: the source "
+                f"{self.title} was made from other dialogues than {recipe.data.source} has now: the source "
                 "changed since this job was started. Restore it, or use another output folder"
             )
         return record is not None
 
 
-class Worker(Protocol):
-    """What a pool employs."""
+@dataclass
+class History:
+    """What a task's workers were busy with when they were lost, and what follows from it.
 
-    def ready(self) -> None:
-        """Loads the target. A call of its own: what goes wrong in a constructor on another machine loses its
-        message.
-        """
+    A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. A batch that was
+    lost twice has its dialogues worked on one by one; one that is lost alone twice is set aside. Dialogues that came
+    through alone are cleared.
+    """
 
-    def work(self, task: ShardTask) -> Any:
-        """Writes the task's file and returns its record: the same whoever does it, and however often."""
+    batch_key: str  # the recipe's key for the size of a batch, to be named where one is too large
+    batches: list[tuple[str, ...]] = field(default_factory=list)  # busy with several dialogues
+    alone: Counter[str] = field(default_factory=Counter)  # losses of each dialogue by itself
+    cleared: set[str] = field(default_factory=set)
+
+    def next_try(self, task: ShardTask, busy: tuple[str, ...], why: str) -> ShardTask:
+        """The task as it is to be tried next. Raises PipelineError where no single dialogue is to blame."""
+        if len(busy) == 1:
+            return self._after_one(task, busy[0])
+        if not busy:  # lost between batches
+            return task
+        self.cleared |= set(task.suspects)  # they are forwarded first: this worker came through them
+        seen_before = {doc_id for batch in self.batches for doc_id in batch}
+        self.batches.append(busy)
+        suspects = tuple(doc_id for doc_id in busy if doc_id in seen_before and doc_id not in self.cleared)
+        if not suspects and seen_before.issuperset(busy):
+            raise PipelineError(
+                f"{task.title} lost workers on the same dialogues again and again, the last one because: {why} Each "
+                f"of them comes through alone, so the batch is too large: lower {self.batch_key} and run the job again"
+            )
+        return replace(task, suspects=suspects)
+
+    def _after_one(self, task: ShardTask, doc_id: str) -> ShardTask:
+        self.alone[doc_id] += 1
+        place = task.suspects.index(doc_id) if doc_id in task.suspects else 0
+        self.cleared |= set(task.suspects[:place] if doc_id in task.suspects else task.suspects)
+        left = task.suspects[place:] if doc_id in task.suspects else (doc_id,)
+        if self.alone[doc_id] == 1:
+            return replace(task, suspects=left)
+        log.warning("%s: set aside, for it kills workers: %s", task.title, doc_id)
+        return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})

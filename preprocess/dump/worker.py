@@ -22,7 +22,8 @@ from pipeline.features.source import FeatureSource, Prompt
 from pipeline.features.text import write_text_table
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
-from preprocess.dump.task import ShardTask, Tell, in_flight, longest_first, nobody_listens
+from pipeline.running.crew import Heartbeat
+from preprocess.dump.task import ShardTask, in_flight, longest_first, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")
 NOT_ANSWERED = "not_answered"
@@ -97,9 +98,9 @@ def take_threads(most: int) -> None:
 class FeatureWorker:
     """Runs the frozen target; its tensors go to its own shards only."""
 
-    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, tell: Tell = nobody_listens):
+    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, heartbeat: Heartbeat = nobody_listens):
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
-        self._tell, self._store = tell, store_of(recipe)
+        self._heartbeat, self._store = heartbeat, store_of(recipe)
         self._computing = ThreadPoolExecutor(
             in_flight(self._settings), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
         )
@@ -128,7 +129,7 @@ class FeatureWorker:
         rows = self.rows(made, rejected)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
         if self._store is not None:
-            self._tell(())  # what goes wrong from here on is no dialogue's fault
+            self._heartbeat(())  # what goes wrong from here on is no dialogue's fault
             for name in (record.name, *([text.name] if text else [])):
                 self._store.put(self._folder / name)
                 (self._folder / name).unlink()
@@ -143,7 +144,7 @@ class FeatureWorker:
         for document in task.documents:
             tokens: list[int] = []
             if document.doc_id not in rejected:
-                self._tell((document.doc_id,))
+                self._heartbeat((document.doc_id,))
                 try:
                     (answer,) = self._source.answers([Prompt(document.input_ids.tolist())], sampling)
                     tokens = answer.tokens
@@ -165,7 +166,7 @@ class FeatureWorker:
         doc_ids = tuple(document.doc_id for document in batch)
         with self._busy_lock:
             self._busy.append(doc_ids)
-            self._tell(tuple(doc_id for busy in self._busy for doc_id in busy))
+            self._heartbeat(tuple(doc_id for busy in self._busy for doc_id in busy))
         found = [self._stored(states_TSD) for states_TSD in self._forward(batch)]
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])

@@ -24,7 +24,6 @@ from datasets.exceptions import DatasetsError
 
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import scrubbed
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.json_records import (
     NoList,
@@ -140,10 +139,7 @@ def _of_datasets(data: DataConfig) -> Iterator[Any]:
     except (OSError, ValueError, DatasetsError, httpx2.HTTPError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PipelineError(
-            scrubbed(
-                f"data.source {data.source} (subset {data.subset!r}, split {data.split!r}) cannot be read: {why}",
-                data.source,
-            )
+            f"data.source {data.source} (subset {data.subset!r}, split {data.split!r}) cannot be read: {why}"
         ) from None
 
 
@@ -155,7 +151,7 @@ def _open(source: str) -> BinaryIO:
         why = _absence(error)
     except (OSError, ValueError, ImportError, httpx2.HTTPError) as error:
         why = f"cannot be opened: {error}"
-    raise PipelineError(scrubbed(f"data.source {source} {why}", source))
+    raise PipelineError(f"data.source {source} {why}")
 
 
 def _absence(error: FileNotFoundError) -> str:
@@ -173,7 +169,7 @@ def _absence(error: FileNotFoundError) -> str:
 
 def _unusable(source: str, why: str) -> str:
     return (
-        f"{scrubbed(f'data.source {source}: {why}', source)}. Expected a JSON list or JSON lines of "
+        f"data.source {source}: {why}. Expected a JSON list or JSON lines of "
         '{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]} or '
         '{"id": ..., "messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
     )

@@ -311,23 +311,6 @@ def test_an_outcome_survives_being_written(tiny_recipe, loaded_target, drafts):
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-def finished(tmp_path, key="k"):
-    return tasks.Finished(tmp_path, key)
-
-
-def test_a_finished_unit_is_kept_and_a_torn_line_is_dropped(tmp_path):
-    unit, outcome = EvalTask("bench", PROMPTS[0], 0.0), Outcome([], {"eagle": Gate(0.0, checked=1)}, False)
-    finished(tmp_path).add(unit, outcome)
-    path = tmp_path / tasks.RECORDS
-    whole = path.read_text()
-    path.write_text(whole + whole[: len(whole) // 2])
-    assert finished(tmp_path).outcomes == {unit.name: outcome}
-    assert path.read_text() == whole
-    assert (
-        finished(tmp_path, "other settings").outcomes == {} and path.read_text() == whole
-    )  # kept for whoever goes back
-
-
 def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     """Whatever stops the command, each prompt is decoded once."""
     asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})

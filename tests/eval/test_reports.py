@@ -1,16 +1,12 @@
 """What is kept of a run: a changed figure is refused by whoever reads it, and no file elsewhere is named."""
 
-import logging
-
 import pytest
 
-from eval.measure.harness import EvalTask, Gate, Outcome
-from eval.measure.prompts import Prompt
-from eval.measure.tasks import RECORDS, Finished, read_tuned
+from eval.measure.tasks import read_tuned
 from pipeline.artifacts.reports import REPORT, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
-from tests.kit import change_sealed, flip, replace_once
+from tests.kit import change_sealed, replace_once
 
 FOUND = {
     "name": "run",
@@ -78,38 +74,3 @@ def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path
     change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
     with pytest.raises(PipelineError, match=r"old is no method of this version .*run python eval/main.py"):
         read_report(path)
-
-
-# -- records ---------------------------------------------------------------------------------------------------------
-
-
-def unit(number: int) -> EvalTask:
-    return EvalTask("set", Prompt(f"q{number}", "code", ("why?",)), 0.0)
-
-
-def test_a_changed_record_does_not_count_and_is_told(tmp_path, caplog):
-    finished = Finished(tmp_path, "key")
-    for number in range(4):
-        finished.add(unit(number), Outcome([], {"x": Gate(0.0, checked=7 + number)}, hardware="one"))
-    before = (tmp_path / RECORDS).read_text().splitlines()
-    replace_once(tmp_path / RECORDS, '"checked": 8', '"checked": 9')
-    with caplog.at_level(logging.WARNING):
-        again = Finished(tmp_path, "key")
-    assert list(again.outcomes) == [unit(number).name for number in (0, 2, 3)]
-    assert f"{tmp_path / RECORDS}: damaged and removed, what they measured is measured again: lines 2" in caplog.text
-    assert (tmp_path / RECORDS).read_text().splitlines() == [before[number] for number in (0, 2, 3)]
-    assert again.outcomes[unit(2).name].gates["x"].checked == 9
-
-
-def test_a_torn_last_record_is_dropped_without_a_word(tmp_path, caplog):
-    finished = Finished(tmp_path, "key")
-    for number in range(2):
-        finished.add(unit(number), Outcome([], {}))
-    whole = (tmp_path / RECORDS).read_bytes()
-    (tmp_path / RECORDS).write_bytes(whole[:-30])
-    again = Finished(tmp_path, "key")
-    assert list(again.outcomes) == [unit(0).name] and not caplog.text
-    again.add(unit(1), Outcome([], {}))
-    assert (tmp_path / RECORDS).read_bytes() == whole
-    flip(tmp_path / RECORDS, 3)
-    assert list(Finished(tmp_path, "other").outcomes) == [] and "lines 1" in caplog.text

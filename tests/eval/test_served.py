@@ -184,7 +184,7 @@ def test_refusals(recipe, monkeypatch):
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
         assert measured(recipe, "--url", engine.url, "--concurrency", "1")
     gone = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
-    assert "cannot be read" in gone and "hunter2" not in gone
+    assert "holds a credential" in gone and "hunter2" not in gone
 
 
 def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):

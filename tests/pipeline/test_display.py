@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.basics.display import EVERY, Bars, Lines, display, duration, new_reports
+from pipeline.basics.progress import EVERY, Bars, Lines, display, duration, new_reports
 from pipeline.running.stages import _run_stage, stages
 from tests.kit import write_recipe
 

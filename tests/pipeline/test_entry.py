@@ -135,7 +135,7 @@ import sys, time
 from pathlib import Path
 from pipeline.running import entry
 from pipeline.running.stages import Stage, _run_stage
-from pipeline.basics.display import display
+from pipeline.basics.progress import display
 from pipeline.recipe.load import load_recipe
 inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 def main():
@@ -181,7 +181,7 @@ def _text(path: Path) -> str:
         (errno.EROFS, "cannot be read or written (Read-only file system)"),
         (errno.EPERM, "cannot be read or written (Operation not permitted)"),
         (errno.EISDIR, "is a folder: a file is wanted there"),
-        (errno.ENAMETOOLONG, "the name is too long"),
+        (errno.ENAMETOOLONG, "a name too long"),
         (errno.ENOSPC, "no space to write"),
     ],
 )

@@ -3,19 +3,16 @@
 import logging
 import os
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from eval.measure import fleet
 from infra.plan.__main__ import workers_worth
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.gpus import CHOICES, gpus_each, hide_gpus, launch_command
+from pipeline.running.crew import CHOICES, Crew, gpus_each, hide_gpus, launch_command, room_for
 from pipeline.running.stages import run, stages
-from preprocess.dump import pool
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 
@@ -115,53 +112,43 @@ def with_settings(recipe: Recipe, section: str, device: str, **settings) -> Reci
     return recipe.model_copy(update={"target": target, section: changed})
 
 
-def nodes(monkeypatch, *resources: dict[str, float]) -> None:
-    alive = [{"Alive": True, "Resources": one} for one in resources]
-    total = {kind: sum(one.get(kind, 0) for one in resources) for one in resources for kind in one}
-    here = SimpleNamespace(nodes=lambda: alive, cluster_resources=lambda: total)
-    monkeypatch.setattr(pool, "ray", here)
-    monkeypatch.setattr(fleet, "ray", here)
+def crew(device: str, workers: int = 1, gpus: float | None = None, **more) -> Crew:
+    return Crew("features", workers, 1, gpus, device, 900, **more)
 
 
-def test_the_dumps_workers_are_one_a_gpu_of_the_nodes(tiny_recipe, monkeypatch, caplog):
-    nodes(monkeypatch, {"CPU": 64}, {"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 8})
-    assert pool.room_for(with_settings(tiny_recipe, "features", "auto", workers=16)) == 1
-    assert pool.room_for(with_settings(tiny_recipe, "features", "cpu", workers=16)) == 0
-    assert pool.room_for(with_settings(tiny_recipe, "features", "auto", workers=32, gpus_per_worker=0.5)) == 0.5
-    assert pool.room_for(with_settings(tiny_recipe, "features", "spread", workers=4, gpus_per_worker=4)) == 4
+def test_workers_are_one_a_gpu_of_the_nodes(caplog):
+    nodes = [{"CPU": 64}, {"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 8}]
+    assert room_for(crew("auto", 16), nodes) == 1
+    assert room_for(crew("cpu", 16), nodes) == 0
+    assert room_for(crew("auto", 32, 0.5), nodes) == 0.5
+    assert room_for(crew("spread", 4, 4), nodes) == 4
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        pool.room_for(with_settings(tiny_recipe, "features", "auto", workers=17))
+        assert room_for(crew("auto", 17), nodes) == 1
     assert "room for 16 now: the others wait. Two share a GPU with features.gpus_per_worker=0.5" in caplog.text
-    with pytest.raises(
-        PipelineError, match="features wants 1 CPUs and 16 GPUs each, the nodes have at most 64 CPUs and 8"
-    ):
-        pool.room_for(with_settings(tiny_recipe, "features", "spread", gpus_per_worker=16))
-    nodes(monkeypatch, {"CPU": 2})
-    assert pool.room_for(with_settings(tiny_recipe, "features", "auto")) == 0
-    with pytest.raises(PipelineError, match="1 CPUs and 1 GPUs each, the nodes have at most 2 CPUs and 0 GPUs"):
-        pool.room_for(with_settings(tiny_recipe, "features", "cuda"))
+    assert room_for(crew("auto", 2), [{"CPU": 2}]) == 0
 
 
-def test_evaluations_workers_are_one_a_gpu_of_the_cluster(tiny_recipe, monkeypatch):
-    nodes(monkeypatch, {"CPU": 64, "GPU": 4})
-    assert fleet._room_for(with_settings(tiny_recipe, "eval", "auto", workers=4)) == 1
-    assert fleet._room_for(with_settings(tiny_recipe, "eval", "cpu", workers=8)) == 0
-    with pytest.raises(PipelineError, match=r"eval\.workers=8 want 8 GPUs, but the Ray cluster has 4"):
-        fleet._room_for(with_settings(tiny_recipe, "eval", "auto", workers=8))
-
-
-def test_ray_gives_each_of_the_dumps_workers_what_was_decided(tiny_recipe, monkeypatch):
-    asked = []
-    here = SimpleNamespace(remote=lambda **options: asked.append(options) or (lambda _: SimpleNamespace(remote=hired)))
-
-    def hired(make, number, beats, gpus):
-        return SimpleNamespace(ready=SimpleNamespace(remote=lambda: gpus))
-
-    monkeypatch.setattr(pool, "ray", here)
-    hiring = pool.Pool(tiny_recipe, None, "features.batch_tokens")
-    hiring._gpus = 0.5
-    assert hiring._hire().loading == 0.5 and asked == [{"num_cpus": 1, "num_gpus": 0.5}]
+@pytest.mark.parametrize(
+    ("asked", "nodes", "message"),
+    [
+        (
+            crew("spread", 1, 16),
+            [{"CPU": 64, "GPU": 8}],
+            "16 GPUs each, the nodes have at most 64 CPUs and 8",
+        ),
+        (crew("cuda"), [{"CPU": 2}], "1 CPUs and 1 GPUs each, the nodes have at most 2 CPUs and 0 GPUs"),
+        (crew("auto"), [], "at most 0 CPUs"),
+        (
+            crew("auto", 8, all_at_once=True),
+            [{"CPU": 64, "GPU": 4}],
+            "workers=8 want 1 CPUs and 1 GPUs each, but the nodes have room for 4: lower features.workers",
+        ),
+    ],
+)
+def test_a_crew_without_room_is_refused(asked, nodes, message):
+    with pytest.raises(PipelineError, match=message):
+        room_for(asked, nodes)
 
 
 def test_workers_that_share_a_gpu_share_its_speed(tiny_recipe):

@@ -8,7 +8,7 @@ import torch
 from pipeline.artifacts import provenance
 from pipeline.artifacts.provenance import changed, hardware, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.public import public_name, scrubbed
+from pipeline.basics.public import public_name, public_text
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import replace_once
@@ -32,19 +32,6 @@ from tests.kit import replace_once
         ("s3://KEY:SE?CR#ET@bucket/run", "s3://bucket/run"),
         ("https://host.example/a@b/data.json", "https://host.example/a@b/data.json"),
         ("https://host.example/data.json?mail=a@b", "https://host.example/data.json"),
-        ("https://host.example/hf_abcDEF123456/data.json", "https://host.example/***/data.json"),
-        ("https://host.example/x;token=abc/data.json", "https://host.example/x;token=***/data.json"),
-        ("https://host.example/T0/9f8A7b6c5D4e3f2a1b0c/d.json", "https://host.example/T0/***/d.json"),
-        (f"https://host.example/T0/{'9f8a' * 9}/d.json", "https://host.example/T0/***/d.json"),
-        (
-            "https://host.example/llama3instructdata2024v2/d.json",
-            "https://host.example/llama3instructdata2024v2/d.json",
-        ),
-        (
-            "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
-            "https://host.example/ShareGPT_V3_unfiltered_cleaned.json",
-        ),
-        (f"https://host.example/{'0a' * 20}/x.json", f"https://host.example/{'0a' * 20}/x.json"),
         ("simplecache::http://alice:secret@host/x.json", "simplecache::http://host/x.json"),
         ("zip://x.json::/home/alice/x.zip", "zip://x.json::x.zip"),
         ("simplecache::file:///home/alice/x.json", "simplecache::x.json"),
@@ -57,44 +44,27 @@ def test_no_private_part_of_an_address_is_public(source, public):
     assert public_name(source) == public
 
 
-def test_a_text_is_scrubbed_of_every_url_and_of_what_is_known_to_be_secret():
-    address = "s3://KEY:se%2Fcret@bucket/x?region=moon"
-    text = f"opening {address} failed: (https://SECRET@host/y) and se/cret, se%2Fcret, moon; /home/alice stays"
-    assert (
-        scrubbed(text, address) == "opening s3://bucket/x failed: (https://host/y) and ***, ***, ***; /home/alice stays"
-    )
+def test_a_librarys_text_keeps_no_query_and_no_user():
+    text = "GET https://cdn.host/x?Signature=ab12 failed (sftp://alice@host/y); /home/alice stays"
+    assert public_text(text) == "GET https://cdn.host/x failed (sftp://host/y); /home/alice stays"
 
 
-def test_the_dumps_own_recipe_keeps_local_paths_and_no_credentials(tiny_recipe, tmp_path):
-    tree = tiny_recipe.model_dump(mode="json")
-    tree["data"]["source"] = "http://alice:secret@host/x.json"
-    (tmp_path / "out").mkdir()
-    write_own_recipe(tmp_path / "out", Recipe.model_validate(tree))
-    path = tmp_path / "out/own-recipe.json"
-    assert path.stat().st_mode & 0o777 == 0o600 and "secret" not in path.read_text()
-    assert load_recipe(path).target == tiny_recipe.target and load_recipe(path).output == tiny_recipe.output
+def test_the_dumps_own_recipe_is_the_recipe_for_this_user_alone(tiny_recipe, tmp_path):
+    write_own_recipe(tmp_path, tiny_recipe)
+    path = tmp_path / "own-recipe.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and load_recipe(path) == tiny_recipe
 
 
-def test_the_dumps_own_recipe_names_no_other_store_and_no_part_of_a_password(tiny_recipe, tmp_path):
-    tree = tiny_recipe.model_dump(mode="json")
-    tree["data"]["source"] = "http://alice:se'c<r\"et@host/x.json"
-    write_own_recipe(tmp_path, Recipe.model_validate(tree))
-    assert load_recipe(tmp_path / "own-recipe.json").data.source == "http://host/x.json"
-    tree["features"]["store"] = "s3://alice:secret@bucket/run?endpoint_override=host"
-    write_own_recipe(tmp_path, Recipe.model_validate(tree))
-    assert not (tmp_path / "own-recipe.json").exists()
-
-
-def test_the_resolved_recipe_keeps_paths_and_credentials_to_itself(tiny_recipe, tmp_path):
+def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):
     tree = tiny_recipe.model_dump(mode="json")
     tree["target"]["chat_template"] = "/home/alice/template.jinja"
-    tree["eval"]["benchmarks"]["mine"] = {"source": "https://alice:secret@host.example/mine.jsonl"}
+    tree["eval"]["benchmarks"]["mine"] = {"source": "/home/alice/mine.jsonl"}
     tree["train"]["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/mnt/alice"}}}
-    tree["features"]["store"] = "s3://alice:secret@alices-bucket/run"
+    tree["features"]["store"] = "s3://alices-bucket/run"
     tree["train"] |= {"shards": "/mnt/alice-1/shards", "resume": "/mnt/alice-2/states"}
     write_provenance(tmp_path / "out", Recipe.model_validate(tree))
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
-    assert "secret" not in written and "/home" not in written and "/mnt" not in written
+    assert "/home" not in written and "/mnt" not in written
     assert str(tmp_path) not in written and "alices-bucket" not in written
     resolved = json.loads((tmp_path / "out/recipe.json").read_text())
     assert resolved["target"]["chat_template"] == "template.jinja"

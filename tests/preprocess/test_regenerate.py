@@ -5,7 +5,6 @@ for.
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,13 @@ from pipeline.recipe.recipe import Recipe
 from preprocess.dump.answers import AnswerWorker, Conversation
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
-from preprocess.regenerate import PartRecord, Parts, _tasks, regenerate, write_part
+from preprocess.regenerate import _tasks, regenerate
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.intake import Intake
 from tests.kit import (
     flip,
-    kill_when_exists,
+    kill_when,
     recipe_tree,
-    replace_once,
     without_ray,
     write_recipe,
     write_sharegpt,
@@ -192,30 +190,27 @@ def job(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
 def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path):
     recipe, expected = job
     again = command(recipe, f"output={tmp_path}", "features.workers=2")
-    manifest = tmp_path / "regenerated/manifest.json"
-    kill_when_exists(again, manifest)
-    left = json.loads(manifest.read_text())
-    assert not left["complete"] and 0 < len(left["parts"]) < 10
+    parts = tmp_path / "regenerated/parts.jsonl"
+    kill_when(again, lambda: parts.exists() and parts.stat().st_size > 0)
+    assert 0 < len(parts.read_text().splitlines()) < 10
     with without_ray():
         regenerate(load_recipe(recipe, [f"output={tmp_path}"]))
     assert (tmp_path / "regenerated/dialogues.jsonl").read_bytes() == (expected / "dialogues.jsonl").read_bytes()
 
 
 @pytest.mark.real
-def test_a_damaged_part_is_answered_again_and_other_settings_are_refused(job):
+def test_what_is_damaged_is_made_again_and_other_settings_are_refused(job):
     recipe, folder = job
     whole = (folder / "dialogues.jsonl").read_bytes()
-    (folder / "part-000003.jsonl").write_text("{}\n")
+    answers, target = str(folder / "dialogues.jsonl"), fingerprint(load_recipe(recipe).target)
+    assert are_of(answers, target) and not are_of(answers, "0" * 16)
+    assert not are_of(str(folder.parent / "d.json"), target)
+    flip(folder / "parts.jsonl", 3)  # one part is answered again
     flip(folder / "dialogues.jsonl")
+    assert not are_of(answers, target)
     with without_ray():
         regenerate(load_recipe(recipe))
-    assert (folder / "dialogues.jsonl").read_bytes() == whole
-    answers, mark = str(folder / "dialogues.jsonl"), fingerprint(load_recipe(recipe).target)
-    assert are_of(answers, mark) and not are_of(answers, "0" * 16) and not are_of(str(folder.parent / "d.json"), mark)
-    flip(folder / "dialogues.jsonl")
-    assert not Parts.load(folder).complete and not are_of(answers, mark)
-    flip(folder / "dialogues.jsonl")
-    assert Parts.load(folder).complete
+    assert (folder / "dialogues.jsonl").read_bytes() == whole and are_of(answers, target)
     with pytest.raises(PipelineError, match="answers of another target or other settings"):
         regenerate(load_recipe(recipe, ["regenerate.temperature=0.5"]))
 
@@ -234,32 +229,6 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
     assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
     assert set(found.values()) == {"train", "validation", "answers"}
-
-
-PART = PartRecord("part-000000.jsonl", 0, 1, 1, 1, "", {}, {}, "0" * 64)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [[replace(PART, name="../../evil.jsonl")], [replace(PART, index=-1, name="part--00001.jsonl")], [PART, PART]],
-)
-def test_a_manifest_that_names_another_file_than_a_part_is_refused(tmp_path, parts):
-    """Its text would go into the result."""
-    Parts({}, parts).save(tmp_path)
-    with pytest.raises(
-        PipelineError, match=r"manifest.json: '.*' .* is no part that this job writes, or is there twice"
-    ):
-        Parts.load(tmp_path)
-
-
-def test_a_manifest_that_was_changed_is_refused(tmp_path):
-    Parts({"target": "0123"}, [PART]).save(tmp_path)
-    assert Parts.load(tmp_path).parts == []  # it is not there: to be answered
-    replace_once(tmp_path / "manifest.json", '"0123"', '"0124"')
-    with pytest.raises(
-        PipelineError, match=r"manifest.json was changed or damaged .*every dialogue is then answered anew"
-    ):
-        Parts.load(tmp_path)
 
 
 def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path):
@@ -287,9 +256,9 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
     assert [turn["role"] for turn in line["messages"]][:2] == ["user", "assistant"]
 
 
-def test_a_source_that_changed_is_refused(tiny_recipe, tmp_path):
+def test_a_source_that_changed_is_refused(tiny_recipe):
     task = next(_tasks(tiny_recipe, Intake(tiny_recipe.data), Counter()))
-    record = write_part(tmp_path, AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4)).work(task))
+    record = AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=4)).work(task)
     assert task.is_done(record, tiny_recipe)
     changed = ShardTask("part", 0, task.documents[1:])
     with pytest.raises(PipelineError, match="made from other dialogues"):

@@ -78,13 +78,13 @@ def test_what_is_put_comes_back(request, tmp_path, kind):
         ("nope://bucket/x", "opening failed"),
         ("relative/folder", "has no scheme"),
         ("s3://shards/run?regin=us-east-1", "Unexpected query parameter"),
-        ("s3://u:secret@shards/run?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", "listing failed"),
+        ("s3://shards/run?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", "listing failed"),
     ],
 )
 def test_a_store_that_cannot_be_reached_is_one_clear_error(url, message):
     with pytest.raises(PipelineError, match=message) as caught:
         Store(url).sizes()
-    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(caught.value) and "\n" not in str(caught.value)
 
 
 # -- the stages ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,239 @@
+"""A pool of Ray actors that work on tasks: of the dump, of regeneration and of evaluation. The only file that imports
+Ray; only drivers of Ray jobs import it.
+
+Terms: a worker is an actor with a loaded target; a task is what one call of a worker does; its items are what it names
+in its heartbeats.
+
+Guarantees: every task is finished, or the job ends with an error. A worker that dies, or gives no heartbeat for
+`hang_seconds`, is replaced; what becomes of the task that it worked on is the caller's `Losses` to say, and a task that
+only waited for it is given out again. Workers hand back small records, never tensors.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.artifacts.provenance import ROOT
+from pipeline.basics.errors import PipelineError
+from pipeline.running.cores import require_few, workers_as_everyone
+from pipeline.running.crew import Crew, Heartbeat, Loss, Losses, Worker, hide_gpus, room_for
+from pipeline.running.signals import kept_handlers
+
+LOOK_SECONDS = 1.0  # between two looks at the heartbeats
+log = logging.getLogger(__name__)
+
+
+class Heartbeats:
+    """The workers' signs of life, kept beside the driver: what a worker was busy with is known after it is gone."""
+
+    def __init__(self):
+        self._beats: dict[int, tuple[int, tuple[str, ...]]] = {}
+
+    def beat(self, number: int, items: tuple[str, ...]) -> None:
+        self._beats[number] = (self._beats.get(number, (0, ()))[0] + 1, items)
+
+    def read(self) -> dict[int, tuple[int, tuple[str, ...]]]:
+        """By worker: how many heartbeats there were, and the items that the last one named."""
+        return self._beats
+
+
+class WorkerActor:
+    """What Ray runs: a worker whose heartbeats arrive before it does what they announce."""
+
+    def __init__(self, make: Callable[[Heartbeat], Worker], number: int, heartbeats: Any, gpus: float):
+        hide_gpus(gpus)
+        self._make, self._heartbeat = make, lambda items: ray.get(heartbeats.beat.remote(number, items))
+
+    def ready(self) -> None:
+        self._worker = self._make(self._heartbeat)
+        self._worker.ready()
+
+    def work(self, task: Any) -> Any:
+        self._heartbeat(())
+        return self._worker.work(task)
+
+
+@dataclass
+class _Member:
+    """An actor and its tasks in the order in which they were given to it; it works on the first."""
+
+    number: int
+    actor: Any
+    loading: Any  # the reference that answers when the target is loaded; None from then on
+    since: float  # when its last heartbeat was new, or it was spawned
+    tasks: dict[Any, Any] = field(default_factory=dict)  # by reference
+    beats: int = 0  # seen
+
+
+class Pool:
+    """Iterate over `results(tasks)`: Ray starts with the first task and is shut down after the last."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        make: Callable[[Heartbeat], Worker],
+        losses: Losses,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._crew, self._make, self._losses, self._clock = crew, make, losses, clock
+        self._heartbeats: Any = None
+        self._gpus = 0.0  # of a worker; known when Ray's nodes are
+        self._spawned = 0
+        self._members: list[_Member] = []
+        self._again: deque[Any] = deque()  # tasks whose worker was lost
+        self._ever_ready = False  # has one worker loaded its target? Else the first that cannot ends the job
+        self._lost_in_a_row = 0  # workers lost since the last finished task
+
+    def results(self, tasks: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """(task, record) as they are finished, in any order. Raises PipelineError; finished tasks stay finished."""
+        first = next(tasks, None)
+        if first is None:
+            return
+        self._again.append(first)
+        start_ray(self._crew)
+        try:
+            self._gpus = room_for(self._crew, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            beside: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+            self._heartbeats = ray.remote(**beside)(Heartbeats).remote()
+            self._members = [self._spawn() for _ in range(self._crew.workers)]
+            more = True
+            while more or self._again or any(member.tasks for member in self._members):
+                more = self._hand_out(tasks, more)
+                yield from self._collect()
+            waiting = sum(member.loading is not None for member in self._members)
+            if waiting:
+                log.warning("%d of %d workers were never ready: no room, or no time", waiting, len(self._members))
+        except ray.exceptions.RayError as error:
+            raise PipelineError(
+                f"Ray failed: {_first_line(error)} Run the command again to continue: what is finished is kept"
+            ) from None
+        finally:
+            ray.shutdown()
+
+    def _spawn(self) -> _Member:
+        self._spawned += 1
+        remote = ray.remote(num_cpus=self._crew.cpus, num_gpus=self._gpus)(WorkerActor)
+        actor: Any = remote.remote(self._make, self._spawned, self._heartbeats, self._gpus)
+        return _Member(self._spawned, actor, actor.ready.remote(), self._clock())
+
+    def _hand_out(self, tasks: Iterator[Any], more: bool) -> bool:
+        """Gives every ready worker its tasks; says whether the source has more."""
+        for held in range(self._crew.tasks_each):
+            for member in self._members:
+                if member.loading is None and len(member.tasks) == held:
+                    task = self._again.popleft() if self._again else next(tasks, None) if more else None
+                    if task is None:
+                        return False
+                    if not member.tasks:
+                        member.since = self._clock()
+                    member.tasks[member.actor.work.remote(task)] = task
+        return more
+
+    def _collect(self) -> Iterator[tuple[Any, Any]]:
+        """Everything that is finished, or lost, by now; waits one look for something."""
+        references = [member.loading for member in self._members if member.loading is not None]
+        references += [reference for member in self._members for reference in member.tasks]
+        if not references:  # the last look brought everything, and the source turned out to have no more
+            return
+        ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
+        # All that is ready: what is finished but waits to be collected would seem to hang.
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        for reference in done:
+            member = next((m for m in self._members if reference == m.loading or reference in m.tasks), None)
+            if member is not None:  # else of a worker lost a moment ago
+                yield from self._answer(member, reference)
+        self._look_for_hangs()
+
+    def _answer(self, member: _Member, reference: Any) -> Iterator[tuple[Any, Any]]:
+        try:
+            record = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, PipelineError) and not (member.loading is not None and self._ever_ready):
+                raise PipelineError(f"{_title(member)}: {cause}") from None
+            self._lose(member, f"{type(cause).__name__}: {_first_line(cause)}", raised=True)
+            return
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            self._lose(member, _first_line(error))
+            return
+        if reference == member.loading:
+            member.loading, self._ever_ready = None, True
+            return
+        task = member.tasks.pop(reference)
+        member.since, self._lost_in_a_row = self._clock(), 0
+        yield task, record
+
+    def _look_for_hangs(self) -> None:
+        now, patience, beats = self._clock(), self._crew.hang_seconds, ray.get(self._heartbeats.read.remote())
+        for member in list(self._members):
+            if member.tasks:
+                count, _ = beats.get(member.number, (0, ()))
+                if count != member.beats:
+                    member.beats, member.since = count, now
+                if now - member.since > patience:
+                    section = self._crew.section
+                    self._lose(member, f"it gave no sign of life for {patience} s ({section}.hang_seconds).")
+        if all(m.loading is not None and now - m.since > patience for m in self._members):
+            raise PipelineError(
+                f"no worker became ready within {self._crew.section}.hang_seconds={patience}: is there room on the "
+                f"cluster for {self._crew.cpus} CPUs and {self._gpus:g} GPUs? Does loading take longer?"
+            )
+
+    def _lose(self, member: _Member, why: str, raised: bool = False) -> None:
+        """Replaces a worker that died, hung or failed; its tasks are given out again."""
+        ray.kill(member.actor)  # one that only seemed dead must not go on writing
+        log.warning("a worker was lost (%s): %s", _title(member), why)
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > 3 * self._crew.workers + 10 * self._ever_ready:
+            raise PipelineError(
+                f"{self._lost_in_a_row} workers were lost in a row, the last one because: {why} What is finished is "
+                "kept: look at the nodes (memory, GPUs) and run the command again to continue"
+            )
+        held = list(member.tasks.values())
+        if held:
+            _, busy = ray.get(self._heartbeats.read.remote()).get(member.number, (0, ()))
+            held[0] = self._losses.retry(held[0], Loss(busy, why, raised))
+        self._members[self._members.index(member)] = self._spawn()
+        self._again.extend(held)
+
+
+def _title(member: _Member) -> str:
+    if member.loading is not None:
+        return "loading the target"
+    return next(iter(member.tasks.values())).title if member.tasks else "idle"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no message")
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------
+
+
+def start_ray(crew: Crew) -> None:
+    """Joins the cluster that started this job, else starts Ray on this machine with all of its GPUs, reachable from it
+    alone.
+    """
+    with kept_handlers():
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(logging_level=logging.WARNING)
+        else:
+            require_few(f"{crew.section}.workers", crew.workers)
+            workers_as_everyone()
+            ray.init(
+                address="local",
+                _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
+                num_cpus=max(crew.workers * crew.cpus, 1),
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            )

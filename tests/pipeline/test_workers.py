@@ -1,0 +1,119 @@
+"""Workers that die, hang, raise, or cannot load. Real Ray, real kills."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline.basics.errors import PipelineError
+from pipeline.running.crew import Crew, Heartbeat, Loss
+from pipeline.running.workers import Pool
+from tests.kit import PATIENCE
+
+CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
+
+
+@dataclass(frozen=True)
+class Task:
+    title: str
+
+
+class Faulty:
+    """Fails on each task the first time, in the way that the task's title names; says "done" the second time."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat):
+        self._folder, self._heartbeat = folder, heartbeat
+
+    def ready(self) -> None:
+        if (self._folder / "cannot load").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(self, task: Task) -> str:
+        self._heartbeat((f"an item of {task.title}",))
+        mark = self._folder / task.title
+        if not mark.exists():
+            mark.touch()
+            while task.title == "slow" and not (self._folder / "noticed").exists():
+                self._heartbeat(())
+                time.sleep(0.1)
+            if task.title == "hangs":
+                time.sleep(PATIENCE)
+            if task.title == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if task.title == "raises":
+                raise ValueError("oh\nno")
+            if task.title == "is refused":
+                raise PipelineError("nothing helps")
+        return "done"
+
+
+@dataclass
+class Losses:
+    folder: Path
+    seen: list[tuple[str, Loss]] = field(default_factory=list)
+
+    def retry(self, task: Task, loss: Loss) -> Task:
+        self.seen.append((task.title, loss))
+        if task.title == "hangs":
+            (self.folder / "noticed").touch()
+        return task
+
+
+class Hasty(Pool):
+    """While a worker hangs and nobody noticed, each look at the heartbeats comes most of `hang_seconds` after the last.
+    Nobody waits, and no patience depends on how fast the machine is.
+    """
+
+    def __init__(self, folder: Path, crew: Crew):
+        self.losses, self._folder, self._ahead = Losses(folder), folder, 0.0
+        super().__init__(crew, partial(Faulty, folder), self.losses, clock=lambda: time.monotonic() + self._ahead)
+
+    def _look_for_hangs(self) -> None:
+        super()._look_for_hangs()
+        if (self._folder / "hangs").exists() and not (self._folder / "noticed").exists():
+            self._ahead += 0.7 * PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.real
+def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path):
+    """The slow worker, which gives heartbeats, is left alone while the other hangs."""
+    crew = replace(CREW, tasks_each=1)  # what hangs must not wait behind what is slow
+    pool, titles = Hasty(tmp_path, crew), ["slow", "hangs", "dies", "raises", "is sound"]
+    found = list(pool.results(iter(map(Task, titles))))
+    assert sorted(task.title for task, _ in found) == sorted(titles) and {record for _, record in found} == {"done"}
+    lost = dict(pool.losses.seen)
+    assert len(pool.losses.seen) == 3 and lost.keys() == {"hangs", "dies", "raises"}
+    assert all(loss.busy == (f"an item of {title}",) for title, loss in lost.items())
+    assert "no sign of life" in lost["hangs"].why and lost["raises"].why == "ValueError: oh"
+    assert [title for title, loss in lost.items() if loss.raised] == ["raises"]
+
+
+@pytest.mark.real
+def test_an_error_for_the_user_ends_the_job(tmp_path):
+    with pytest.raises(PipelineError, match=r"^is refused: nothing helps$"):
+        list(Hasty(tmp_path, CREW).results(iter([Task("is refused")])))
+
+
+@pytest.mark.real
+def test_workers_that_die_while_they_load_are_given_up(tmp_path):
+    (tmp_path / "cannot load").touch()
+    with pytest.raises(PipelineError, match="4 workers were lost in a row"):
+        list(Hasty(tmp_path, replace(CREW, workers=1)).results(iter([Task("is sound")])))
+
+
+def test_without_a_task_nothing_is_started():
+    assert list(Pool(CREW, None, None).results(iter([]))) == []
+
+
+def test_nothing_in_flight_is_nothing_to_wait_for():
+    """The last look may bring every result before the source is known to have no more."""
+    assert list(Pool(CREW, None, None)._collect()) == []
