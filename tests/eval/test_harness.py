@@ -316,7 +316,7 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
     recipe = tiny_recipe.model_copy(update={"eval": config})
     all_units = [EvalTask("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
-    job = tasks.Job(recipe, {}, all_units, "key")
+    job = tasks.Job(recipe, {}, {}, all_units, "key")
 
     def fleet(_, __, missing, stop_after):
         for place, unit in enumerate(reversed(missing)):  # in any order
