@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +29,6 @@ class TextRecord:
     rows: int
     bytes: int
     sha256: str
-
-
-class Text(Protocol):
-    """What the rows of a table are made of."""
-
-    @property
-    def doc_id(self) -> str: ...
-    @property
-    def input_ids(self) -> np.ndarray: ...
-    @property
-    def loss_mask(self) -> np.ndarray: ...
 
 
 class ArrowFile:
@@ -89,7 +78,8 @@ class _Hashed(io.RawIOBase):
         return written
 
 
-def text_batch(texts: Iterable[Text], spec: FeatureSpec) -> pa.RecordBatch:
+def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
+    """Rows of a table, of what has a `doc_id`, `input_ids` and a `loss_mask`."""
     texts = list(texts)
     ends = np.cumsum([0, *(len(text.input_ids) for text in texts)])
     columns = [pa.array([text.doc_id for text in texts], pa.string())]
@@ -99,7 +89,7 @@ def text_batch(texts: Iterable[Text], spec: FeatureSpec) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=text_schema(spec))
 
 
-def write_text_table(path: Path, texts: Iterable[Text], spec: FeatureSpec) -> TextRecord:
+def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> TextRecord:
     with arrow_file(path, text_schema(spec)) as file:
         file.write(text_batch(texts, spec))
     return record_of(path, file)
