@@ -100,8 +100,8 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
                 if (key := (alone.name, tree)) not in walks:
                     walks[key] = replay.collect(alone, states, tokens, begin, tree)
                 if isinstance(draft, Sources):
-                    together = replay.Together(draft, walks[key], tokens, begin)
-                    out[name].answers.append(Answer(together, text.temperature, text.number))
+                    hybrid = replay.HybridText(draft, walks[key], tokens, begin)
+                    out[name].answers.append(Answer(hybrid, text.temperature, text.number))
                 else:
                     out[name].counters.append(walks[key].counter())
             progress.advance(1)

@@ -16,7 +16,7 @@ from scipy.optimize import isotonic_regression
 from pipeline.decoding.calibration import AcceptProbability, Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
-from pipeline.decoding.replay import Together
+from pipeline.decoding.replay import HybridText
 from pipeline.decoding.sources import COPIED
 
 LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; bins that all right ones would fill
@@ -31,7 +31,7 @@ Counted = dict[Level, tuple[np.ndarray, np.ndarray]]  # scores, and whether each
 class Answer:
     """One of the target's answers: what the sources propose along it, its temperature, and whose prompt it answers."""
 
-    text: Together
+    text: HybridText
     temperature: float
     prompt: int
 
@@ -44,7 +44,7 @@ def right(pool: Pool, following: list[int]) -> list[bool]:
     return found[1:]
 
 
-def count(text: Together, trees: list[TreeConfig]) -> Counted:
+def count(text: HybridText, trees: list[TreeConfig]) -> Counted:
     """Every candidate once: of the draft in `trees`, of a level that several of these have in the first one, and of
     those beside it.
     """

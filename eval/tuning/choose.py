@@ -85,8 +85,10 @@ def calibrate(
     own = {(one.prompt, place if one.temperature else None): one for place, one in enumerate(found.answers)}
     each = [(answer, count(answer.text, trees)) for answer in own.values()]  # greedy repeats do not differ
     calibration = fit(each)
-    chances = {"draft": sources.draft.chance} | {key: source.chance for key, source in sources.secondary.items()}
-    bins = reliability(each, chances.__getitem__)
+    defaults = {"draft": sources.draft.accept_probability} | {
+        key: source.accept_probability for key, source in sources.secondary.items()
+    }
+    bins = reliability(each, defaults.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
     for line in said(bins):

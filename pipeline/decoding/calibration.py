@@ -2,7 +2,7 @@
 
 Counted on calibration answers (eval/tuning/calibrate.py), by temperature, by source, by depth and by how many levels a
 forward looked ahead for the candidate. Each curve rises with the score. Where nothing was counted, the source's own
-default holds (`Draft.chance`).
+default holds (`Source.accept_probability`).
 """
 
 from bisect import bisect_left

@@ -172,7 +172,7 @@ class Source(Draft, Protocol):
     def pool(self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
         """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
 
-    def chance(self, depth: int, score: float) -> float:
+    def accept_probability(self, depth: int, score: float) -> float:
         """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing
         was counted (calibration.py).
         """

@@ -82,7 +82,7 @@ def counter(
         return lambda tree: Acceptance()  # a text of one token has no round
     if isinstance(draft, Sources):
         walk = collect(draft.draft, states, tokens, begin, largest)
-        return Together(draft, walk, tokens, begin).counter(draft, temperature)
+        return HybridText(draft, walk, tokens, begin).counter(draft, temperature)
     if not draft.stepwise:
         return lambda tree: decoded(LoadedMethod(draft, tree), states, tokens, begin)
     return collect(draft, states, tokens, begin, largest).counter()
@@ -165,7 +165,7 @@ def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
     return torch.stack(out, dim=1).cummax(dim=1).values
 
 
-class Together:
+class HybridText:
     """One text, and what several sources propose below each of its places (the draft's is its `walk`)."""
 
     def __init__(self, sources: Sources, walk: Walk, tokens: list[int], begin: int):

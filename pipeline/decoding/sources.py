@@ -44,7 +44,7 @@ class Merged:
 
     tokens: list[int]
     parents: list[int]  # 0: the root; n: the n-th node, from 1
-    chances: list[float]
+    probabilities: list[float]
     order: list[int]  # the nodes from 1 on, likeliest first: any first part of it is connected
 
     def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
@@ -76,28 +76,28 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
     """
     tokens: list[int] = []
     parents: list[int] = []
-    chances: list[float] = []
+    probabilities: list[float] = []
     known: dict[tuple[int, int], int] = {}
-    for pool, worth in pools:
+    for pool, of_pool in pools:
         node_of = [0]
-        for token, parent, chance in zip(pool.tokens, pool.parents, worth, strict=True):
+        for token, parent, probability in zip(pool.tokens, pool.parents, of_pool, strict=True):
             key = (node_of[parent], token)
             node = known.get(key)
             if node is None:
                 tokens.append(token)
                 parents.append(key[0])
-                chances.append(chance)
+                probabilities.append(probability)
                 node = known[key] = len(tokens)
             elif agreement == "either":
-                chances[node - 1] = 1 - (1 - chances[node - 1]) * (1 - chance)
+                probabilities[node - 1] = 1 - (1 - probabilities[node - 1]) * (1 - probability)
             else:
-                chances[node - 1] = max(chances[node - 1], chance)
+                probabilities[node - 1] = max(probabilities[node - 1], probability)
             node_of.append(node)
     for place, parent in enumerate(parents):
         if parent:
-            chances[place] = min(chances[place], chances[parent - 1])
-    order = sorted(range(1, len(tokens) + 1), key=lambda node: -chances[node - 1])
-    return Merged(tokens, parents, chances, order)
+            probabilities[place] = min(probabilities[place], probabilities[parent - 1])
+    order = sorted(range(1, len(tokens) + 1), key=lambda node: -probabilities[node - 1])
+    return Merged(tokens, parents, probabilities, order)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Sources:
         self.target_vocabulary = draft.target_vocabulary
 
     def tuned(self, calibration: Calibration) -> "Sources":
-        """The same with other chances."""
+        """The same with other probabilities."""
         return Sources(self.draft, self.secondary, calibration, self.agreement)
 
     @property
@@ -190,14 +190,16 @@ class Sources:
         return {name: one.pool(state.secondary[name], seen, COPIED, count) for name, one in self.secondary.items()}
 
     def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
-        found = [(drafted, self._chances("draft", self.draft, drafted, tree, temperature))]
+        found = [(drafted, self._probabilities("draft", self.draft, drafted, tree, temperature))]
         for name, pool in copied.items():
-            found.append((pool, self._chances(name, self.secondary[name], pool, COPIED, temperature)))
+            found.append((pool, self._probabilities(name, self.secondary[name], pool, COPIED, temperature)))
         return merge(found, self.agreement)
 
-    def _chances(self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float) -> list[float]:
+    def _probabilities(
+        self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float
+    ) -> list[float]:
         key = name, temperature, tree
         if key not in self._known:
-            self._known[key] = self._calibration.of(name, temperature, tree, source.chance)
-        chance = self._known[key]
-        return [chance(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
+            self._known[key] = self._calibration.of(name, temperature, tree, source.accept_probability)
+        probability = self._known[key]
+        return [probability(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]

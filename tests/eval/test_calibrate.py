@@ -56,7 +56,10 @@ class Scripted:
 
 @pytest.mark.parametrize(("temperature", "once"), [(0.0, True), (0.3, False)])
 def test_greedy_repeats_are_counted_once(temperature, once):
-    alone, answer = SimpleNamespace(chance=lambda depth, score: 0.5), Answer(Scripted(0, 300), temperature, 0)
+    alone, answer = (
+        SimpleNamespace(accept_probability=lambda depth, score: 0.5),
+        Answer(Scripted(0, 300), temperature, 0),
+    )
     answer.text.counter = lambda sources, temperature: None
     sources = SimpleNamespace(
         config=JakiroConfig(), draft=alone, secondary={"prompt-lookup": alone}, tuned=lambda calibration: None

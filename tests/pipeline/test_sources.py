@@ -32,19 +32,19 @@ def tree_of(found, nodes):
 def test_the_same_token_below_the_same_node_is_one_node():
     found = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])], "either")
     assert found.tokens == [5, 6, 7, 9] and found.parents == [0, 1, 0, 1]
-    assert found.chances == pytest.approx([1 - 0.2 * 0.5, 0.5, 1 - 0.9 * 0.7, 0.4])
+    assert found.probabilities == pytest.approx([1 - 0.2 * 0.5, 0.5, 1 - 0.9 * 0.7, 0.4])
     assert tree_of(found, 5) == [(5,), (5, 6), (5, 9), (7,)]
     assert tree_of(found, 3) == [(5,), (5, 6)]
 
 
 def test_the_largest_probability_instead():
     found = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])], "max")
-    assert found.chances == [0.8, 0.5, 0.3, 0.4]
+    assert found.probabilities == [0.8, 0.5, 0.3, 0.4]
 
 
 def test_no_node_is_likelier_than_its_parent():
     found = merge([(LEFT, [0.3, 0.9, 0.5])], "either")
-    assert found.chances == [0.3, 0.3, 0.5]
+    assert found.probabilities == [0.3, 0.3, 0.5]
     assert tree_of(found, 3) == [(7,), (5,)]
 
 

@@ -127,7 +127,7 @@ class PromptLookup:
         found += [(self._corpus.tokens, *match) for match in self._corpus.matches(tokens, self.config.shortest)]
         return sorted(found, key=lambda match: -match[2])
 
-    def chance(self, depth: int, score: float) -> float:
+    def accept_probability(self, depth: int, score: float) -> float:
         first = FIRST[min(int(score), len(FIRST)) - 1] if score > 0 else OTHER
         return first * FURTHER ** (depth - 1)
 

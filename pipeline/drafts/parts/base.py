@@ -138,7 +138,7 @@ class ByLevels:
     def pool(self: Any, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
         return best_pool(self, state, seen, tree, count, timer)
 
-    def chance(self, depth: int, score: float) -> float:
+    def accept_probability(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""
         return math.exp(min(score, 0.0))
 
