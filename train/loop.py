@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,6 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
-    draft.read(partial(load_tokenizer, recipe.target))
     draft.start_from_target(some_texts(store.texts))
     return draft
 

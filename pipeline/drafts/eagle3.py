@@ -35,7 +35,7 @@ class Eagle3FrameConfig(OneLayerConfig):
     next: Weights = Weights(regression=0.0, classification=1.0)
     ahead: Weights = Weights(regression=0.0, classification=0.5)
     ttt_steps: int = 7
-    own: Weights = Weights(regression=0.0, classification=1.0)
+    ttt: Weights = Weights(regression=0.0, classification=1.0)
     decay: float = 0.8
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
     fc_norm: bool = False  # EAGLE-3.1

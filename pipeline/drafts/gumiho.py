@@ -50,7 +50,7 @@ class GumihoConfig(EagleFrameConfig):
         self.at_least(0, "regression_steps")
         if not 0 < self.later_decay <= 1:
             raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
-        for key in ("ahead", "own", "decay", "ttt_steps"):
+        for key in ("ahead", "ttt", "decay", "ttt_steps"):
             if getattr(self, key) != getattr(type(self), key):
                 raise ValueError(
                     f"{key}: Gumiho's serial part is trained on true features, for the next token; the MLPs have later "

@@ -7,19 +7,15 @@ With u the attention block's output, n = RMSNorm(u), E_j the experts and w the r
 
 beta and alpha are "learnable" in the paper. ``contrast = "router"`` takes the released code's reading: two more rows of
 the gate, softmaxed; the larger is beta and names E_a. ``contrast = "scalar"`` learns two numbers, E_a being the
-better-routed expert. ``contrast = "experts"`` contrasts nothing: horizon h is the h-th best-routed expert's own,
-u + E_h(n), so that K kept experts look K tokens ahead. A token is computed by the experts that it keeps, and when
-decoding the others are not even read.
+better-routed expert. A token is computed by the experts that it keeps; decoding does not even read the others.
 
-The experts' own heads, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would rank tokens
-identically), are what decoupled trees take candidates from. ``routing = "depth"`` has no gate: expert j answers where j
-of the input's features are the draft's own. ``routing = "domain"``: one expert a token, of a gate that learns nothing
-but what its dialogue is: code, mathematics or chat (parts/domains.py).
+Each expert has an output of its own, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would
+rank tokens identically). Trees with ``candidates = "decoupled"`` or ``"mixture"`` take their candidates from these.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +24,9 @@ from torch._guards import detect_fake_mode
 from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
-from pipeline.drafts.parts.domains import DOMAINS, marks, surprise
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Prediction, Term
-from pipeline.drafts.parts.one_layer import Heads, OneLayer, Weights
+from pipeline.drafts.parts.one_layer import Heads, OneLayer
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -44,64 +39,31 @@ class ExpertsConfig(Settings):
     experts: int = 2
     experts_per_token: int = 2
     expert_width: int | None = None  # default: the hidden size, as in the released code
-    # depth: expert j for the j-th level of a roll-out; domain: an expert for each of DOMAINS. Both run one a token
-    routing: Literal["learned", "depth", "domain"] = "learned"
-    # the branches ahead: eq. 7 twice, one expert each, none
-    contrast: Literal["router", "scalar", "experts", "none"] = "router"
-    expert_loss: Weights | None = None  # of each kept expert's own head (decoupled trees); averaged over them
-    mixture_loss: float = 0.0  # weight of the cross-entropy of the experts' mixture of softmaxes
+    contrast: Literal["router", "scalar", "none"] = (
+        "router"  # eq. 7 with either reading of beta and alpha, or without it
+    )
     balance_loss: float = 0.0  # weight of E sum_e share_e mean_e in each dialogue: 1 where experts are used alike
 
     def __post_init__(self):
         super().__post_init__()  # the frame's
-        self.at_least(2, "experts")
-        self.at_least(1, "experts_per_token", "expert_width")
-        self.at_least(0, "mixture_loss", "balance_loss")
+        self.at_least(2, "experts", "experts_per_token")
+        self.at_least(1, "expert_width")
+        self.at_least(0, "balance_loss")
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
-        own = self.expert_loss or self.mixture_loss
-        if self.routing != "learned":
-            if self.experts_per_token > 1 or self.contrast != "none":
-                raise ValueError(
-                    f"routing={self.routing!r} runs one expert a token: it needs experts_per_token=1 and "
-                    "contrast='none'"
-                )
-            if own or self.balance_loss:
-                raise ValueError(
-                    f"routing={self.routing!r} runs one expert a token, and nobody chooses among several: expert_loss, "
-                    "mixture_loss and balance_loss are not for it"
-                )
-        if self.routing == "depth" and self.ttt_steps == 1:
-            raise ValueError("routing='depth' with ttt_steps=1: there is but one depth; set ttt_steps to 2 or more")
-        if self.routing == "domain" and self.experts != len(DOMAINS):
-            raise ValueError(f"routing='domain' has an expert for each of {', '.join(DOMAINS)}: set experts=3")
-        if self.contrast == "experts" and (own or self.experts_per_token > 5):
-            raise ValueError(
-                "contrast='experts' gives each of at most 5 kept experts a horizon of its own: expert_loss and "
-                "mixture_loss would train all of them for the next token"
-            )
-        if self.routing == "learned" and self.experts_per_token < 2:
-            raise ValueError("experts_per_token=1 with routing='learned': nothing would train the gate; use 2 or more")
 
     @property
     def levels(self) -> int:
-        return {"router": 2, "scalar": 2, "experts": self.experts_per_token, "none": 1}[self.contrast]
+        return 1 if self.contrast == "none" else 2
 
     @property
     def has_experts(self) -> bool:
-        return self.experts_per_token > 1 and self.contrast != "experts"
+        return True
 
     def terms(self) -> dict[str, Term]:
-        found, objective, kept = super().terms(), self.objective, self.experts_per_token  # type: ignore[misc, attr-defined]
-        if self.expert_loss:
-            share = self.expert_loss.of(1 / kept)
-            found |= {f"expert_{place}": Term(1, share, objective) for place in range(1, kept + 1)}
-        if self.mixture_loss:
-            found["mixture"] = Term(1, {"classification": self.mixture_loss}, features=kept)
+        found = super().terms()  # type: ignore[misc]
         if self.balance_loss:
             found["balance"] = Term(1, {"penalty": self.balance_loss}, features=0)
-        if self.routing == "domain":
-            found["domain"] = Term(1, {"penalty": 1.0}, features=0)
         return found
 
 
@@ -132,8 +94,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.kept, self.count, self.contrast = config.experts_per_token, config.experts, config.contrast
         router_rows = 2 if self.contrast == "router" else 0
-        if config.routing != "depth":
-            self.gate = nn.Linear(llama.hidden_size, self.count + router_rows, bias=False)
+        self.gate = nn.Linear(llama.hidden_size, self.count + router_rows, bias=False)
         width = config.expert_width or llama.hidden_size
         self.experts = nn.ModuleList(swiglu(llama, width) for _ in range(self.count))
         if self.contrast == "scalar":
@@ -141,16 +102,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, u: Tensor, n: Tensor) -> Heads:
         """``u`` and its norm (..., D)."""
-        # A gate by domain classifies beside the draft: its loss does not move what it reads.
-        scores = self.gate(n.detach() if self.kept == 1 else n)
+        scores = self.gate(n)
         kept_scores, kept = scores[..., : self.count].topk(self.kept, dim=-1)  # best first
         chosen = self._chosen(n, kept)  # (..., K, D)
         weights = kept_scores.float().softmax(-1).to(n.dtype)
         mixture = (weights[..., None] * chosen).sum(-2)
         experts = [u + output for output in chosen.unbind(-2)]
-        ahead = experts[1:] if self.contrast == "experts" else []
-        if self.contrast in ("router", "scalar"):
-            ahead = [u + self._contrast(scores, kept, chosen)]
+        ahead = [] if self.contrast == "none" else [u + self._contrast(scores, kept, chosen)]
         return Heads([u + mixture, *ahead], experts, kept_scores.float().log_softmax(-1), (scores, kept))
 
     def _chosen(self, n: Tensor, kept: Tensor) -> Tensor:
@@ -196,28 +154,12 @@ class Experts(OneLayer):
 
     config: Any
 
-    def __init__(self, config: Any, shapes: dict[str, Any]):
-        super().__init__(config, shapes)
-        # By token, until `read` nothing. A list keeps it out of the module tree: it is for training alone.
-        self._marks = [torch.zeros(self.target_vocabulary, len(DOMAINS) - 1, dtype=torch.bool)]
-
-    def read(self, tokenizer: Callable[[], Any]) -> None:
-        if self.config.routing == "domain":
-            self._marks[:] = [marks(tokenizer(), self.target_vocabulary)]
-
-    def _share(self, other: Self) -> None:
-        super()._share(other)
-        other._marks = self._marks
-
     def follow(self, llama: Any) -> dict[str, nn.Module]:
         return {"mlp_moe": MixtureOfExperts(llama, self.config)}
 
-    def heads(self, u: Tensor, depth: int) -> Heads:
+    def heads(self, u: Tensor) -> Heads:
         block: Any = self.block
-        moe, n = block.mlp_moe, block.post_attention_layernorm(u)
-        if self.config.routing == "depth":
-            return Heads([u + moe.experts[min(depth, moe.count - 1)](n)])
-        return moe(u, n)
+        return block.mlp_moe(u, block.post_attention_layernorm(u))
 
     def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         found, keys = super().released_facts(theirs, names), {"num_experts_per_tok": "experts_per_token"}
@@ -237,19 +179,10 @@ class Experts(OneLayer):
         )
 
     def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
-        found: dict[str, Prediction] = {}
-        if self.config.expert_loss:
-            found |= {f"expert_{place}": Prediction([f]) for place, f in enumerate(heads.experts, start=1)}
-        if self.config.mixture_loss:
-            found["mixture"] = Prediction(heads.experts, heads.log_weights)
-        if self.config.balance_loss:
-            assert heads.routed is not None
-            found["balance"] = Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))
-        if self.config.routing == "domain":
-            assert heads.routed is not None
-            self._marks[:] = [self._marks[0].to(batch.tokens_BT.device)]  # once
-            found["domain"] = Prediction(penalty=surprise(heads.routed[0], self._marks[0], batch))
-        return found
+        if not self.config.balance_loss:
+            return {}
+        assert heads.routed is not None
+        return {"balance": Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))}
 
 
 def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch") -> Tensor:

@@ -89,8 +89,12 @@ def override_arguments(overrides: Iterable[str]) -> list[str]:
 
 
 # Keys that recipes once had: what they are called now, and why others are gone.
-RENAMED_KEYS = {"rollout": "ttt_steps", "beside": "secondary"}
-REMOVED_KEYS = {"sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)"}
+RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary"}
+_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); git tag before-the-redraw has it"
+REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
+    "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",
+}
+REMOVED_VALUES = {("contrast", "experts"): _STUDIED}
 
 
 def _apply(tree: dict, override: str) -> None:
@@ -121,6 +125,8 @@ def _explain(error: Any) -> str:
             return f"{where}: {got}: that kind is called {now!r} now; write kind = {now!r}"
         kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
         return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"
+    if error["type"] == "literal_error" and (why := REMOVED_VALUES.get((str(location[-1]), error["input"]))):
+        return f"{where}: {error['input']!r} is gone: {why}"
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")

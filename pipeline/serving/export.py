@@ -249,8 +249,6 @@ def _require_experts_served(config: ExpertsConfig, engine: str) -> None:
     """Raises PipelineError for experts that no engine runs."""
     if engine != "vllm":
         raise PipelineError(f"{engine} loads no draft with experts: export to vllm, which does with {PLUG_IN}")
-    if config.routing == "depth":
-        raise PipelineError("routing='depth': vLLM does not tell a draft which guess of a chain it makes")
 
 
 def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: str, layers: list[int]) -> None:

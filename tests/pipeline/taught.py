@@ -41,9 +41,6 @@ VARIANTS = {
     "sparse on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
-    "by depth on eagle-3": JakiroOnEagle3Config(
-        frame="eagle-3", experts=3, routing="depth", experts_per_token=1, contrast="none", ttt_steps=3
-    ),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
     "medusa": MedusaConfig(),
@@ -55,8 +52,6 @@ VARIANTS = {
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
-    "by-depth": JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", ttt_steps=2),
-    "by-domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
 }
 # Kinds of trees beside the dynamic ones above: (draft, its tree)
 KINDS = {
@@ -84,9 +79,9 @@ KINDS = {
     "medusa, static": ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     "medusa, drawn": ("medusa, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),
-    "jakiro, three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
+    "three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }
-VARIANTS["three-branches"] = JakiroConfig(kind="jakiro", experts=3, experts_per_token=3, contrast="experts")
+VARIANTS["three-branches"] = EagleConfig(horizons=3)
 ONE_LAYER = [name for name, config in VARIANTS.items() if isinstance(config, OneLayerConfig) and "gumiho" not in name]
 TREES = {
     "deep": {"depth": 5, "top_k": 3, "nodes": 16},

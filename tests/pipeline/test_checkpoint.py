@@ -55,7 +55,7 @@ def make(tiny_recipe, loaded_target, embed_head, tmp_path):
                 "frame": "eagle-3",
                 "experts": 4,
                 "expert_width": 16,
-                "expert_loss": {"regression": 0, "classification": 0.1},
+                "balance_loss": 0.1,
             },
         ),
     ],

@@ -362,7 +362,7 @@ def test_branches_add_the_residual():
     draft.initialise(0)
     u, layer = inputs(5), draft.layers[0]
     mixture, chosen, log_weights, contrast = parts(layer.mlp_moe, layer.post_attention_layernorm(u))
-    heads = draft.heads(u, 0)
+    heads = draft.heads(u)
     assert draft.horizons == [1, 2] and draft.terms(0).keys() == {"next", "ahead"}
     assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
     assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
@@ -370,7 +370,7 @@ def test_branches_add_the_residual():
     assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual stays one
     eagle = build(EagleConfig(kind="eagle"), shapes(*TINY))
     assert eagle.horizons == [1]
-    assert torch.equal(eagle.heads(u, 0).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
+    assert torch.equal(eagle.heads(u).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
 
 
 @torch.no_grad()
@@ -379,33 +379,11 @@ def test_a_dense_draft_with_more_horizons_shares_all_but_the_last_projection():
     draft.initialise(0)
     u, layer = inputs(5), draft.layers[0]
     n = layer.post_attention_layernorm(u)
-    heads = draft.heads(u, 0)
+    heads = draft.heads(u)
     assert len(heads.ahead) == 3 and torch.equal(heads.ahead[0], u + layer.mlp(n))
     activation = torch.nn.functional.silu(n @ layer.mlp.gate_proj.weight.T) * (n @ layer.mlp.up_proj.weight.T)
     for got, down in zip(heads.ahead[1:], layer.ahead_projs, strict=True):
         assert torch.allclose(got, u + activation @ down.weight.T, atol=1e-6)
-
-
-@pytest.mark.parametrize("kept", [2, 3])
-@torch.no_grad()
-def test_branches_of_the_experts_look_as_far_ahead_as_there_are_kept_experts(kept):
-    draft = build(JakiroConfig(kind="jakiro", experts=4, experts_per_token=kept, contrast="experts"), shapes(*TINY))
-    draft.initialise(0)
-    heads = draft.heads(inputs(5), 0)
-    assert draft.horizons == list(range(1, kept + 1)) == list(range(1, len(heads.ahead) + 1))
-    assert all(torch.equal(heads.ahead[h], heads.experts[h]) for h in range(1, kept))  # the h-th best routed, from 0
-
-
-@torch.no_grad()
-def test_experts_routed_by_depth_answer_alone():
-    config = JakiroConfig(kind="jakiro", routing="depth", experts_per_token=1, contrast="none", ttt_steps=3)
-    draft = build(config, shapes(*TINY))
-    draft.initialise(0)
-    u, layer = inputs(5), draft.layers[0]
-    n = layer.post_attention_layernorm(u)
-    for depth, expert in ((0, 0), (1, 1), (2, 1), (4, 1)):
-        assert torch.equal(draft.heads(u, depth).ahead[0], u + layer.mlp_moe.experts[expert](n))
-    assert not any("gate.weight" in name for name in draft.state_dict())
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

@@ -72,12 +72,6 @@ CASES = {  # settings, engine -> architecture, names
         "EagleJakiroForCausalLM",
         of_experts(EAGLE, "contrast_scalars"),
     ),
-    "jakiro by domain to vllm": (
-        JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
-        "vllm",
-        "EagleJakiroForCausalLM",
-        of_experts(EAGLE, *(f"experts.2.{name}_proj.weight" for name in ("gate", "up", "down"))),
-    ),
     "jakiro on EAGLE-3's frame to vllm": (
         JakiroOnEagle3Config(frame="eagle-3", vocabulary=100, contrast="none"),
         "vllm",
@@ -251,11 +245,6 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
     [
         (JakiroConfig(), "sglang", "sglang loads no draft with experts"),
         (JakiroConfig(), "gguf", "gguf loads no draft with experts"),
-        (
-            JakiroConfig(routing="depth", experts_per_token=1, contrast="none", ttt_steps=2),
-            "vllm",
-            "does not tell a draft which guess",
-        ),
         (EagleConfig(), "gguf", "llama.cpp has no EAGLE-1/2"),
         (Eagle3Config(norm_output=True), "gguf", "llama.cpp has no EAGLE-3.1"),
         (Eagle3Config(fc_norm=True), "gguf", "llama.cpp has no EAGLE-3.1"),

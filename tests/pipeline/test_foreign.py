@@ -420,7 +420,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
     mask = additive(ttt_sees(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
-    torch.testing.assert_close(draft.logits(draft.heads(u, 0).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft.logits(draft.heads(u).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_later_options_leave_an_earlier_drafts_settings_as_they_were():

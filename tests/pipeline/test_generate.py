@@ -49,7 +49,7 @@ def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, embed
     ("name", "parallel"),
     [
         *[("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2), ("dense-ahead", 2)],
-        *[("by-depth", 1), ("eagle3", 1), ("eagle3, 3.1's norms", 1), ("jakiro on eagle-3", 2)],
+        *[("eagle3", 1), ("eagle3, 3.1's norms", 1), ("jakiro on eagle-3", 2)],
         ("sparse on eagle-3", 1),
         *[("gumiho", None), ("gumiho, reduced", None), ("medusa", None)],
         *[
@@ -371,7 +371,7 @@ def test_every_nodes_logits_are_a_plain_forwards_of_its_path_whatever_was_accept
         assert torch.allclose(logits_NV, logits_of_paths(loaded_target, tokens[:-1], tree), atol=2e-5, rtol=1e-4)
 
 
-ROLLED = ["eagle", "by-depth", "eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
+ROLLED = ["eagle", "eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
 
 
 @pytest.mark.parametrize("name", ROLLED)
@@ -395,7 +395,7 @@ def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, embed_head
             seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
             token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
             answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), DraftRequest())
-            want = draft.carried(trained[f"own_{depth + 1}"].features[0][0, begin + depth - 1])
+            want = draft.carried(trained[f"ttt_{depth + 1}"].features[0][0, begin + depth - 1])
             assert torch.allclose(answer.carry_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
 
 
@@ -413,7 +413,7 @@ def training_time(draft, features_TD, tokens_T, depth=0):
     if draft.window:
         mask = additive(ttt_sees(1, places, None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
-    return [feature[0] for feature in draft.heads(u, depth).ahead]
+    return [feature[0] for feature in draft.heads(u).ahead]
 
 
 def same_answer(draft, answer, row, branches, place):

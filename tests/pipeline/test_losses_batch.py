@@ -17,7 +17,6 @@ from pipeline.drafts.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
-from pipeline.drafts.parts.one_layer import Weights
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
@@ -312,35 +311,6 @@ def test_the_classification_loss_is_torchs_soft_cross_entropy():
     assert one_term(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
-def test_a_mixtures_loss_is_the_cross_entropy_of_the_mixed_softmaxes(monkeypatch, rows_per_chunk):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
-    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
-    generator = torch.Generator().manual_seed(8)
-    shape = batch.hidden_BTD.shape
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
-    scores = torch.randn(*shape[:2], 2, generator=generator).requires_grad_()
-    predictions = {
-        "other": (2, Prediction([torch.randn(shape, generator=generator)])),
-        "mixture": (1, Prediction(leaves, scores.log_softmax(-1))),
-    }
-    got = sums_of(predictions, batch, head)["mixture"]
-    got["classification"].backward()
-    gradients = [x.grad.clone() for x in (*leaves, scores)]
-
-    for x in (*leaves, scores):
-        x.grad = None
-    mask = batch.trained[1]
-    q = sum(w[:, None] * head(f[mask]).softmax(-1) for w, f in zip(scores[mask].softmax(-1).T, leaves, strict=True))
-    p = head(batch.labels_BTD[mask]).softmax(-1)
-    want = -(p * q.log()).sum()
-    want.backward()
-    assert got["classification"].item() == pytest.approx(want.item(), rel=1e-6)
-    assert got["agree"] == (q.argmax(-1) == p.argmax(-1)).sum()
-    for ours, x in zip(gradients, (*leaves, scores), strict=True):
-        assert x.grad.abs().max() > 0.01 and torch.allclose(ours, x.grad, rtol=1e-4, atol=1e-5)
-
-
 # -- a draft's whole loss -------------------------------------------------------------------------------------------
 
 TOTALS = {1: 30, 2: 25, 3: 20, 4: 15, 5: 12, 6: 10, 7: 8}  # by horizon
@@ -349,9 +319,6 @@ CONFIGS = {
     "jakiro": JakiroConfig(kind="jakiro"),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
     "two-step": EagleConfig(kind="eagle", horizons=2, ttt_steps=2),
-    "experts": JakiroConfig(
-        kind="jakiro", experts=3, expert_loss=Weights(regression=0.5, classification=0.2), mixture_loss=0.3
-    ),
     "eagle3": Eagle3Config(ttt_steps=3, fc_norm=True, norm_output=True),
     "eagle3, masked": Eagle3Config(ttt_steps=2, vocabulary=100),
     "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, sliding_window=4),
@@ -363,10 +330,8 @@ CONFIGS = {
         expert_width=16,
         vocabulary=100,
         teacher="renormalised",
-        mixture_loss=0.3,
         balance_loss=0.01,
     ),
-    "by domain": JakiroConfig(experts=3, routing="domain", experts_per_token=1, contrast="none"),
 }
 
 
@@ -388,8 +353,6 @@ def random_draft(config, loaded_target, embed_head):
             weight.data.mul_(5 if weight.ndim == 2 else 1)
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(0, 200, 2))
-    if getattr(config, "routing", "") == "domain":
-        draft._marks[:] = [torch.arange(260)[:, None] % torch.tensor([300, 7]) == 0]
     draft.bind(embed_head)
     return draft
 
@@ -442,19 +405,17 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
     totals = TOTALS | {1: 40, 2: 7}
     loss, sums, _ = whole_loss(draft, rows, totals)
     want = 0.0
-    weights = {"next": (1, 1.0, 0.1), "ahead": (2, 1.0, 0.05), "own_2": (1, 1.0, 0.1), "mixture": (1, 0.0, 0.3)}
-    weights |= {f"expert_{place}": (1, 0.25, 0.1) for place in (1, 2)}
+    weights = {"next": (1, 1.0, 0.1), "ahead": (2, 1.0, 0.05), "ttt_2": (1, 1.0, 0.1)}
     if draft.needs.auxiliary:
-        weights |= {"next": (1, 0, 1.0), "ahead": (2, 0, 0.5), "own_2": (1, 0, 0.8), "own_3": (1, 0, 0.64)}
-    assert sums.keys() <= {*weights, "balance", "domain"}
+        weights |= {"next": (1, 0, 1.0), "ahead": (2, 0, 0.5), "ttt_2": (1, 0, 0.8), "ttt_3": (1, 0, 0.64)}
+    assert sums.keys() <= {*weights, "balance"}
     for term, (horizon, regression, classification) in weights.items():
         if term in sums:
             part = classification * sums[term]["classification"]
             part = part + (regression * sums[term]["regression"] if regression else 0)
             want += part.item() / totals[horizon]
-    for term, weight in {"balance": 0.01, "domain": 1.0}.items():
-        if term in sums:
-            want += weight * sums[term]["penalty"].item() / totals[1]
+    if "balance" in sums:
+        want += 0.01 * sums["balance"]["penalty"].item() / totals[1]
     assert loss == pytest.approx(want, rel=1e-6)
 
 
@@ -615,28 +576,6 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
         assert 0 < kept_BT.sum() < batch.trained[1].sum() and len(leaves) == 3
         for leaf in leaves.values():
             assert torch.equal(leaf.grad.abs().sum(-1) > 0, kept_BT)
-
-
-@pytest.mark.parametrize("rows_per_chunk", [2, 1000])
-def test_a_mixture_trains_an_own_head_as_autograd_does(monkeypatch, loaded_target, embed_head, rows_per_chunk):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 260 * 4)
-    config = JakiroOnEagle3Config(frame="eagle-3", ttt_steps=1, contrast="none", mixture_loss=0.5)
-    draft = build(config, shapes_of(loaded_target.config))
-    draft.initialise(0)
-    draft.bind(embed_head)
-    batch = batch_of(draft, wide_rows(), {1: 30})
-    loss, _, gradient = gradient_of(draft, batch)
-    draft.zero_grad()
-    mask = batch.trained[1]
-    p, said = embed_head.head(batch.labels_BTD[mask]).softmax(-1), draft.predictions(batch)
-    one = draft.logits(said["next"].features[0][mask]).softmax(-1)
-    weights = said["mixture"].log_weights[mask].exp()
-    each = torch.stack([draft.logits(feature[mask]).softmax(-1) for feature in said["mixture"].features], dim=1)
-    mixed = (weights[:, :, None] * each).sum(1)
-    want = -(p * (one.log() + 0.5 * mixed.log())).sum() / 30
-    want.backward()
-    assert loss == pytest.approx(want.item(), rel=1e-5)
-    assert torch.allclose(gradient, torch.cat([p.grad.flatten() for p in draft.parameters()]), rtol=1e-3, atol=1e-6)
 
 
 def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():

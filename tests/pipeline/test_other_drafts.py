@@ -137,7 +137,7 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
 
     def serial(features, after):
         positions = torch.arange(len(after))[None]
-        return draft.heads(draft._trunk(features[None], after[None], positions, None, None), 0).ahead[0][0]
+        return draft.heads(draft._trunk(features[None], after[None], positions, None, None)).ahead[0][0]
 
     one = serial(true, following)[-1]
     assert torch.allclose(first.carry_WD[-1, :width], one, atol=1e-5)

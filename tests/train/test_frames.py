@@ -1,5 +1,5 @@
-"""Drafts beside EAGLE and Jakiro, trained as users train them: several states a token, heads of their own, experts by
-depth and by domain, layers and MLPs.
+"""Drafts beside EAGLE and Jakiro, trained as users train them: several states a token, heads of their own, experts,
+layers and MLPs.
 """
 
 import json
@@ -30,11 +30,8 @@ DRAFTS = {
         "vocabulary": 128,
         "teacher": "whole",
         "objective": "acceptance",
-        "mixture_loss": 0.1,
         "balance_loss": 0.01,
     },
-    "by-depth": {"kind": "jakiro", "routing": "depth", "experts_per_token": 1, "contrast": "none", "ttt_steps": 2},
-    "by-domain": {"kind": "jakiro", "experts": 3, "routing": "domain", "experts_per_token": 1, "contrast": "none"},
     "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
     "medusa": {"kind": "medusa", "heads": 3},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},

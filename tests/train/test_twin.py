@@ -12,11 +12,10 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
-from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe
 from train import acceptance
 from train.engine.engine import Engine
-from train.loop import _Run, new_draft
+from train.loop import _Run
 
 
 @pytest.fixture(params=["jakiro", "eagle"])
@@ -125,13 +124,3 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     assert decoder._draft.fc.weight.dtype == torch.bfloat16 and decoder._draft.fc.weight.data_ptr() == place
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
     assert draft.fc.weight.dtype == torch.float32 and draft.embed_head.head.linear.weight.dtype == torch.float32
-
-
-def test_a_draft_by_domain_begins_with_the_tokens_marks_and_its_twin_has_them(dumped, embed_head):
-    routed = ["experts=3", "routing=domain", "experts_per_token=1", "contrast=none"]
-    recipe = load_recipe(dumped[0], [f"draft.jakiro.{setting}" for setting in routed])
-    store = FeatureStore(dumped[1], "train", Manifest.load(dumped[1]).spec)
-    made = new_draft(recipe, "jakiro", embed_head, store)
-    tokens = load_tokenizer(recipe.target)("{=a", add_special_tokens=False).input_ids
-    assert made._marks[0][tokens].tolist() == [[True, False], [False, True], [False, False]]
-    assert made.validation_copy()._marks[0] is made._marks[0]

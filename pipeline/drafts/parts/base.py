@@ -8,7 +8,7 @@ Input i of a batch is the pair (the target's states of t_i, t_{i+1}); a term of 
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -54,7 +54,7 @@ class DraftConfig(Settings):
 
     @property
     def has_experts(self) -> bool:
-        """Several a token, that expect the next one."""
+        """Whether more than one expert predicts the next token."""
         return False
 
     @property
@@ -267,9 +267,6 @@ class TrainedDraft(ByLevels, nn.Module):
 
     def prepare(self) -> None:
         """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
-
-    def read(self, tokenizer: Callable[[], Any]) -> None:
-        """What training wants to know of the target's tokens; the tokenizer is loaded where it is asked for."""
 
     def start_from_target(self, texts: list[list[int]]) -> None:
         """What begins as a part of the target, in the draft at step 0, or as some texts go through it; after `bind`."""

@@ -14,7 +14,6 @@ p is recomputed from the stored features: no logits are stored.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 
-# Numbers of the largest tensor of a chunk, (rows x branches, U) in float32, a mixture of K features being K branches:
-# bounds the memory of the vocabulary-wide part.
+# Numbers of the largest tensor of a chunk, (rows x branches, U) in float32: bounds the memory of the vocabulary-wide
+# part.
 CHUNK_LOGITS = 1 << 25
 CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in the cache
 CHUNK_BYTES_GPU = 2 << 30  # of that tensor; all of a chunk take three to five times as much
@@ -69,10 +68,9 @@ def named(first: int, last: int) -> list[str]:
 
 @dataclass
 class Prediction:
-    """What a draft says for a term at every position: a feature, several whose softmaxes are mixed, or a penalty."""
+    """What a draft says for a term at every position: a feature, or a penalty."""
 
-    features: list[Tensor] = field(default_factory=list)  # (B, T, D) each
-    log_weights: Tensor | None = None  # (B, T, K) of a mixture of K features
+    features: list[Tensor] = field(default_factory=list)  # (B, T, D)
     penalty: Tensor | None = None  # a sum over trained positions; nothing else then
 
 
@@ -122,9 +120,7 @@ class _Classification(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: "_Plan", weight: Tensor | None, *tensors: Tensor):
-        """`weight`: of the draft's own head. ``tensors`` are each term's at its rows: one feature, or the log-weights
-        and the features of a mixture.
-        """
+        """`weight`: of the draft's own head. ``tensors`` are each term's features at its rows."""
         device, teacher_MD, terms = plan.teacher_MD.device, plan.teacher_MD, _grouped(tensors, plan.sizes)
         totals = [torch.zeros((), device=device) for _ in terms]
         agrees = [torch.zeros((), dtype=torch.long, device=device) for _ in terms]
@@ -229,12 +225,7 @@ class _Chunk:
         return self._plan.head(features) if self._weight is None else F.linear(features, self._weight)
 
     def sums(self, asked: list[_Asked]) -> Iterator[_Sums]:
-        if single := [one for one in asked if len(one.parts) == 1]:
-            yield from self._singles(single)
-        yield from (self._mixture(one) for one in asked if len(one.parts) > 1)
-
-    def _singles(self, asked: list[_Asked]) -> Iterator[_Sums]:
-        """Terms of one feature (m, D): one call of the head for all."""
+        """One call of the head for all of them."""
         differentiate, sizes = any(one.differentiate for one in asked), [len(one.parts[0]) for one in asked]
         with torch.enable_grad():
             hidden = torch.cat([one.parts[0] for one in asked]).detach().requires_grad_(differentiate)
@@ -257,27 +248,6 @@ class _Chunk:
                 self.slope_of_weight += torch.cat(shared).T @ hidden.detach()
         for found, own in zip(sums, slopes, strict=True):
             yield *found, own
-
-    def _mixture(self, one: _Asked) -> _Sums:
-        """The soft cross-entropy of q = sum_j w_j softmax(head(f_j)); the parts are log w (m, K), K features (m, D)."""
-        p, best, _ = one.answer
-        weight = self._weight
-        with torch.enable_grad():
-            log_weights, *features = (part.detach().requires_grad_(one.differentiate) for part in one.parts)
-            if weight is not None and self.slope_of_weight is not None:
-                weight = weight.detach().requires_grad_()
-            head = self._plan.head if weight is None else partial(F.linear, weight=weight)
-            log_q = torch.stack([head(feature).float().log_softmax(-1) for feature in features], dim=1)
-            mixed = (log_q + log_weights.float()[:, :, None]).logsumexp(1)
-            loss = -(p * mixed).sum()
-        agree = (mixed.detach().argmax(-1) == best).sum()
-        slopes: Sequence[Tensor] = []
-        if one.differentiate:
-            trained = [] if weight is None or self.slope_of_weight is None else [weight]
-            slopes = torch.autograd.grad(loss, [log_weights, *features, *trained])
-            if self.slope_of_weight is not None:
-                self.slope_of_weight += self._plan.shares[one.term] * slopes[-1]
-        return one.term, loss.detach(), agree, torch.zeros((), device=p.device), slopes[: len(one.parts)]
 
 
 def _soft_ce(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
@@ -325,35 +295,36 @@ def term_sums(
     (top-1, with the target's choice; under hard-ce with the text's token), "accept" (where the objective counts
     acceptances), "positions"; of a penalty "penalty" and "positions".
 
-    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through; `vocabulary`: its tokens. A mixture
-    has no feature of its own: its regression is that of its features' mean.
+    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through; `vocabulary`: its tokens.
     """
     said = {name: predictions[name] for name in terms if predictions[name].penalty is None}
     rows = batch.rows({terms[name].horizon for name in said}, chunk)
     rows_of = [rows.among[terms[name].horizon] for name in said]
     teacher_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
-    tensors_of = [_trained_rows(one, rows.inputs[terms[name].horizon]) for name, one in said.items()]
+    tensors_of = [
+        [x.flatten(0, 1).index_select(0, rows.inputs[terms[name].horizon]) for x in one.features]
+        for name, one in said.items()
+    ]
     sizes, objectives = [len(tensors) for tensors in tensors_of], [terms[name].objective for name in said]
     shares = _shares([terms[name] for name in said], batch)
     vocabulary = vocabulary or Vocabulary(0)
     text_M = vocabulary.numbers(batch.following_BT.flatten()[rows.labels])
     ends_of = [rows.ends[terms[name].horizon] for name in said]
     plan = _Plan(teacher_MD, text_M, teacher, head, chunk, rows_of, ends_of, sizes, objectives, shares, vocabulary.size)
-    features_of = [x[-len(one.features) :] for x, one in zip(tensors_of, said.values(), strict=True)]
     flat: list[Tensor] = []
-    for tensors, features in zip(tensors_of, features_of, strict=True):
+    for features in tensors_of:
         given = features if normed is None else map(normed, features)
         if isinstance(head, OwnHead) and head.bias is not None:
             given = [F.pad(feature, (0, 1), value=1.0) for feature in given]
-        flat += [*tensors[: -len(features)], *given]
+        flat += given
     if isinstance(head, OwnHead):
         found = head(None, lambda weight: _Classification.apply(plan, weight, *flat))
     else:
         found = _Classification.apply(plan, None, *flat)
     sums: dict[str, dict[str, Tensor]] = {}
-    for place, (name, features) in enumerate(zip(said, features_of, strict=True)):
+    for place, (name, features) in enumerate(zip(said, tensors_of, strict=True)):
         term, label_MD = terms[name], teacher_MD[rows_of[place]]
-        sums[name] = {"regression": _regression(features, label_MD)} if term.weights.get("regression") else {}
+        sums[name] = {"regression": _regression(features[0], label_MD)} if term.weights.get("regression") else {}
         sums[name] |= {"classification": found[place], "agree": found[len(said) + place]}
         if term.objective == "acceptance":
             sums[name]["accept"] = found[2 * len(said) + place]
@@ -365,18 +336,11 @@ def term_sums(
     return sums
 
 
-def _regression(features: list[Tensor], label_MD: Tensor) -> Tensor:
-    hidden: Any = features[0] if len(features) == 1 else sum(features) / len(features)
-    return F.smooth_l1_loss(hidden.float(), label_MD.float(), reduction="none").mean(-1).sum()
+def _regression(feature_MD: Tensor, label_MD: Tensor) -> Tensor:
+    return F.smooth_l1_loss(feature_MD.float(), label_MD.float(), reduction="none").mean(-1).sum()
 
 
 def _shares(terms: list[Term], batch: "Batch") -> list[float]:
     """Each term's weight in the loss, in units of a position of the first one."""
     first = max(batch.totals[terms[0].horizon], 1)
     return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.horizon], 1) for t in terms]
-
-
-def _trained_rows(prediction: Prediction, inputs_M: Tensor) -> list[Tensor]:
-    """The prediction's tensors at its trained positions."""
-    whole = prediction.features if prediction.log_weights is None else [prediction.log_weights, *prediction.features]
-    return [tensor.flatten(0, 1).index_select(0, inputs_M) for tensor in whole]

@@ -46,13 +46,13 @@ class OneLayerConfig(DraftConfig):
 
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
-    # of classifications, but for a mixture's: cross-entropy, or the acceptance itself (losses.py)
+    # of classifications: cross-entropy, or the acceptance itself (losses.py)
     objective: Objective = "soft-ce"
     next: Weights = Weights(regression=1.0, classification=0.1)
     ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
     # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).
     ttt_steps: int = 1
-    own: Weights = Weights(regression=1.0, classification=0.1)  # of each pass from the second on,
+    ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these passes from the second on,
     decay: float = 1.0  # times this for each pass before it
 
     def __post_init__(self):
@@ -78,7 +78,7 @@ class OneLayerConfig(DraftConfig):
             for horizon, (name, given) in enumerate(zip(named(1, self.levels), weights, strict=True), start=1)
         }
         passes = range(2, self.ttt_steps + 1)
-        return found | {f"own_{n}": Term(1, self.own.of(self.decay ** (n - 1)), self.objective) for n in passes}
+        return found | {f"ttt_{n}": Term(1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in passes}
 
 
 @dataclass
@@ -131,8 +131,8 @@ class OneLayer(TrainedDraft):
         """What follows the attention, by name."""
 
     @abstractmethod
-    def heads(self, u: Tensor, depth: int) -> Heads:
-        """From the attention's output; `depth` counts the draft's own features among the inputs (0: a true one)."""
+    def heads(self, u: Tensor) -> Heads:
+        """From the attention's output."""
 
     # -- shared ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class OneLayer(TrainedDraft):
                 first = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
                 before_BTD = torch.where(first[:, :, None], true_BTD, before_BTD)
             heads, keys_values = self._pass(number, batch, before_BTD, keys_values)
-            found[f"own_{number}"] = Prediction([heads.ahead[0]])
+            found[f"ttt_{number}"] = Prediction([heads.ahead[0]])
         return found
 
     def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
@@ -211,7 +211,7 @@ class OneLayer(TrainedDraft):
             positions = places[None] if begins_BT is None else places - begins_BT
             u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
             layer: Any = cache and cache.layers[0]
-            return self.heads(u, number - 1), (layer.keys, layer.values) if layer else ()
+            return self.heads(u), (layer.keys, layer.values) if layer else ()
 
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
@@ -222,9 +222,9 @@ class OneLayer(TrainedDraft):
     def open(self) -> DraftState:
         return DraftState()
 
-    def _answer(self, u_WD: Tensor, depth: int, wanted: DraftRequest) -> DraftOutput:
+    def _answer(self, u_WD: Tensor, wanted: DraftRequest) -> DraftOutput:
         """One call of the head for all that the tree wants of this forward."""
-        heads = self.heads(u_WD, depth)
+        heads = self.heads(u_WD)
         features, experts = heads.ahead[: wanted.levels], heads.experts if wanted.experts else []
         several = len(features) + len(experts) > 1
         logits = self.logits(torch.stack([*features, *experts])) if several else self.logits(features[0])[None]
@@ -246,7 +246,7 @@ class OneLayer(TrainedDraft):
         tokens_T = sent(seen.tokens[-count:], device)
         u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
-        return self._answer(u[0, -places:], 0, wanted)
+        return self._answer(u[0, -places:], wanted)
 
     @torch.inference_mode()
     def step(self, state: DraftState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
@@ -260,7 +260,7 @@ class OneLayer(TrainedDraft):
             prefix &= places > positions.T - self.window
         mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
-        return self._answer(u[0], frontier.depth, wanted)
+        return self._answer(u[0], wanted)
 
 
 class Dense(OneLayer):
@@ -272,7 +272,7 @@ class Dense(OneLayer):
         width = self.config.mlp_width or llama.intermediate_size  # type: ignore[attr-defined]
         return {"mlp": swiglu(llama, width)}
 
-    def heads(self, u: Tensor, depth: int) -> Heads:
+    def heads(self, u: Tensor) -> Heads:
         block: Any = self.block
         n, further = block.post_attention_layernorm(u), getattr(block, "ahead_projs", ())
         if not further:
