@@ -303,3 +303,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def positions_in(objective, packed):
+    """Each dialogue's, in the order of packed rows."""
+    return (objective.positions(row.input_ids, row.loss_mask) for rows in packed for row in rows)
+
+
+def mask_of(batch, group=1) -> torch.Tensor:
+    """Bool (B, T): which inputs are trained."""
+    mask = torch.zeros(batch.tokens_BT.shape, dtype=torch.bool)
+    mask.view(-1)[batch.positions[group].inputs] = True
+    return mask

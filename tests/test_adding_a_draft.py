@@ -12,7 +12,7 @@ from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import DRAFTS, build
+from pipeline.drafts import DRAFTS, Kind, build
 from pipeline.drafts.parts.layers import shapes_of
 from tests.kit import ROOT
 from tests.pipeline.taught import NEVER, greedy, prompt_of, taught
@@ -26,7 +26,7 @@ def linear(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("linear_draft")
     monkeypatch.setitem(DRAFTS, "linear", None)  # taken out again after the test
-    exec(entry, {**vars(module), "DRAFTS": DRAFTS})
+    exec(entry, {**vars(module), "DRAFTS": DRAFTS, "Kind": Kind})
     yield module.LinearConfig
     del sys.modules["linear_draft"]
 

@@ -10,7 +10,7 @@ import torch
 from pipeline.decoding import generate
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import parameter_count
+from pipeline.drafts import objective_of, parameter_count
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, make_draft, prompt_of, states_for, taught
@@ -133,6 +133,6 @@ def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, embed_head, 
     for token in (1, 2):
         tokens[5] = token  # of the prompt
         row = Row("one", tokens.copy(), mask | whole, states[:, 0])
-        batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 8))
-        losses.append(float(draft.loss(batch)[0]))
+        batch = collate([row], objective_of(draft.config), dict.fromkeys(objective_of(draft.config).groups, 8))
+        losses.append(float(objective_of(draft.config).loss(draft, batch)[0]))
     assert (losses[0] != losses[1]) == whole

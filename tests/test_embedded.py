@@ -10,9 +10,10 @@ import torch
 from pipeline.artifacts.curves import METRICS, read_metrics
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics import embedded
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.batch import collate, trained
+from pipeline.features.batch import collate
+from pipeline.features.positions import counts
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.lm.chat import Unusable, encode
 from pipeline.lm.config import TargetConfig
@@ -127,14 +128,15 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     said = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
     draft.set_vocabulary(torch.tensor(sorted([*said, *[t for t in range(400) if t not in said][: 256 - len(said)]])))
     draft.bind(load_embed_head(TARGET))
-    totals = {h: sum(int(trained(row.loss_mask, h, "predicted").sum()) for row in rows) for h in draft.horizons}
+    objective = objective_of(draft.config)
+    totals = counts([objective.positions(row.input_ids, row.loss_mask) for row in rows])
     batch, optimizer = (
-        collate(rows, draft.horizons, "predicted", totals),
+        collate(rows, objective, totals),
         torch.optim.AdamW(draft.parameters(), lr=2e-3),
     )
     for _ in range(40):
         optimizer.zero_grad()
-        draft.loss(batch)[0].backward()
+        objective.loss(draft, batch)[0].backward()
         optimizer.step()
     draft.eval().requires_grad_(False)
     watched = acceptance.both(draft, recipe.tree(name))

@@ -16,7 +16,7 @@ from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import TrainedDraft, build, parameter_count
+from pipeline.drafts import TrainedDraft, build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term
 from pipeline.features.shards import FeatureStore
@@ -69,9 +69,16 @@ def _train(
     store, heldout, answers = features()
     draft = new_draft(recipe, name, embed_head, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
-    batches = Batches(store, recipe.train, draft, recipe.seed, rank, ranks)
+    objective = objective_of(draft.config, recipe.train.mask)
+    batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, rank, ranks)
     engine = Engine(
-        draft, recipe.training(name), batches.accumulation, batches.order.steps, state, recipe.train_hash(name)
+        draft,
+        objective.loss,
+        recipe.training(name),
+        batches.accumulation,
+        batches.order.steps,
+        state,
+        recipe.train_hash(name),
     )
     draft.move_embed_head(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
@@ -122,6 +129,7 @@ class _Run:
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
         self._engine, self._draft, self._batches = engine, draft, batches
+        self._objective = objective_of(draft.config, recipe.train.mask)
         self._name, self._heldout, self._answers, self._tree = name, heldout, answers, recipe.tree(name)
         self._trained_tokens = engine.progress.get("trained_tokens", 0)
         self._seconds = engine.progress.get("seconds", 0.0)  # of the steps so far, without validations
@@ -149,7 +157,7 @@ class _Run:
         with self._metrics or nullcontext():
             self._steps()
             self.kept_weights = self._weights_to_keep()
-            if self._metrics and (warning := self._draft.warning(self._kept["validation"])):
+            if self._metrics and (warning := self._objective.warning(self._kept["validation"])):
                 log.warning("%s: %s", self._name, warning)
             if self._config.decode != "never":
                 self._decode(self.kept_weights, self._kept["validation"], quiet=False)
@@ -170,7 +178,7 @@ class _Run:
         sums = self._engine.advance(micro_batches)
         self._seconds += time.monotonic() - begin
         values, step = self._averages(sums), self._engine.step
-        main = next(iter(self._terms))
+        main = self._terms[0].name
         self._trained_tokens += int(sums[main]["positions"])
         if self._engine.left_out:
             self._left_out += self._engine.turns_left_out
@@ -208,7 +216,8 @@ class _Run:
         "agreement" is top-1 against the target (under hard-ce the text), "acceptance" the mean of sum min(p, q).
         """
         out: dict[str, float] = {}
-        for name, term in self._terms.items():
+        for term in self._terms:
+            name = term.name
             count = max(sums[name]["positions"], 1)
             found = {SAID.get(part, part): value / count for part, value in sums[name].items() if part != "positions"}
             out["loss"] = out.get("loss", 0.0) + sum(weight * found[part] for part, weight in term.weights.items())
@@ -217,8 +226,8 @@ class _Run:
         return out
 
     @property
-    def _terms(self) -> dict[str, Term]:
-        return self._draft.terms(self._engine.step)
+    def _terms(self) -> list[Term]:
+        return self._objective.terms(self._engine.step)
 
     # -- validation ------------------------------------------------------------------------------------------------
 
@@ -226,7 +235,14 @@ class _Run:
         pooled: dict = {}
         engine = self._engine
         share = validation_batches(
-            self._heldout, self._config, self._draft, engine.step, engine.rank, engine.ranks, engine.device
+            self._heldout,
+            self._config,
+            self._objective,
+            self._draft.needs,
+            engine.step,
+            engine.rank,
+            engine.ranks,
+            engine.device,
         )
         for batch in share:
             add_sums(pooled, self._engine.measure(batch))

@@ -13,7 +13,7 @@ from infra.check.shapes import Given, new_methods, save_small_target
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import TrainedDraft
+from pipeline.drafts import TrainedDraft, objective_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.lm.chat import prompt_ids
@@ -83,11 +83,12 @@ def teach(draft: TrainedDraft, target: Target, given: Given) -> dict[str, torch.
         tokens = torch.tensor(ids + plain(target, ids, sampling).tokens)
         mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
         rows.append(Row(prompt.question_id, tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone().cpu()))
-    totals = dict.fromkeys(draft.horizons, sum(len(row.input_ids) for row in rows))
-    batch = collate(rows, draft.horizons, "predicted", totals).to(target.device, target.dtype)
+    objective = objective_of(draft.config)
+    totals = dict.fromkeys(objective.groups, sum(len(row.input_ids) for row in rows))
+    batch = collate(rows, objective, totals).to(target.device, target.dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
     for _ in range(TEACHING):
         optimizer.zero_grad()
-        draft.loss(batch)[0].backward()
+        objective.loss(draft, batch)[0].backward()
         optimizer.step()
     return {name: value.cpu() for name, value in draft.state_dict().items()}

@@ -7,6 +7,7 @@ import torch
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.accelerator import now
+from pipeline.drafts import objective_of
 from pipeline.features.batch import Batch
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import load_embed_head, resolve_device
@@ -54,8 +55,10 @@ class Training:
         self._bare, config = bare, recipe.train
         store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
         draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
-        self._batches = Batches(store, config, draft, recipe.seed, 0, 1)
-        self._engine = Engine(draft, config, self._batches.accumulation, self._batches.order.steps, folder, name)
+        self._objective = objective_of(draft.config, config.mask)
+        self._batches = Batches(store, config, self._objective, draft.needs, recipe.seed, 0, 1)
+        steps, loss = self._batches.order.steps, self._objective.loss
+        self._engine = Engine(draft, loss, config, self._batches.accumulation, steps, folder, name)
         draft.move_embed_head(self._engine.device, self._engine.dtype)
         self._draft = draft
         self.tokens, self.waited = 0, 0.0  # of the last turn: what it trained, and seconds that it waited for batches
@@ -91,6 +94,6 @@ class Training:
 
     def _forward_backward(self, batches: list[Batch]) -> None:
         for batch in batches:
-            self._draft.loss(batch)[0].backward()
+            self._objective.loss(self._draft, batch)[0].backward()
         for parameter in self._draft.parameters():
             parameter.grad = None

@@ -93,7 +93,8 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     activations that its forward keeps, the loss's trained rows and its chunk of logits. The chunk goes by the GPU's
     memory; where none is here, by that of one of 80 GB.
     """
-    config, width, branches = recipe.train, draft.shapes["hidden_size"], draft.trained_features
+    config, width = recipe.train, draft.shapes["hidden_size"]
+    branches = sum(not term.is_penalty for term in draft.config.terms(0))
     size = DTYPES[config.dtype].itemsize
     tokens = config.micro_batch * row_tokens(recipe)
     kept = activation_bytes(recipe, draft, recompute=False)
@@ -108,7 +109,7 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     device = torch.device("cpu") if recipe.target.device == "cpu" else there
     assumed = None if here else ASSUMED_GPU
     widest = max(draft.vocabulary_size * branches, draft.teacher_vocabulary)
-    chunk = min(chunk_rows(widest, 1, device, assumed), tokens)
+    chunk = min(chunk_rows(widest, device, assumed), tokens)
     logits = chunk * (
         draft.teacher_vocabulary * 2 * (size + 4) + draft.vocabulary_size * branches * (2 * size + 4)
     )  # of the teacher, of each branch
@@ -149,9 +150,8 @@ def _activation_bytes(
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)
     states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
-    trained = {1: torch.ones(shape, dtype=torch.bool)}
     packed_BT = tokens_BT if config.pack_tokens else None
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, trained, {}, packed_BT, states_BTSD, tokens_BT)
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}, packed_BT, states_BTSD, tokens_BT)
     given = [] if decoder is None else [*decoder.parameters(), *decoder.buffers()]
     others = {
         x.untyped_storage()._cdata
@@ -168,5 +168,5 @@ def _activation_bytes(
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        draft.predictions(batch)
+        draft(batch)
     return sum(kept.values())

@@ -11,7 +11,7 @@ import torch
 from eval.measure.packed import pack
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.accelerator import now
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
@@ -63,13 +63,14 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
         )
         for number in range(config.micro_batch)
     ]
-    totals, auxiliary = dict.fromkeys(draft.horizons, length), range(len(draft.needs.auxiliary))
-    batch = collate(rows, draft.horizons, config.mask, totals, auxiliary=auxiliary).to(device, dtype)
+    objective = objective_of(draft.config, config.mask)
+    totals, auxiliary = dict.fromkeys(objective.groups, length), range(len(draft.needs.auxiliary))
+    batch = collate(rows, objective, totals, auxiliary=auxiliary).to(device, dtype)
     tokens, begin = 0, 0.0
     for step in count():
         if step == 2:  # warm
             tokens, begin = 0, now(device)
-        loss, _ = draft(batch)
+        loss, _ = objective.loss(draft, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipeline.artifacts import checkpoint
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.drafts import TrainedDraft, build
+from pipeline.drafts import TrainedDraft, build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
+from pipeline.features.positions import Horizons
 from pipeline.features.schema import Row
 from pipeline.lm.model import Target, fingerprint, source
 from pipeline.recipe.load import load_recipe
@@ -87,13 +88,13 @@ def _taught(recipe: Recipe, target: Target, prompts: list[list[int]], answers: l
         rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
     frozen = _bound(draft, rows[0].auxiliary_TKD)
     totals = {1: sum(map(len, answers))}
-    batches = [collate([row], [1], "predicted", totals, auxiliary=range(len(AUXILIARY))) for row in rows]
+    batches = [collate([row], Horizons([1]), totals, auxiliary=range(len(AUXILIARY))) for row in rows]
     trained = [weight for weight in draft.parameters() if not any(weight is one for one in frozen)]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     for _ in range(STEPS):
         optimizer.zero_grad()
         for batch in batches:
-            draft.loss(batch)[0].backward()
+            objective_of(draft.config).loss(draft, batch)[0].backward()
         optimizer.step()
     return draft.eval().requires_grad_(False)
 

@@ -18,7 +18,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import read_weights, require_known, their_config, their_shapes, weights_files
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
-from pipeline.drafts import build, parameter_count
+from pipeline.drafts import DRAFTS, build, kind_of, parameter_count
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
@@ -61,11 +61,12 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
-    require_known(source, theirs, draft.released_keys)
+    layout = DRAFTS[kind_of(draft.config)].released
+    require_known(source, theirs, layout.keys)
     wanted = draft.state_dict()
-    found = mapped(read_weights(files), draft.released_names, embed_head.embedding_VD)
+    found = mapped(read_weights(files), layout.names, embed_head.embedding_VD)
     _complete(found, wanted)
-    stated = draft.released_facts(theirs, found.weights)
+    stated = layout.facts(draft, theirs, found.weights)
     odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
     if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
         raise PipelineError(f"{source} was trained with {'; '.join(said)}")

@@ -1,34 +1,48 @@
 """The drafts, one file a paper, and the table of them: all that anything else knows a draft by."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.basics.parse import from_json
 from pipeline.decoding.contract import Source
+from pipeline.drafts import eagle3, gumiho, hydra, jakiro, medusa
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
-from pipeline.drafts.jakiro import Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
+from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from pipeline.drafts.medusa import Medusa, MedusaConfig
-from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.skipper import Skipper, SkipperConfig
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.module import DraftModule, TrainedDraft
+from pipeline.drafts.parts.objective import Objective
+from pipeline.drafts.parts.released import Released
+from pipeline.drafts.skipper import Skipper, SkipperConfig, SkipperObjective
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel, SmallModelConfig
 
+
+class Kind(NamedTuple):
+    """One kind of draft: all that anything asks beside the draft itself."""
+
+    config: type[DraftConfig]
+    make: Callable[..., Any]
+    objective: type[Objective] = Objective
+    released: Released = Released()
+
+
 # By the `kind` of their settings and, where that has several frames, the frame.
-DRAFTS: dict[str, tuple[type[DraftConfig], Callable[..., Any]]] = {
-    "eagle": (EagleConfig, Eagle),
-    "eagle3": (Eagle3Config, Eagle3),
-    "gumiho": (GumihoConfig, Gumiho),
-    "hydra": (HydraConfig, Hydra),
-    "jakiro": (JakiroConfig, Jakiro),
-    "jakiro on eagle-3": (JakiroOnEagle3Config, JakiroOnEagle3),
-    "medusa": (MedusaConfig, Medusa),
-    "prompt-lookup": (PromptLookupConfig, PromptLookup),
-    "skipper": (SkipperConfig, Skipper),
-    "small-llama": (SmallLlamaConfig, SmallLlama),
-    "small-model": (SmallModelConfig, SmallModel),
+DRAFTS: dict[str, Kind] = {
+    "eagle": Kind(EagleConfig, Eagle),
+    "eagle3": Kind(Eagle3Config, Eagle3, released=eagle3.RELEASED),
+    "gumiho": Kind(GumihoConfig, Gumiho, released=gumiho.RELEASED),
+    "hydra": Kind(HydraConfig, Hydra, released=hydra.RELEASED),
+    "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.RELEASED),
+    "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.RELEASED_ON_EAGLE3),
+    "medusa": Kind(MedusaConfig, Medusa, released=medusa.RELEASED),
+    "prompt-lookup": Kind(PromptLookupConfig, PromptLookup),
+    "skipper": Kind(SkipperConfig, Skipper, SkipperObjective),
+    "small-llama": Kind(SmallLlamaConfig, SmallLlama),
+    "small-model": Kind(SmallModelConfig, SmallModel),
 }
 
 # Kinds that recipes and releases once had, and what they are called now.
@@ -48,12 +62,12 @@ def settings_from(raw: dict[str, Any]) -> DraftConfig:
     kind = kind_of(raw)
     if kind in RENAMED:
         raise ValueError(f"kind={kind!r} is called {RENAMED[kind]!r} now: release again with that kind")
-    return from_json(DRAFTS[kind][0], raw)
+    return from_json(DRAFTS[kind].config, raw)
 
 
 def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
     """A draft in the shapes of its target (`layers.shapes_of`); a trained one's weights are not initialised."""
-    return DRAFTS[kind_of(config)][1](config, shapes)
+    return DRAFTS[kind_of(config)].make(config, shapes)
 
 
 def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Callable[[], Any]) -> Source:
@@ -74,5 +88,10 @@ def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
     return draft
 
 
-def parameter_count(draft: TrainedDraft) -> int:
+def objective_of(config: DraftConfig, rule: str = "predicted") -> Objective:
+    """What a draft of these settings is trained on; `rule`: which inputs are trained (`train.mask`)."""
+    return DRAFTS[kind_of(config)].objective(config, rule)
+
+
+def parameter_count(draft: DraftModule) -> int:
     return sum(parameter.numel() for parameter in draft.parameters())

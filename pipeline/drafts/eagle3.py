@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
-from pipeline.drafts.parts.losses import OwnHead, Teacher
+from pipeline.drafts.parts.losses import OwnHead
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
-from pipeline.lm.embedding_head import EmbeddingAndHead
+from pipeline.drafts.parts.released import Facts, Names, Released
 from pipeline.lm.states import Needs
 
 AUXILIARY = "eagle_aux_hidden_state_layer_ids"
@@ -57,7 +57,7 @@ class Eagle3FrameConfig(OneLayerConfig):
         self.at_least(self.ttt_steps, "sliding_window")  # own features are in it
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
-        if told := [name for name, term in self.terms().items() if term.weights.get("regression")]:
+        if told := [term.name for term in self.terms(0) if term.weights.get("regression")]:
             raise ValueError(f"regression of {told[0]!r}: a fused feature has no label, set it to 0")
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +69,14 @@ class Eagle3FrameConfig(OneLayerConfig):
         if self.sliding_window and tree.depth > self.sliding_window:
             raise ValueError(f"tree.depth={tree.depth} is more than this draft's sliding_window={self.sliding_window}")
         return super().resolve(tree)
+
+    @property
+    def asks_whole_head(self) -> bool:
+        return self.vocabulary is not None and self.teacher != "renormalised"
+
+    @property
+    def masks_teacher(self) -> bool:
+        return self.teacher == "masked"
 
     @property
     def auxiliary(self) -> Sequence[int | str]:
@@ -144,9 +152,53 @@ class Eagle3Frame(OneLayer):
     def carried(self, feature: Tensor) -> Tensor:
         return self.norm(feature) if self.config.norm_output else feature
 
-    # -- checkpoints that others released -----------------------------------------------------------------------
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return [self.lm_head]
 
-    released_keys: ClassVar = {
+    def normed(self, features: Tensor) -> Tensor:
+        return self.norm(features)
+
+
+class Eagle3(Dense, Eagle3Frame):
+    config: Eagle3Config
+
+
+# -- checkpoints that others released ----------------------------------------------------------------------------------
+
+
+def released_names(names: Collection[str]) -> Names:
+    return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
+
+
+def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    """A flag that is not given is false, but `norm_before_residual` in speculators' form, which vLLM takes for true
+    there; what has tensors is also told by them. Layers that are not given are the reference's.
+    """
+    last, own = draft.shapes["target_layers"], list(draft.needs.auxiliary)
+    layers = theirs.get(AUXILIARY) or default_layers(last)
+    fc = names.get("fc.weight")
+    room = fc is None or fc.shape[-1] == len(own) * draft.shapes["hidden_size"]
+    if layers == [*own, last] and room:  # some list the last one, too, which only training reads
+        layers = own
+    biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
+    stated = {
+        "norm_before_residual": theirs.get("norm_before_residual", "speculators_model_type" in theirs),
+        "norm_output": theirs.get("norm_output", False),
+        "norm_before_fc": theirs.get("norm_before_fc", "input_norm.weight" in names),
+        "fc_norm": theirs.get("fc_norm", "fc_norm.0.weight" in names),
+        "attention_bias": biased,
+        "qk_norm": "midlayer.self_attn.q_norm.weight" in names,
+    }
+    found: Facts = {"auxiliary_layers": (layers, own)}
+    found["sliding_window"] = theirs.get("sliding_window"), draft.config.sliding_window
+    return found | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
+
+
+RELEASED = Released(
+    released_names,
+    released_facts,
+    {
         "norm_before_residual": (),
         "norm_output": (),
         "norm_before_fc": (),
@@ -159,77 +211,5 @@ class Eagle3Frame(OneLayer):
         "use_input_layernorm_in_first_layer": (True,),
         "use_last_layernorm": (True,),
         "next_layer_regular": (True,),
-    }
-
-    @classmethod
-    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
-        return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
-
-    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
-        """A flag that is not given is false, but `norm_before_residual` in speculators' form, which vLLM takes for true
-        there; what has tensors is also told by them. Layers that are not given are the reference's.
-        """
-        last, own = self.shapes["target_layers"], list(self.needs.auxiliary)
-        layers = theirs.get(AUXILIARY) or default_layers(last)
-        fc = names.get("fc.weight")
-        room = fc is None or fc.shape[-1] == len(own) * self.shapes["hidden_size"]
-        if layers == [*own, last] and room:  # some list the last one, too, which only training reads
-            layers = own
-        biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
-        stated = {
-            "norm_before_residual": theirs.get("norm_before_residual", "speculators_model_type" in theirs),
-            "norm_output": theirs.get("norm_output", False),
-            "norm_before_fc": theirs.get("norm_before_fc", "input_norm.weight" in names),
-            "fc_norm": theirs.get("fc_norm", "fc_norm.0.weight" in names),
-            "attention_bias": biased,
-            "qk_norm": "midlayer.self_attn.q_norm.weight" in names,
-        }
-        found = super().released_facts(theirs, names) | {"auxiliary_layers": (layers, own)}
-        found["sliding_window"] = theirs.get("sliding_window"), self.config.sliding_window
-        return found | {key: (bool(value), getattr(self.config, key)) for key, value in stated.items()}
-
-    @property
-    def own_heads(self) -> list[OwnHead]:
-        return [self.lm_head]
-
-    def normed(self, features: Tensor) -> Tensor:
-        return self.norm(features)
-
-    # -- the teacher ----------------------------------------------------------------------------------------------
-
-    @property
-    def _asks_whole(self) -> bool:
-        return self.config.vocabulary is not None and self.config.teacher != "renormalised"
-
-    def bind(self, embed_head: EmbeddingAndHead) -> None:
-        """Its logits are its own head's: the target's is its teacher's, whole where the teacher is."""
-        super().bind(embed_head)
-        if self._asks_whole:
-            self._embed_head = [embed_head]
-
-    @property
-    def teacher_vocabulary(self) -> int:
-        return self.target_vocabulary if self._asks_whole else self.vocabulary_size
-
-    def _teacher(self) -> Teacher:
-        if not self._asks_whole:
-            return super()._teacher()
-        head, ids_U, masked = self.embed_head.head, self.token_ids_U, self.config.teacher == "masked"
-
-        def answer(labels_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            whole = head(labels_MD).float()
-            logits = whole[:, ids_U]
-            largest, best = logits.max(-1)
-            has = largest >= whole.amax(-1)  # the likeliest token of all
-            best = best.where(has, -1)  # no draft token agrees with another
-            if masked:
-                mass = has[:, None].float()
-                return logits.softmax(-1) * mass, best, mass
-            p = (logits - whole.logsumexp(-1, keepdim=True)).exp_()
-            return p, best, p.sum(-1, keepdim=True)
-
-        return answer
-
-
-class Eagle3(Dense, Eagle3Frame):
-    config: Eagle3Config
+    },
+)

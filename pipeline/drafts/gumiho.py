@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
-from pipeline.drafts.parts.losses import Prediction, Term, named
+from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.one_layer import Dense, Heads, Weights
+from pipeline.drafts.parts.released import Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -60,19 +61,14 @@ class GumihoConfig(EagleFrameConfig):
     def levels_of(self, number: int) -> int:
         return 1 if number < SERIAL else self.mlps if number == SERIAL else 0
 
-    def terms_at(self, step: int) -> dict[str, Term]:
-        found = self.terms()
-        for number, name in enumerate(self.later_names, start=1):
+    def terms(self, step: int) -> list[Term]:
+        found = super().terms(step)
+        for number, name in enumerate(named(SERIAL + 1, SERIAL + self.mlps), start=1):
             weights = self.later.of(self.later_decay**number)
             if step < self.regression_steps:
                 weights |= {"classification": 0.0}
-            found[name] = Term(SERIAL + number, weights, self.objective)
+            found.append(Term(name, SERIAL + number, weights, self.objective))
         return found
-
-    @property
-    def later_names(self) -> list[str]:
-        """Of the MLPs' terms."""
-        return named(SERIAL + 1, SERIAL + self.mlps)
 
 
 class Parallel(nn.Module):
@@ -124,14 +120,10 @@ class Gumiho(Dense, EagleFrame):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def terms(self, step: int) -> dict[str, Term]:
-        return self.config.terms_at(step)
-
-    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
+    def further(self, heads: Heads, batch: "Batch") -> list[Tensor]:
         """The MLPs' at i: of the pairs (F for f_{i+1}, t_{i+2}) and (F for f_{i+2}, t_{i+3})."""
         joined_BTD = self._joined(heads.ahead[0], batch.tokens_BT.roll(-1, 1))  # a row's end is not trained
-        found = self.mlp(torch.cat([joined_BTD, joined_BTD.roll(-1, 1)], dim=-1), self.config.mlps)
-        return {name: Prediction([feature]) for name, feature in zip(self.config.later_names, found, strict=True)}
+        return self.mlp(torch.cat([joined_BTD, joined_BTD.roll(-1, 1)], dim=-1), self.config.mlps)
 
     # -- decoding: a carry is F and, behind it, fc of the node whose forward it was ---------------------------------
 
@@ -150,12 +142,11 @@ class Gumiho(Dense, EagleFrame):
         found = self.mlp(torch.cat([before_WD, joined_WD], dim=-1), wanted.levels)
         return DraftOutput(frontier.carry_WD, list(self.logits(torch.stack(found))))
 
-    # -- checkpoints that others released -----------------------------------------------------------------------
 
-    @classmethod
-    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
-        """``mlp.j`` of MLP j, whose first part is ``linear``; its authors' code puts another ``mlp`` before it as it
-        loads.
-        """
-        ours = {name: re.sub(r"^mlp\.(mlp\.)?(?=\d)", "mlp.mlp.", name) for name in names}
-        return {name: re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", mine) for name, mine in ours.items()}
+def released_names(names: Collection[str]) -> Names:
+    """``mlp.j`` of MLP j, whose first part is ``linear``; its authors' code loads them with another ``mlp`` before."""
+    ours = {name: re.sub(r"^mlp\.(mlp\.)?(?=\d)", "mlp.mlp.", name) for name in names}
+    return {name: re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", mine) for name, mine in ours.items()}
+
+
+RELEASED = Released(released_names)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts.parts import heads
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.losses import Objective, Prediction
-from pipeline.lm.attention import additive, behind
+from pipeline.drafts.parts.losses import LossKind
+from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.lm.attention import FULL, additive, behind, whole_texts
 from pipeline.lm.cache import TreeCache
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class HydraConfig(HeadsConfig):
     prefix: bool = True  # Hydra++: a decoder layer over the hidden states so far
     mlp_width: int | None = None  # of that layer; default: the target's
     embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
-    objective: Objective = "soft-ce"
+    objective: LossKind = "soft-ce"
     decay: float = 1.0  # of the loss's weight, for each token ahead
 
     def __post_init__(self):
@@ -105,21 +107,17 @@ class Hydra(HeadsDraft):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
-        tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
-        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        positions, mask = places[None], None
-        if begins_BT is not None:
-            positions = places - begins_BT
-            sees = (places[:, None] >= places[None, :]) & (begins_BT[:, :, None] == begins_BT[:, None, :])
-            mask = additive(sees, batch.hidden_BTD.dtype)[:, None]
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
+        mask, positions = None, torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
+        if batch.begins_BT is not None:
+            mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, batch.hidden_BTD.dtype)
         inputs = [self._summary(batch.hidden_BTD, positions, mask, None)]
-        embedded = self._embedded(tokens_BT, batch.hidden_BTD)
-        found = {}
-        for name, head in zip(self.config.terms(), self.heads, strict=True):
+        embedded = self._embedded(batch.tokens_BT, batch.hidden_BTD)
+        found = []
+        for head in self.heads:
             inputs.append(embedded.roll(1 - len(inputs), 1))  # e(t_{i+k}) for head k; a row's end is not trained
-            found[name] = Prediction([head(torch.cat(inputs, dim=-1))])
-        return found
+            found.append(head(torch.cat(inputs, dim=-1)))
+        return found, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -148,35 +146,37 @@ class Hydra(HeadsDraft):
         embedded_WD = self._embedded(frontier.tokens_W, frontier.carry_WD)
         return self._answer(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
 
-    # -- checkpoints that others released -----------------------------------------------------------------------
 
-    @classmethod
-    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
-        """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Both hold the target's
-        embedding, and Hydra++'s prefix is a whole Llama model, whose own embedding nobody reads.
-        """
-        every = 1 if any(re.match(r"hydra_mlp\.\d+\.0\.", name) for name in names) else 2
+def released_names(names: Collection[str]) -> Names:
+    """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Both hold the target's
+    embedding, and Hydra++'s prefix is a whole Llama model, whose own embedding nobody reads.
+    """
+    every = 1 if any(re.match(r"hydra_mlp\.\d+\.0\.", name) for name in names) else 2
 
-        def ours(name: str) -> str | None:
-            if name == "prefix_embeding_layer.embed_tokens.weight":
-                return None
-            if name == "input_embed_fn.weight":
-                return "embed_tokens.weight"
-            if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
-                return f"heads.{found[1]}.{int(found[2]) // every}.{found[3]}"
-            if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)", name):
-                return f"lm_heads.{found[1]}.{found[2]}"
-            name = re.sub(r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer.", name)
-            return re.sub(r"^prefix_embeding_layer\.norm\.", "prefix.norm.", name)
+    def ours(name: str) -> str | None:
+        if name == "prefix_embeding_layer.embed_tokens.weight":
+            return None
+        if name == "input_embed_fn.weight":
+            return "embed_tokens.weight"
+        if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
+            return f"heads.{found[1]}.{int(found[2]) // every}.{found[3]}"
+        if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)", name):
+            return f"lm_heads.{found[1]}.{found[2]}"
+        name = re.sub(r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer.", name)
+        return re.sub(r"^prefix_embeding_layer\.norm\.", "prefix.norm.", name)
 
-        return {name: ours(name) for name in names}
+    return {name: ours(name) for name in names}
 
-    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
-        """Raises PipelineError for heads that read an earlier layer's states."""
-        if offset := theirs.get("hidden_state_offset", 0):
-            raise PipelineError(
-                f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), a Hydra "
-                "here those of the last: only checkpoints of offset 0 can be imported"
-            )
-        found = super().released_facts(theirs, names)
-        return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), self.config.prefix)}
+
+def released_facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    """Raises PipelineError for heads that read an earlier layer's states."""
+    if offset := theirs.get("hidden_state_offset", 0):
+        raise PipelineError(
+            f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), a Hydra "
+            "here those of the last: only checkpoints of offset 0 can be imported"
+        )
+    found = heads.released_facts(draft, theirs, names)
+    return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), draft.config.prefix)}
+
+
+RELEASED = Released(released_names, released_facts)

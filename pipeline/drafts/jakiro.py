@@ -14,7 +14,7 @@ rank tokens identically). Trees with ``candidates = "decoupled"`` or ``"mixture"
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from pipeline.basics.settings import Settings
+from pipeline.drafts import eagle3
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parts.layers import swiglu
-from pipeline.drafts.parts.losses import Prediction, Term
+from pipeline.drafts.parts.losses import Term
+from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Heads, OneLayer
+from pipeline.drafts.parts.released import Facts, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -60,11 +63,9 @@ class ExpertsConfig(Settings):
     def has_experts(self) -> bool:
         return True
 
-    def terms(self) -> dict[str, Term]:
-        found = super().terms()  # type: ignore[misc]
-        if self.balance_loss:
-            found["balance"] = Term(1, {"penalty": self.balance_loss}, features=0)
-        return found
+    def terms(self, step: int) -> list[Term]:
+        found = super().terms(step)  # type: ignore[misc]
+        return [*found, Term("balance", 1, {"penalty": self.balance_loss})] if self.balance_loss else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +162,11 @@ class Experts(OneLayer):
         block: Any = self.block
         return block.mlp_moe(u, block.post_attention_layernorm(u))
 
-    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
-        found, keys = super().released_facts(theirs, names), {"num_experts_per_tok": "experts_per_token"}
-        return found | {ours: (theirs[key], getattr(self.config, ours)) for key, ours in keys.items() if key in theirs}
+
+class ExpertsObjective(Objective):
+    def penalties(self, aside: tuple[Tensor, Tensor], batch: "Batch") -> list[Tensor]:
+        scores_BTR, kept_BTK = aside
+        return [unbalance(scores_BTR, kept_BTK, self.config.experts, batch)] if self.config.balance_loss else []
 
     def warning(self, validation: dict[str, float]) -> str | None:
         """Where the penalty, which only a draft with `balance_loss` has, is more than halfway to its largest. It weighs
@@ -177,12 +180,6 @@ class Experts(OneLayer):
             f"in each dialogue the gate keeps to few of its {experts} experts (balance_penalty {penalty:.1f}: 1 is "
             f"even, {experts / kept:g} the most): raise its balance_loss, which is {self.config.balance_loss:g}"
         )
-
-    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
-        if not self.config.balance_loss:
-            return {}
-        assert heads.routed is not None
-        return {"balance": Prediction(penalty=unbalance(*heads.routed, self.config.experts, batch))}
 
 
 def unbalance(scores_BTR: Tensor, kept_BTK: Tensor, experts: int, batch: "Batch") -> Tensor:
@@ -203,3 +200,19 @@ class Jakiro(Experts, EagleFrame):
 
 class JakiroOnEagle3(Experts, Eagle3Frame):
     pass
+
+
+# -- checkpoints that others released ----------------------------------------------------------------------------------
+
+
+def released_facts(draft: Experts, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    kept = theirs.get("num_experts_per_tok")
+    return {} if kept is None else {"experts_per_token": (kept, draft.config.experts_per_token)}
+
+
+def released_facts_on_eagle3(draft: JakiroOnEagle3, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    return eagle3.released_facts(draft, theirs, names) | released_facts(draft, theirs, names)
+
+
+RELEASED = Released(facts=released_facts)
+RELEASED_ON_EAGLE3 = replace(eagle3.RELEASED, facts=released_facts_on_eagle3)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads, released_facts
 from pipeline.drafts.parts.layers import ResBlock
-from pipeline.drafts.parts.losses import Objective, Prediction
+from pipeline.drafts.parts.losses import LossKind
+from pipeline.drafts.parts.released import Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -30,7 +31,7 @@ class MedusaConfig(HeadsConfig):
     kind: Literal["medusa"] = "medusa"
     heads: int = 4
     blocks: int = 1  # residual ones, in each head
-    objective: Objective = "hard-ce"
+    objective: LossKind = "hard-ce"
     decay: float = 0.8  # of the loss's weight, for each token ahead
 
     def levels_of(self, number: int) -> int:
@@ -52,9 +53,8 @@ class Medusa(HeadsDraft):
     def borrowed(self) -> list[str]:
         return [] if self.own_heads else ["head"]
 
-    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
-        names = self.config.terms()
-        return {name: Prediction([head(batch.hidden_BTD)]) for name, head in zip(names, self.heads, strict=True)}
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
+        return [head(batch.hidden_BTD) for head in self.heads], None
 
     def open(self) -> None:
         return None
@@ -68,10 +68,11 @@ class Medusa(HeadsDraft):
     def step(self, state: None, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
         raise AssertionError("its settings say that there is no second forward")
 
-    @classmethod
-    def released_names(cls, names: Collection[str]) -> dict[str, str | None]:
-        """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
-        ours = {name: "heads." + name.removeprefix("medusa_head.") for name in names}
-        return {
-            name: re.sub(r"^heads\.(\d+)\.\d+\.(weight|bias)$", r"lm_heads.\1.\2", mine) for name, mine in ours.items()
-        }
+
+def released_names(names: Collection[str]) -> Names:
+    """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
+    ours = {name: "heads." + name.removeprefix("medusa_head.") for name in names}
+    return {name: re.sub(r"^heads\.(\d+)\.\d+\.(weight|bias)$", r"lm_heads.\1.\2", mine) for name, mine in ours.items()}
+
+
+RELEASED = Released(released_names, released_facts)

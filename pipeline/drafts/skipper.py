@@ -35,10 +35,12 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.parts.losses import Objective, Prediction, Term
-from pipeline.drafts.parts.reads_text import ReadsText, TextState, whole_texts
-from pipeline.lm.attention import behind, masks, windows
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.losses import LossKind, Term
+from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.objective import Objective
+from pipeline.drafts.parts.reads_text import ReadsText, TextState
+from pipeline.lm.attention import behind, masks, whole_texts, windows
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import Needs
 
@@ -63,7 +65,7 @@ class SkipperConfig(DraftConfig):
     # every token), or each block's (`python -m eval.pruned --search` finds some)
     router_width: int = 8
     sparsity_loss: float = 1.0  # weight of sum_l (share that passes by - s_l)^2 in each dialogue
-    objective: Objective = "soft-ce"
+    objective: LossKind = "soft-ce"
 
     def __post_init__(self):
         self.at_least(2, "router_width")
@@ -81,6 +83,10 @@ class SkipperConfig(DraftConfig):
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)
+
+    def terms(self, step: int) -> list[Term]:
+        found = Term("next", 1, {"classification": 1.0}, self.objective)
+        return [found, Term("sparsity", 1, {"penalty": self.sparsity_loss})]
 
     def shares(self, blocks: int) -> list[float]:
         """s_l of each block. Raises PipelineError."""
@@ -324,22 +330,13 @@ class Skipper(ReadsText, TrainedDraft):
         out = decoder(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
         return out.last_hidden_state
 
-    def terms(self, step: int) -> dict[str, Term]:
-        return {
-            "next": Term(1, {"classification": 1.0}, self.config.objective),
-            "sparsity": Term(1, {"penalty": self.config.sparsity_loss}, features=0),
-        }
-
-    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
-        """It reads t_i at i, and what it says of t_{i+2} is behind t_{i+1}."""
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], Tensor]:
+        """It reads t_i at i, and what it says of t_{i+2} is behind t_{i+1}. Beside it: which blocks compute which
+        tokens (B, T, L).
+        """
         assert batch.before_BT is not None
         hidden_BTD = self.through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
-        kept_BTL = torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
-        sums_NL, positions_N = batch.sums_by_dialogue(kept_BTL)
-        shares_L = 1 - sent(self.shares, sums_NL.device)
-        apart_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
-        penalty = (positions_N * apart_NL.square().sum(-1)).sum()
-        return {"next": Prediction([hidden_BTD]), "sparsity": Prediction(penalty=penalty)}
+        return [hidden_BTD], torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -363,3 +360,12 @@ class Skipper(ReadsText, TrainedDraft):
 
     def _answer(self, hidden_WD: Tensor) -> DraftOutput:
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
+
+
+class SkipperObjective(Objective):
+    def penalties(self, aside: Tensor, batch: "Batch") -> list[Tensor]:
+        """How far each block is from its share, in each dialogue."""
+        sums_NL, positions_N = batch.sums_by_dialogue(aside)
+        shares_L = 1 - sent(self.config.shares(aside.shape[-1]), sums_NL.device)
+        apart_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
+        return [(positions_N * apart_NL.square().sum(-1)).sum()]

@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import ByLevels, DraftConfig, TrainedDraft
-from pipeline.drafts.parts.losses import Objective, OwnHead, Prediction, Term
-from pipeline.drafts.parts.reads_text import ReadsText, whole_texts
-from pipeline.lm.attention import FULL, GROUPED
+from pipeline.drafts.parts.base import ByLevels, DraftConfig
+from pipeline.drafts.parts.losses import LossKind, OwnHead, Term
+from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.reads_text import ReadsText
+from pipeline.lm.attention import FULL, GROUPED, whole_texts
 from pipeline.lm.embedding_head import known_tokens
 from pipeline.lm.states import Needs
 from pipeline.lm.verifier import Verifier
@@ -50,7 +51,7 @@ class SmallLlamaConfig(DraftConfig):
     width: int = 256
     attention_heads: int = 4
     mlp_width: int = 768
-    objective: Objective = "soft-ce"
+    objective: LossKind = "soft-ce"
 
     def __post_init__(self):
         self.at_least(1, "vocabulary", "layers", "width", "attention_heads", "mlp_width")
@@ -59,6 +60,9 @@ class SmallLlamaConfig(DraftConfig):
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)
+
+    def terms(self, step: int) -> list[Term]:
+        return [Term("next", 1, {"classification": 1.0}, self.objective)]
 
 
 class SmallLlama(ReadsText, TrainedDraft):
@@ -105,13 +109,10 @@ class SmallLlama(ReadsText, TrainedDraft):
             self._reader = [Verifier(self.lm.eval(), self.lm.config, self.name)]
         return self._reader[0]
 
-    def terms(self, step: int) -> dict[str, Term]:
-        return {"next": Term(1, {"classification": 1.0}, self.config.objective)}
-
-    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, self.dtype)
         out = self.lm.model(input_ids=batch.tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
-        return {"next": Prediction([out.last_hidden_state])}
+        return [out.last_hidden_state], None
 
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND

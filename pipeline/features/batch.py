@@ -1,7 +1,4 @@
-"""From dialogues to a training batch. The one shift by one of the whole project is in `collate` and `trained`.
-
-Input i is the pair (f_i, t_{i+1}); a term of horizon h answers at i with f_{i+h} and t_{i+1+h}.
-"""
+"""From dialogues to a training batch. The one shift by one of the whole project is here and in positions.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.basics.accelerator import sent
+from pipeline.features.positions import ChoosesPositions, Group, Positions
 from pipeline.features.schema import Row, decoded
 
 
@@ -38,12 +36,12 @@ class Noise:
 
 @dataclass(frozen=True)
 class Rows:
-    """Trained places of a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
+    """What is trained of a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
 
-    labels: Tensor  # those that any horizon answers [M], ascending
-    inputs: dict[int, Tensor]  # by horizon: the inputs that are trained
-    among: dict[int, Tensor]  # by horizon: their labels' numbers among the M
-    ends: dict[int, list[int]]  # by horizon: how many of these lie before each chunk, and before the end
+    labels: Tensor  # those that any group has [M], ascending
+    inputs: dict[Group, Tensor]  # by group: its inputs
+    among: dict[Group, Tensor]  # by group: its labels' numbers among the M
+    ends: dict[Group, list[int]]  # by group: how many of these lie before each chunk, and before the end
 
 
 @dataclass
@@ -54,11 +52,10 @@ class Batch:
 
     hidden_BTD: Tensor  # f_i, with noise
     tokens_BT: Tensor  # t_{i+1}
-    labels_BTD: Tensor  # f_{i+1}: the label of horizon 1 at i; of horizon h at i + 1 - h
-    # horizon -> bool (B, T): input i has a trained label at this horizon. These stay on the host, wherever the rest is:
-    # nobody has to ask a device which positions are trained, or how many.
-    trained: dict[int, Tensor]
-    totals: dict[int, int]  # horizon -> trained positions of the WHOLE global batch
+    labels_BTD: Tensor  # f_{i+1}
+    # These stay on the host, wherever the rest is: nobody has to ask a device which positions are trained, or how many.
+    positions: dict[Group, Positions]
+    totals: dict[Group, int]  # positions of the WHOLE global batch, by group
     begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
     auxiliary_BTSD: Tensor | None = None  # what the target's auxiliary layers put out at t_i, where a draft wants them
     before_BT: Tensor | None = None  # t_i
@@ -98,87 +95,71 @@ class Batch:
         """The token that each label's distribution is of, in the text itself: that after f_{i+1} is t_{i+2}."""
         return self.tokens_BT.roll(-1, 1)  # no position is trained whose next token does not exist
 
-    def rows(self, horizons: set[int], chunk: int) -> Rows:
-        """What terms of these horizons answer, in chunks of so many labels. The label of input i stands at i + h - 1.
-        Worked out on the host, which knows the masks, and sent at once: the device is not asked.
+    def rows(self, groups: Sequence[Group], chunk: int) -> Rows:
+        """What losses of these groups answer, in chunks of so many labels. Worked out on the host, and sent at once:
+        the device is not asked.
         """
-        inputs = {h: self.trained[h].flatten().nonzero()[:, 0] for h in sorted(horizons)}
+        chosen = {group: self.positions[group] for group in groups}
         answered = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool)
-        for h, at in inputs.items():
-            answered[at + h - 1] = True
+        for one in chosen.values():
+            answered[one.labels] = True
         labels, number = answered.nonzero()[:, 0], answered.cumsum(0) - 1
-        among = {h: number[at + h - 1] for h, at in inputs.items()}
+        inputs = {group: one.inputs for group, one in chosen.items()}
+        among = {group: number[one.labels] for group, one in chosen.items()}
         firsts = torch.arange(0, len(labels) + chunk, chunk)
-        ends = {h: torch.searchsorted(numbers, firsts).tolist() for h, numbers in among.items()}
+        ends = {group: torch.searchsorted(numbers, firsts).tolist() for group, numbers in among.items()}
         all_of = [labels, *inputs.values(), *among.values()]
         there, *more = sent(torch.cat(all_of), self.labels_BTD.device).split([len(part) for part in all_of])
         of_inputs, of_among = more[: len(inputs)], more[len(inputs) :]
         return Rows(there, dict(zip(inputs, of_inputs, strict=True)), dict(zip(among, of_among, strict=True)), ends)
 
-    def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over a dialogue's trained positions (N, E), and how many these are (N); a dialogue is a number below
+    def sums_by_dialogue(self, values_BTE: Tensor, group: Group = 1) -> tuple[Tensor, Tensor]:
+        """Sums over a dialogue's inputs of a group (N, E), and how many these are (N); a dialogue is a number below
         B T.
         """
-        trained_BT = sent(self.trained[1], values_BTE.device)
-        rows, inputs = trained_BT.shape
-        dialogues_BT = torch.arange(rows, device=trained_BT.device)[:, None] * inputs
-        dialogues_BT = dialogues_BT + (0 if self.begins_BT is None else self.begins_BT)
-        of_M = dialogues_BT.expand(rows, inputs).flatten().clamp_max(rows * inputs - 1)  # what pads has no weight below
-        weights_BT1 = trained_BT[..., None].to(values_BTE.dtype)
-        sums_NE = values_BTE.new_zeros(rows * inputs, values_BTE.shape[-1])
-        sums_NE = sums_NE.index_add(0, of_M, (values_BTE * weights_BT1).flatten(0, 1))
-        return sums_NE, values_BTE.new_zeros(rows * inputs).index_add(0, of_M, weights_BT1.flatten())
+        inputs_M = sent(self.positions[group].inputs, values_BTE.device)
+        size, width = self.tokens_BT.numel(), self.tokens_BT.shape[1]
+        of_M = inputs_M - inputs_M % width
+        if self.begins_BT is not None:
+            of_M = of_M + self.begins_BT.flatten()[inputs_M]
+        sums_NE = values_BTE.new_zeros(size, values_BTE.shape[-1])
+        sums_NE = sums_NE.index_add(0, of_M, values_BTE.flatten(0, 1).index_select(0, inputs_M))
+        return sums_NE, values_BTE.new_zeros(size).index_add(0, of_M, values_BTE.new_ones(len(of_M)))
 
     def emptied(self) -> "Batch":
         """The same shape without content: its losses and gradients are 0."""
         empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
-        return replace(empty, trained={h: torch.zeros_like(mask) for h, mask in self.trained.items()})
-
-
-def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
-    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1].
-
-    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_{i+h-1} is, as the released code has it: t_i for
-    horizon 1 (EAGLE), t_{i+1} for Jakiro's branch ahead (the label must exist).
-    """
-    inputs = len(loss_mask) - 1
-    out = np.zeros(inputs, dtype=bool)
-    if rule == "predicted":
-        exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
-        out[:exist] = loss_mask[1 + horizon :]
-    else:
-        exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
-        out[:exist] = loss_mask[horizon - 1 : horizon - 1 + exist]
-    return out
+        none = torch.zeros(0, dtype=torch.long)
+        return replace(empty, positions={group: Positions(none, none) for group in self.positions})
 
 
 def collate(
     rows: Sequence[Row],
-    horizons: list[int],
-    rule: str,
-    totals: dict[int, int],
+    objective: ChoosesPositions,
+    totals: dict[Group, int],
     noises: Sequence[Tensor] | None = None,
     auxiliary: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
+    positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
     given = None if noises is None else iter(noises)
-    batch = collate_packed([[row] for row in rows], horizons, rule, totals, given, dtype=dtype, auxiliary=auxiliary)
+    batch = collate_packed([[row] for row in rows], positions, totals, given, dtype=dtype, auxiliary=auxiliary)
     return replace(batch, begins_BT=None)
 
 
 def collate_packed(
     packed: list[list[Row]],
-    horizons: list[int],
-    rule: str,
-    totals: dict[int, int],
+    positions: Iterator[dict[Group, Positions]],
+    totals: dict[Group, int],
     noises: Iterator[Tensor] | None = None,
     width: int = 0,
     dtype: torch.dtype = torch.float32,
     auxiliary: Sequence[int] = (),
 ) -> Batch:
-    """Pads, to at least `width` inputs, and shifts. `noises` yields what is added, in float32, to each dialogue's input
-    features, never to its labels; then all is rounded to `dtype`. `auxiliary`: which of the rows' auxiliary states.
+    """Pads, to at least `width` inputs, and shifts. `positions` yields each dialogue's. `noises` yields what is added,
+    in float32, to each dialogue's input features, never to its labels; then all is rounded to `dtype`. `auxiliary`:
+    which of the rows' auxiliary states.
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
     shape = len(packed), inputs
@@ -190,7 +171,7 @@ def collate_packed(
     scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)} if stored else {}
     scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if stored and auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
-    masks = {h: torch.zeros(shape, dtype=torch.bool) for h in horizons}
+    chosen: dict[Group, list[tuple[Tensor, Tensor]]] = {}
     for b, rows in enumerate(packed):
         begin = 0
         for row in rows:
@@ -208,13 +189,15 @@ def collate_packed(
             before[b, here], tokens[b, here] = (
                 torch.from_numpy(ids.astype(np.int64)) for ids in (row.input_ids[:-1], row.input_ids[1:])
             )
-            for h in horizons:
-                masks[h][b, here] = torch.from_numpy(trained(row.loss_mask, h, rule))
+            for group, one in next(positions).items():
+                at = b * inputs + begin
+                chosen.setdefault(group, []).append((one.inputs + at, one.labels + (at - 1)))
             begins[b, here] = begin
             begin = here.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
-    return Batch(hidden, tokens, labels, masks, totals, begins, states, before, documents=documents, scales=scales)
+    flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}
+    return Batch(hidden, tokens, labels, flat, totals, begins, states, before, documents=documents, scales=scales)
 
 
 def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:

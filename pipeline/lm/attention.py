@@ -203,3 +203,20 @@ def require_tree(target: "Verifier", name: str) -> None:
             f"{apart.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
             "pipeline/lm/attention.py"
         )
+
+
+def whole_texts(
+    tokens_BT: Tensor, begins_BT: Tensor | None, kinds: dict[str, int | None], dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """The additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions of
+    rows of one text or of several, one behind the other.
+    """
+    places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    begins = torch.zeros_like(tokens_BT) if begins_BT is None else begins_BT
+    same_BTT = begins[:, :, None] == begins[:, None, :]
+    behind_TT = places[:, None] - places[None, :]
+    found = {}
+    for kind, window in kinds.items():
+        near_TT = (behind_TT >= 0) & (behind_TT < (window or len(places) + 1))
+        found[kind] = additive(same_BTT & near_TT, dtype)[:, None]
+    return (found if len(found) > 1 else found.popitem()[1]), places - begins

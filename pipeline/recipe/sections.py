@@ -97,7 +97,7 @@ class RegenerateConfig(Section):
 
 
 # One draft's settings, by its kind (and frame): each draft's own file has them.
-_DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, _) in DRAFTS.items())]  # noqa: UP007
+_DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) in DRAFTS.items())]  # noqa: UP007
 if TYPE_CHECKING:
     AnyDraft = DraftConfig
 else:

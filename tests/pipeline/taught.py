@@ -8,7 +8,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -175,11 +175,11 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
     states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
     row = Row("text", tokens.int().numpy(), mask, states_TSD[:, 0], states_TSD[:, 1:])
-    totals, auxiliary = dict.fromkeys(draft.horizons, len(tokens) - 2), range(len(draft.needs.auxiliary))
-    batch = collate([row], draft.horizons, "predicted", totals, auxiliary=auxiliary)
+    objective, auxiliary = objective_of(draft.config), range(len(draft.needs.auxiliary))
+    batch = collate([row], objective, dict.fromkeys(objective.groups, len(tokens) - 2), auxiliary=auxiliary)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        draft.loss(batch)[0].backward()
+        objective.loss(draft, batch)[0].backward()
         optimizer.step()
     return draft.eval().requires_grad_(False)

@@ -12,7 +12,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
@@ -87,12 +87,12 @@ def trained(recipe: Recipe, target: Target, name: str):
         draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
     draft.bind(embed_head)
     count = sum(int(row.loss_mask.sum()) for row in rows)
-    totals, auxiliary = dict.fromkeys(draft.horizons, count), range(len(draft.needs.auxiliary))
-    batch = collate(rows, draft.horizons, "predicted", totals, auxiliary=auxiliary)
+    totals, auxiliary = dict.fromkeys(objective_of(draft.config).groups, count), range(len(draft.needs.auxiliary))
+    batch = collate(rows, objective_of(draft.config), totals, auxiliary=auxiliary)
     optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = draft.loss(batch)[0]
+        loss = objective_of(draft.config).loss(draft, batch)[0]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

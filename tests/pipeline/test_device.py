@@ -12,9 +12,11 @@ import torch
 
 from pipeline.decoding.generate import Sampling, prefill, speculative
 from pipeline.decoding.method import LoadedMethod
+from pipeline.drafts import objective_of
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import Row
 from pipeline.lm.verifier import Verifier
+from tests.kit import positions_in
 from tests.pipeline.taught import KINDS, NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, Mixed, Strict, rehearsal
 
@@ -93,16 +95,16 @@ def rows_for(draft) -> list[Row]:
 
 def batch_for(draft, packed: bool) -> Batch:
     rows, auxiliary = rows_for(draft), range(len(draft.needs.auxiliary))
-    totals = dict.fromkeys(draft.horizons, 30)
+    totals = dict.fromkeys(objective_of(draft.config).groups, 30)
     if packed:
         packs = [[rows[0], rows[3]], [rows[1], rows[2]]]
-        return collate_packed(packs, draft.horizons, "predicted", totals, auxiliary=auxiliary)
-    return collate(rows, draft.horizons, "predicted", totals, auxiliary=auxiliary)
+        return collate_packed(packs, positions_in(objective_of(draft.config), packs), totals, auxiliary=auxiliary)
+    return collate(rows, objective_of(draft.config), totals, auxiliary=auxiliary)
 
 
 def stepped(draft, batch: Batch):
     """Loss, sums and gradients of a micro-batch."""
-    loss, sums = draft.loss(batch)
+    loss, sums = objective_of(draft.config).loss(draft, batch)
     loss.backward()
     return loss, sums, {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
 
@@ -118,7 +120,7 @@ def waits_of(name: str) -> int:
     ("name", "packed"), [*((name, bool(n % 2)) for n, name in enumerate(VARIANTS)), ("eagle3", True), ("jakiro", False)]
 )
 def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target, embed_head, monkeypatch, name, packed):
-    monkeypatch.setattr("pipeline.drafts.parts.base.chunk_rows", lambda *_: 7 if packed else 1 << 20)
+    monkeypatch.setattr("pipeline.drafts.parts.objective.chunk_rows", lambda *_: 7 if packed else 1 << 20)
     draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
     want_loss, want_sums, want = stepped(draft, batch)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import build, parameter_count
+from pipeline.drafts import build, objective_of, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
 from pipeline.drafts.parts.layers import layer_config, shapes_of
@@ -282,9 +282,9 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
 )
 def test_a_gate_more_than_halfway_to_the_same_experts_is_a_warning(experts, kept, penalty, warned):
     config = JakiroConfig(experts=experts, experts_per_token=kept, balance_loss=0.1)
-    draft = build(config, shapes(*TINY))
-    assert bool(draft.warning({"balance_penalty": penalty})) == warned
-    assert draft.warning({}) is None
+    objective = objective_of(config)
+    assert bool(objective.warning({"balance_penalty": penalty})) == warned
+    assert objective.warning({}) is None
 
 
 @torch.no_grad()
@@ -363,13 +363,13 @@ def test_branches_add_the_residual():
     u, layer = inputs(5), draft.layers[0]
     mixture, chosen, log_weights, contrast = parts(layer.mlp_moe, layer.post_attention_layernorm(u))
     heads = draft.heads(u)
-    assert draft.horizons == [1, 2] and draft.terms(0).keys() == {"next", "ahead"}
+    assert [(term.name, term.group) for term in objective_of(draft.config).terms(0)] == [("next", 1), ("ahead", 2)]
     assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
     assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
     averaged = sum(w[:, None] * f for w, f in zip(log_weights.exp().T, heads.experts, strict=True))
     assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual stays one
     eagle = build(EagleConfig(kind="eagle"), shapes(*TINY))
-    assert eagle.horizons == [1]
+    assert objective_of(eagle.config).groups == [1]
     assert torch.equal(eagle.heads(u).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
 
 

@@ -10,9 +10,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.drafts.parts.base import TrainedDraft
+from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import ttt_sees
 from pipeline.features.batch import collate
+from pipeline.features.positions import Horizons
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive
 from pipeline.lm.config import TargetConfig
@@ -385,8 +386,8 @@ def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, embed_head
     states = states_for(draft, 12, 2)
     final = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)) if not draft.needs.final else states[:, 0]
     row = Row("x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), final, states[:, draft.needs.final :])
-    batch = collate([row], [1], "predicted", {1: 10}, auxiliary=range(len(draft.needs.auxiliary)))
-    trained, tokens = draft.predictions(batch), row.input_ids.tolist()
+    batch = collate([row], Horizons([1]), {1: 10}, auxiliary=range(len(draft.needs.auxiliary)))
+    trained, tokens = draft(batch)[0], row.input_ids.tolist()
     for begin in range(1, 9):
         state = draft.open()
         answer = draft.start(state, RoundInput(tokens[: begin + 1], states[:begin]), DraftRequest())
@@ -395,7 +396,7 @@ def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, embed_head
             seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
             token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
             answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), DraftRequest())
-            want = draft.carried(trained[f"ttt_{depth + 1}"].features[0][0, begin + depth - 1])
+            want = draft.carried(trained[depth][0, begin + depth - 1])
             assert torch.allclose(answer.carry_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -16,12 +16,15 @@ from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
 from pipeline.drafts.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.parts.losses import Prediction, Term, chunk_rows, renormalised, term_sums
+from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renormalised, term_sums
+from pipeline.drafts.parts.objective import chosen
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
-from pipeline.features.batch import collate, collate_packed, trained, uniform_noise
+from pipeline.features.batch import collate, collate_packed, uniform_noise
+from pipeline.features.positions import Horizons, trained
 from pipeline.features.schema import Row
 from pipeline.lm.embedding_head import LMHead
+from tests.kit import mask_of, positions_in
 
 D, V = 6, 11
 
@@ -92,7 +95,7 @@ def test_collate_shifts_by_one(lengths, rule):
     noises = [torch.full((length - 1, D), 0.5) for length in lengths]
     totals = {1: 5, 2: 3}
     for noise in (None, noises):
-        batch = collate(rows, [1, 2], rule, totals, noise)
+        batch = collate(rows, Horizons([1, 2], rule), totals, noise)
         inputs = max(lengths) - 1
         assert batch.tokens_BT.shape == (len(rows), inputs)
         assert batch.hidden_BTD.shape == batch.labels_BTD.shape == (len(rows), inputs, D)
@@ -106,7 +109,7 @@ def test_collate_shifts_by_one(lengths, rule):
                 assert torch.equal(batch.labels_BTD[b, i], row.hidden_TD[i + 1] if real else zero)
                 assert batch.tokens_BT[b, i] == (row.input_ids[i + 1] if real else 0)
                 for h in (1, 2):
-                    assert batch.trained[h][b, i] == bool(real and trained(row.loss_mask, h, rule)[i])
+                    assert mask_of(batch, h)[b, i] == bool(real and trained(row.loss_mask, h, rule)[i])
 
 
 def test_a_trained_position_always_has_its_label_and_its_token():
@@ -120,10 +123,9 @@ def test_a_trained_position_always_has_its_label_and_its_token():
 
 
 def test_a_batch_moves_in_one_dtype_and_keeps_masks_and_ids():
-    batch = collate([row_of(5)], [1, 2], "predicted", {1: 1, 2: 1}).to(torch.device("cpu"), torch.bfloat16)
+    batch = collate([row_of(5)], Horizons([1, 2]), {1: 1, 2: 1}).to(torch.device("cpu"), torch.bfloat16)
     assert batch.hidden_BTD.dtype == batch.labels_BTD.dtype == torch.bfloat16
     assert batch.tokens_BT.dtype == torch.long
-    assert {mask.dtype for mask in batch.trained.values()} == {torch.bool}
 
 
 # -- noise ----------------------------------------------------------------------------------------------------------
@@ -154,8 +156,8 @@ def test_legacy_noise_is_scaled_by_512_over_the_length(length):
 def test_noise_never_touches_labels():
     rows = [row_of(6, 1), row_of(4, 2)]
     noises = [uniform_noise(row, 0.3, "plain", (n,)) for n, row in enumerate(rows)]
-    noisy = collate(rows, [1, 2], "predicted", {1: 1, 2: 1}, noises)
-    clean = collate(rows, [1, 2], "predicted", {1: 1, 2: 1})
+    noisy = collate(rows, Horizons([1, 2]), {1: 1, 2: 1}, noises)
+    clean = collate(rows, Horizons([1, 2]), {1: 1, 2: 1})
     assert torch.equal(noisy.labels_BTD, clean.labels_BTD) and torch.equal(noisy.tokens_BT, clean.tokens_BT)
     assert not torch.equal(noisy.hidden_BTD, clean.hidden_BTD)
     assert torch.equal(noisy.hidden_BTD[1, 3:], torch.zeros(2, D))  # nor the padding
@@ -195,20 +197,25 @@ WEIGHTS = {"regression": 1.0, "classification": 1.0}
 
 def sums_of(said, batch, head):
     """`said`: by name, the horizon and what is predicted there."""
-    terms = {name: Term(horizon, WEIGHTS, features=len(x.features)) for name, (horizon, x) in said.items()}
-    chunk = chunk_rows(V, sum(term.features for term in terms.values()), torch.device("cpu"))
-    return term_sums(terms, {name: x for name, (_, x) in said.items()}, batch, renormalised(head), chunk, head)
+    chunk = chunk_rows(V * len(said), torch.device("cpu"))
+    rows = batch.rows(sorted({horizon for horizon, _ in said.values()}), chunk)
+    labels = Labels(batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, renormalised(head), V, chunk)
+    asked = [
+        Asked(Term(name, h, WEIGHTS), chosen(x, rows.inputs[h]), rows.among[h], rows.ends[h], 1.0)
+        for name, (h, x) in said.items()
+    ]
+    return term_sums(asked, labels, head)
 
 
 def one_term(prediction, batch, horizon, head):
-    return sums_of({"one": (horizon, Prediction([prediction]))}, batch, head)["one"]
+    return sums_of({"one": (horizon, prediction)}, batch, head)["one"]
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
 @pytest.mark.parametrize("horizon", [1, 2])
 def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizon, rows_per_chunk):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
-    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
     prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
     reference = prediction.detach().clone().requires_grad_()
 
@@ -229,10 +236,10 @@ def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizo
 def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
     """They share their teacher's rows, whichever of them either trains."""
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
-    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
     generator = torch.Generator().manual_seed(6)
     predictions = {h: torch.randn(batch.hidden_BTD.shape, generator=generator).requires_grad_() for h in (1, 2)}
-    together = sums_of({h: (h, Prediction([x])) for h, x in predictions.items()}, batch, head)
+    together = sums_of({h: (h, x) for h, x in predictions.items()}, batch, head)
     (together[1]["classification"] + 3 * together[2]["classification"]).backward()
     for horizon, factor in ((1, 1), (2, 3)):
         alone = predictions[horizon].detach().clone().requires_grad_()
@@ -246,24 +253,24 @@ def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
 def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypatch):
     """Of Llama-3's 128,256 tokens and two branches: thousands of rows, within 2 GiB for the largest tensor."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    rows = losses.chunk_rows(128_256, 2, gpu, 80 * 10**9)
+    rows = losses.chunk_rows(128_256 * 2, gpu, 80 * 10**9)
     assert rows == 2092 and rows * 2 * 128_256 * 4 <= 2 << 30
-    assert losses.chunk_rows(128_256, 2, gpu, 24 * 10**9) == 730
-    assert losses.chunk_rows(128_256, 1, gpu, 1000 * 10**9) == 4185
-    assert losses.chunk_rows(10**12, 5, gpu, 24 * 10**9) == 1
+    assert losses.chunk_rows(128_256 * 2, gpu, 24 * 10**9) == 730
+    assert losses.chunk_rows(128_256, gpu, 1000 * 10**9) == 4185
+    assert losses.chunk_rows(5 * 10**12, gpu, 24 * 10**9) == 1
     of_both = (1, 24 * 10**9)  # free, and all: what is free does not count
     monkeypatch.setattr("torch.accelerator.get_memory_info", lambda device: of_both)
-    assert losses.chunk_rows(128_256, 2, gpu) == 730
-    assert losses.chunk_rows(128_256, 2, cpu) == losses.chunk_rows(260, 2, cpu) == 128
-    assert losses.chunk_rows(1_000_000, 2, cpu) == 16
+    assert losses.chunk_rows(128_256 * 2, gpu) == 730
+    assert losses.chunk_rows(128_256 * 2, cpu) == losses.chunk_rows(260 * 2, cpu) == 128
+    assert losses.chunk_rows(1_000_000 * 2, cpu) == 16
 
 
 def test_term_sums_see_only_trained_positions():
     """Neither a value nor a gradient comes from elsewhere, padding included."""
-    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
     first = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
     for horizon in (1, 2):
-        mask = batch.trained[horizon]
+        mask = mask_of(batch, horizon)
         second = torch.where(mask[..., None], first, 1e3 + first).detach().requires_grad_()
         got, other = (one_term(x, batch, horizon, head) for x in (first, second))
         assert all(torch.equal(got[name], other[name]) for name in got)
@@ -272,14 +279,14 @@ def test_term_sums_see_only_trained_positions():
 
 
 def test_a_perfect_prediction_has_no_regression_and_the_teachers_entropy():
-    batch, head = collate(ROWS, [1, 2], "predicted", {1: 1, 2: 1}), make_head()
+    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
     for horizon in (1, 2):
         perfect = torch.zeros_like(batch.hidden_BTD)
         for b, row in enumerate(ROWS):
             exists = max(len(row.hidden_TD) - horizon, 0)
             perfect[b, :exists] = row.hidden_TD[horizon:]
         got = one_term(perfect, batch, horizon, head)
-        teacher = head(perfect[batch.trained[horizon]]).softmax(-1)
+        teacher = head(perfect[mask_of(batch, horizon)]).softmax(-1)
         assert got["regression"] == 0
         assert got["agree"] == got["positions"]
         assert got["classification"].item() == pytest.approx(-(teacher * teacher.log()).sum().item(), rel=1e-5)
@@ -289,7 +296,7 @@ def test_a_perfect_prediction_has_no_regression_and_the_teachers_entropy():
 @pytest.mark.parametrize("lengths", [[1], [2], [2, 1], [3]])
 def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
     rows = [row_of(length, length, [0] * length) for length in lengths]
-    batch = collate(rows, [1, 2], "predicted", {1: 0, 2: 0})
+    batch = collate(rows, Horizons([1, 2]), {1: 0, 2: 0})
     prediction = torch.zeros_like(batch.hidden_BTD).requires_grad_()
     got = one_term(prediction, batch, horizon, make_head())
     assert {name: value.item() for name, value in got.items()} == dict.fromkeys(got, 0)
@@ -298,15 +305,15 @@ def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
 
 
 def test_gradients_are_formed_only_where_they_are_asked_for():
-    batch = collate(ROWS, [1], "predicted", {1: 1})
+    batch = collate(ROWS, Horizons([1]), {1: 1})
     got = one_term(torch.zeros_like(batch.hidden_BTD), batch, 1, make_head())
     assert not got["classification"].requires_grad
 
 
 def test_the_classification_loss_is_torchs_soft_cross_entropy():
-    batch, head = collate(ROWS, [1], "predicted", {1: 1}), make_head()
+    batch, head = collate(ROWS, Horizons([1]), {1: 1}), make_head()
     prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5))
-    mask = batch.trained[1]
+    mask = mask_of(batch)
     want = F.cross_entropy(head(prediction[mask]), head(batch.labels_BTD[mask]).softmax(-1), reduction="sum")
     assert one_term(prediction, batch, 1, head)["classification"].item() == pytest.approx(want.item(), rel=1e-6)
 
@@ -373,17 +380,18 @@ def wide_rows():
 
 
 def batch_of(draft, rows, totals):
-    return collate(rows, draft.horizons, "predicted", totals, auxiliary=range(len(draft.needs.auxiliary)))
+    return collate(rows, objective_of(draft.config), totals, auxiliary=range(len(draft.needs.auxiliary)))
 
 
 def packed_of(draft, packed, totals, width=0):
     auxiliary = range(len(draft.needs.auxiliary))
-    return collate_packed(packed, draft.horizons, "predicted", totals, width=width, auxiliary=auxiliary)
+    positions = positions_in(objective_of(draft.config), packed)
+    return collate_packed(packed, positions, totals, width=width, auxiliary=auxiliary)
 
 
 def whole_loss(draft, rows, totals):
     draft.zero_grad()
-    loss, sums = draft.loss(batch_of(draft, rows, totals))
+    loss, sums = objective_of(draft.config).loss(draft, batch_of(draft, rows, totals))
     loss.backward()
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
@@ -395,9 +403,9 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(any_draft):
     alone = [whole_loss(any_draft, [row], totals) for row in rows]
     assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
     assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
-    for term in any_draft.terms(0):
-        for name in ("positions", "agree"):
-            assert sums[term].get(name) == (sum(part[1][term][name] for part in alone) if name in sums[term] else None)
+    for term, found in sums.items():
+        for name in {"positions", "agree"} & set(found):
+            assert found[name] == sum(part[1][term][name] for part in alone)
 
 
 def test_the_loss_weighs_sums_by_the_global_totals(draft):
@@ -421,7 +429,7 @@ def test_the_loss_weighs_sums_by_the_global_totals(draft):
 
 def gradient_of(draft, batch):
     draft.zero_grad()
-    loss, sums = draft.loss(batch)
+    loss, sums = objective_of(draft.config).loss(draft, batch)
     loss.backward()
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
@@ -434,7 +442,7 @@ def test_packed_dialogues_do_not_see_each_other(any_draft):
     packed_loss, packed_sums, packed_gradient = gradient_of(any_draft, both)
     assert packed_loss == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(packed_gradient, gradient, rtol=1e-4, atol=1e-6)
-    for term in any_draft.terms(0):
+    for term in sums:
         for name, value in sums[term].items():
             assert packed_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
     if isinstance(any_draft, Medusa):  # it looks at one position alone
@@ -448,9 +456,12 @@ def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(d
     """A template without a header: nothing stands before its first token but another dialogue."""
     kinds = {"width": 32, "vocabulary": 260, "layers": 3}
     rows = [row_of(9, 1, [0, 0] + [1] * 7, **kinds), row_of(8, 2, [1] * 6 + [0] * 2, **kinds)]
-    auxiliary = range(len(draft.needs.auxiliary))
+    auxiliary, objective = range(len(draft.needs.auxiliary)), objective_of(draft.config, rule)
     found = [
-        gradient_of(draft, collate_packed([packed], draft.horizons, rule, TOTALS, width=20, auxiliary=auxiliary))
+        gradient_of(
+            draft,
+            collate_packed([packed], positions_in(objective, [packed]), TOTALS, width=20, auxiliary=auxiliary),
+        )
         for packed in ([rows[0]], [rows[1]], rows)
     ]
     assert found[2][0] == pytest.approx(found[0][0] + found[1][0], rel=1e-5)
@@ -481,7 +492,7 @@ def given_states(draft, batch):
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     batch = batch_of(draft, wide_rows(), TOTALS)
     given_states(draft, batch)[1, 2] = float("nan")
-    assert not torch.isfinite(draft.loss(batch)[0])
+    assert not torch.isfinite(objective_of(draft.config).loss(draft, batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
     assert loss == 0 and not gradient.any()
     assert not any(value for parts in sums.values() for value in parts.values())
@@ -494,10 +505,10 @@ def test_padding_changes_no_sum(any_draft):
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
     given_states(any_draft, batch)[0, n:] = 7.0
-    padded, padded_sums = any_draft.loss(batch)
-    alone, sums = any_draft.loss(batch_of(any_draft, [row], totals))
+    padded, padded_sums = objective_of(any_draft.config).loss(any_draft, batch)
+    alone, sums = objective_of(any_draft.config).loss(any_draft, batch_of(any_draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
-    for term in any_draft.terms(0):
+    for term in sums:
         for name, value in sums[term].items():
             assert padded_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
 
@@ -514,7 +525,7 @@ def teachers_distribution(teacher, logits_MV, ids_U):
     return inside.softmax(-1), has
 
 
-def objective_of(objective, p, logits_MU):
+def row_losses(objective, p, logits_MU):
     """Each row's loss, for autograd."""
     log_q = logits_MU.log_softmax(-1)
     if objective == "soft-ce":
@@ -543,11 +554,11 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     loss, sums, gradient = gradient_of(draft, batch)
 
     draft.zero_grad()
-    mask, want = batch.trained[1], 0.0
+    mask, want = mask_of(batch), 0.0
     p, has = teachers_distribution(teacher, embed_head.head(batch.labels_BTD[mask]).float(), ids_U)
-    for (name, prediction), weight in zip(draft.predictions(batch).items(), (1.0, 0.8), strict=True):
-        logits = draft.lm_head(draft.norm(prediction.features[0][mask]))
-        part = (objective_of(objective, p, logits) * has).sum()
+    for name, prediction, weight in zip(("next", "ttt_2"), draft(batch)[0], (1.0, 0.8), strict=True):
+        logits = draft.lm_head(draft.norm(prediction[mask]))
+        part = (row_losses(objective, p, logits) * has).sum()
         assert sums[name]["classification"].item() == pytest.approx(part.item(), rel=1e-5)
         if objective == "acceptance" and teacher != "masked":
             accepted = torch.minimum(p, logits.softmax(-1)).sum()
@@ -567,14 +578,14 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
     rows, known = wide_rows(), set(draft.token_ids_U.tolist())
     for packed in ([[row] for row in rows], [[rows[1], rows[0]], [rows[3], rows[2]]], [rows]):
         batch = packed_of(draft, packed, TOTALS)
-        leaves = {name: said.features[0].detach().requires_grad_() for name, said in draft.predictions(batch).items()}
-        draft.predictions = lambda _, leaves=leaves: {name: Prediction([leaf]) for name, leaf in leaves.items()}
-        draft.loss(batch)[0].backward()
-        del draft.predictions
+        leaves = [said.detach().requires_grad_() for said in draft(batch)[0]]
+        draft.forward = lambda _, leaves=leaves: (leaves, None)
+        objective_of(draft.config).loss(draft, batch)[0].backward()
+        del draft.forward
         likeliest_BT = embed_head.head(batch.labels_BTD).argmax(-1)
-        kept_BT = batch.trained[1] & torch.tensor([[token in known for token in row] for row in likeliest_BT.tolist()])
-        assert 0 < kept_BT.sum() < batch.trained[1].sum() and len(leaves) == 3
-        for leaf in leaves.values():
+        kept_BT = mask_of(batch) & torch.tensor([[token in known for token in row] for row in likeliest_BT.tolist()])
+        assert 0 < kept_BT.sum() < mask_of(batch).sum() and len(leaves) == 3
+        for leaf in leaves:
             assert torch.equal(leaf.grad.abs().sum(-1) > 0, kept_BT)
 
 
@@ -582,8 +593,8 @@ def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
     """By hand: E sum_e share_e mean_e is 1 for equal shares, and E where one expert has every slot and all of the
     probability.
     """
-    batch = collate([row_of(9, 1, [0] + [1] * 8), row_of(5, 2, [0] + [1] * 4)], [1], "predicted", {1: 11})
-    shape, positions = batch.tokens_BT.shape, int(batch.trained[1].sum())
+    batch = collate([row_of(9, 1, [0] + [1] * 8), row_of(5, 2, [0] + [1] * 4)], Horizons([1]), {1: 11})
+    shape, positions = batch.tokens_BT.shape, int(mask_of(batch).sum())
     even = torch.arange(shape[0] * shape[1]).view(shape)[..., None] % 2
     scores = torch.zeros(*shape, 2)
     balanced = unbalance(scores, even, 2, batch)
@@ -613,8 +624,8 @@ def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, embed_head, co
 
     draft.zero_grad()
     want, number_of = 0.0, {int(token): number for number, token in enumerate(ids_U)}
-    for k, (name, prediction) in enumerate(draft.predictions(batch).items(), start=1):
-        logits, part, agree = draft.own_heads[k - 1](prediction.features[0]), 0.0, 0
+    for k, (name, prediction) in enumerate(zip(sums, draft(batch)[0], strict=True), start=1):
+        logits, part, agree = draft.own_heads[k - 1](prediction), 0.0, 0
         for b, row in enumerate(rows):
             for i in range(len(row.input_ids) - 1 - k):
                 label = number_of.get(int(row.input_ids[i + 1 + k]))
@@ -637,8 +648,8 @@ def test_hard_labels_end_with_their_dialogue(loaded_target, embed_head):
     draft.bind(embed_head)
     rows = wide_rows()[:2]
     totals = {1: 30, 2: 20}
-    apart = draft.loss(batch_of(draft, rows, totals))[0]
-    packed = draft.loss(collate_packed([rows], draft.horizons, "predicted", totals))[0]
+    apart = objective_of(draft.config).loss(draft, batch_of(draft, rows, totals))[0]
+    packed = objective_of(draft.config).loss(draft, packed_of(draft, [rows], totals))[0]
     assert packed.item() == pytest.approx(apart.item(), rel=1e-6)
 
 
@@ -650,16 +661,18 @@ def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target,
     draft.initialise(0)
     draft.bind(embed_head)
     row = wide_rows()[0]
-    batch = batch_of(draft, [row], dict.fromkeys(draft.horizons, 10))
-    found, tokens = draft.predictions(batch), torch.from_numpy(row.input_ids.astype(np.int64))
-    serial = found["next"].features[0][0]
+    objective = objective_of(draft.config)
+    batch = batch_of(draft, [row], dict.fromkeys(objective.groups, 10))
+    names = [term.name for term in objective.terms(0)]
+    found, tokens = dict(zip(names, draft(batch)[0], strict=True)), torch.from_numpy(row.input_ids.astype(np.int64))
+    serial = found["next"][0]
     for i in range(len(tokens) - 5):
         pair = [
             draft.fc(torch.cat([embed_head.embedding_VD[tokens[i + 2 + more]], serial[i + more]])) for more in (0, 1)
         ]
         for j, name in enumerate(("ahead_3", "ahead_4")):
-            assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), found[name].features[0][0, i], atol=1e-5)
-            assert draft.terms(0)[name].horizon == 3 + j
-    before, after = (draft.terms(step)["ahead_4"].weights for step in (4, 5))
+            assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), found[name][0, i], atol=1e-5)
+            assert next(term for term in objective.terms(0) if term.name == name).group == 3 + j
+    before, after = (objective.terms(step)[-1].weights for step in (4, 5))
     assert before == {"regression": pytest.approx(0.64 / 9), "classification": 0.0}
     assert after == before | {"classification": pytest.approx(0.064 / 9)}

@@ -15,10 +15,10 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import DRAFTS, build
-from pipeline.drafts.gumiho import Gumiho, GumihoConfig
-from pipeline.drafts.hydra import Hydra, HydraConfig
-from pipeline.drafts.medusa import Medusa, MedusaConfig
+from pipeline.drafts import DRAFTS, build, objective_of
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.hydra import HydraConfig
+from pipeline.drafts.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
@@ -80,13 +80,9 @@ def trained(draft, text):
     """By term, logits (T, U) of the training forward."""
     tokens, states = text
     row = Row("text", torch.tensor(tokens).int().numpy(), torch.ones(LENGTH, dtype=torch.uint8).numpy(), states)
-    batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 1))
-    terms = draft.terms(0)
-    return [
-        draft.logits(prediction.features[0][0], terms[name].head)
-        for name, prediction in draft.predictions(batch).items()
-        if prediction.features
-    ]
+    batch = collate([row], objective_of(draft.config), dict.fromkeys(objective_of(draft.config).groups, 1))
+    told = [term for term in draft.config.terms(0) if not term.is_penalty]
+    return [draft.logits(x[0], term.head) for term, x in zip(told, draft(batch)[0], strict=True)]
 
 
 @pytest.mark.parametrize("name", TEACHER_FORCED)
@@ -202,25 +198,27 @@ def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_tar
     """Names as the authors' code loads them."""
     config, names = RELEASED[layout]
     draft = make_draft(loaded_target, embed_head, config)
-    ours = [name for name in draft.released_names(names).values() if name not in (None, "embed_tokens.weight")]
+    ours = [
+        name for name in DRAFTS[config.kind].released.names(names).values() if name not in (None, "embed_tokens.weight")
+    ]
     assert sorted(ours) == sorted(draft.state_dict())
 
 
 @pytest.mark.parametrize(
     ("kind", "theirs", "ours"),
     [
-        (Medusa, "medusa_head.3.0.linear.bias", "heads.3.0.linear.bias"),
-        (Medusa, "2.1.weight", "lm_heads.2.weight"),
-        (Gumiho, "mlp.4.0.linear.weight", "mlp.mlp.4.0.0.weight"),
-        (Gumiho, "mlp.mlp.4.0.linear.weight", "mlp.mlp.4.0.0.weight"),
-        (Gumiho, "mlp.4.5.linear.bias", "mlp.mlp.4.5.linear.bias"),
-        (Hydra, "hydra_mlp.2.5.res_connection.bias", "heads.2.2.res_connection.bias"),
-        (Hydra, "prefix_embeding_layer.layers.0.self_attn.q_proj.weight", "prefix.layer.self_attn.q_proj.weight"),
-        (Hydra, "prefix_embeding_layer.embed_tokens.weight", None),
+        ("medusa", "medusa_head.3.0.linear.bias", "heads.3.0.linear.bias"),
+        ("medusa", "2.1.weight", "lm_heads.2.weight"),
+        ("gumiho", "mlp.4.0.linear.weight", "mlp.mlp.4.0.0.weight"),
+        ("gumiho", "mlp.mlp.4.0.linear.weight", "mlp.mlp.4.0.0.weight"),
+        ("gumiho", "mlp.4.5.linear.bias", "mlp.mlp.4.5.linear.bias"),
+        ("hydra", "hydra_mlp.2.5.res_connection.bias", "heads.2.2.res_connection.bias"),
+        ("hydra", "prefix_embeding_layer.layers.0.self_attn.q_proj.weight", "prefix.layer.self_attn.q_proj.weight"),
+        ("hydra", "prefix_embeding_layer.embed_tokens.weight", None),
     ],
 )
 def test_tensors_have_their_released_places(kind, theirs, ours):
-    assert kind.released_names([theirs]) == {theirs: ours}
+    assert DRAFTS[kind].released.names([theirs]) == {theirs: ours}
 
 
 # -- somebody's small model --------------------------------------------------------------------------------------------
@@ -336,11 +334,11 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
     draft = make_draft(loaded_target, embed_head, VARIANTS[name])
     for length in (4, 2):
         row = Row("short", np.zeros(length, np.int32), np.ones(length, np.uint8), torch.randn(length, 32))
-        batch = collate([row], draft.horizons, "predicted", dict.fromkeys(draft.horizons, 1))
-        loss, sums = draft.loss(batch)
+        objective = objective_of(draft.config)
+        loss, sums = objective.loss(draft, collate([row], objective, dict.fromkeys(objective.groups, 1)))
         assert loss.isfinite()
-        for name_, term in draft.terms(0).items():
-            assert sums[name_]["positions"] == max(0, length - 1 - term.horizon)
+        for term in objective.terms(0):
+            assert sums[term.name]["positions"] == max(0, length - 1 - term.group)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pipeline.decoding.contract import DraftOutput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.drafts.parts.base import TrainedDraft
+from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs

@@ -10,7 +10,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import build
+from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import collate
@@ -124,11 +124,11 @@ def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
         )
         for n, text in enumerate(TEXTS)
     ]
-    batch = collate(rows, draft.horizons, "predicted", {1: 4 * 58})
+    batch = collate(rows, objective_of(draft.config), {1: 4 * 58})
     optimizer, losses, early, late = torch.optim.Adam(draft.parameters(), lr=1e-2), [], [], []
     for _ in range(300):
         optimizer.zero_grad()
-        loss, sums = draft.loss(batch)
+        loss, sums = objective_of(draft.config).loss(draft, batch)
         loss.backward()
         optimizer.step()
         losses.append(sums["next"]["classification"].item())
@@ -136,7 +136,7 @@ def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
         early.append(kept[:, 4:30].mean().item())
         late.append(kept[:, 30:59].mean().item())
     draft.shares = [0.0] * LAYERS
-    least = draft.loss(batch)[1]["next"]["classification"].item()
+    least = objective_of(draft.config).loss(draft, batch)[1]["next"]["classification"].item()
     assert losses[0] - least > 50 and losses[-1] - least < (losses[0] - least) / 3
     assert early[0] < 0.5 and early[-1] > 0.8 and late[-1] < 0.3
 

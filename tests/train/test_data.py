@@ -1,17 +1,16 @@
 """Which dialogues make up a step, what its batches hold, and what the texts' statistics are."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.features.batch import trained
+from pipeline.features.positions import Horizons, trained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
+from tests.kit import mask_of
 from train.input.data import Batches, validation_batches
 from train.input.order import Order, coverage, frequent_tokens, packed
 
@@ -45,7 +44,8 @@ def config(**changes) -> TrainConfig:
 
 
 def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batches:
-    return Batches(store, config(**changes), SimpleNamespace(horizons=list(horizons), needs=Needs()), seed, rank, ranks)
+    settings = config(**changes)
+    return Batches(store, settings, Horizons(horizons, settings.mask), Needs(), seed, rank, ranks)
 
 
 def dialogues_of(one: Batches, step: int) -> list[int]:
@@ -100,7 +100,7 @@ def contents(parts):
     for part in parts:
         for b, number in enumerate(numbers_in(part)):
             n = len(dialogue(number).input_ids) - 1
-            masks = tuple(tuple(part.trained[h][b, :n].tolist()) for h in (1, 2))
+            masks = tuple(tuple(mask_of(part, h)[b, :n].tolist()) for h in (1, 2))
             hidden, labels = part.hidden_BTD[b, :n].flatten(), part.labels_BTD[b, :n].flatten()
             out[number] = tuple(hidden.tolist()), tuple(labels.tolist()), masks, tuple(part.totals.items())
     return out
@@ -128,7 +128,7 @@ def test_totals_count_the_whole_global_batch(store, rule):
             masks = [dialogue(number).loss_mask for number in dialogues_of(shares[0], step)]
             want = sum(int(trained(mask, horizon, rule).sum()) for mask in masks)
             assert {part.totals[horizon] for part in parts} == {want}
-            assert sum(int(part.trained[horizon].sum()) for part in parts) == want
+            assert sum(len(part.positions[horizon]) for part in parts) == want
 
 
 def test_totals_by_hand(tmp_path):
@@ -203,7 +203,7 @@ def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, 
                     for b, ids in enumerate(part.documents):
                         out[step, tuple(ids)] = [
                             part.hidden_BTD[b].tolist(), part.labels_BTD[b].tolist(), part.begins_BT[b].tolist(),
-                            part.trained[2][b].tolist(), part.totals,
+                            mask_of(part, 2)[b].tolist(), part.totals,
                         ]  # fmt: skip
         return out
 
@@ -220,7 +220,7 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
             here = slice(begin, begin + len(row.input_ids) - 1)
             assert torch.equal(part.hidden_BTD[b, here], row.hidden_TD[:-1])
             assert torch.equal(part.labels_BTD[b, here], row.hidden_TD[1:])
-            assert part.trained[1][b, here].tolist() == trained(row.loss_mask, 1, "predicted").tolist()
+            assert mask_of(part, 1)[b, here].tolist() == trained(row.loss_mask, 1, "predicted").tolist()
             assert part.begins_BT[b, here].tolist() == [begin] * (here.stop - begin)
             begin = here.stop
         assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)
@@ -250,11 +250,7 @@ def test_a_global_batch_that_cannot_be_shared_out_is_refused(store, ranks, micro
 def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, count, ranks, micro):
     store = store_of(tmp_path, [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)])
     shares = [
-        list(
-            validation_batches(
-                store, config(micro_batch=micro), SimpleNamespace(horizons=[1, 2], needs=Needs()), 0, rank, ranks
-            )
-        )
+        list(validation_batches(store, config(micro_batch=micro), Horizons([1, 2]), Needs(), 0, rank, ranks))
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
@@ -263,15 +259,15 @@ def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, 
         for batch in share:
             assert batch.totals == {1: 1, 2: 1}
             assert len(batch.tokens_BT) <= micro
-            trained_rows = batch.trained[1].any(1)
-            assert trained_rows.all() or not (batch.trained[1].any() or batch.trained[2].any())
+            trained_rows = mask_of(batch, 1).any(1)
+            assert trained_rows.all() or not (mask_of(batch, 1).any() or mask_of(batch, 2).any())
             seen += torch.tensor(numbers_in(batch))[trained_rows].tolist()
     assert sorted(seen) == list(range(count))
 
 
 def test_validation_has_no_noise(tmp_path):
     store = store_of(tmp_path, [dialogue(0), dialogue(1)], "train")
-    (batch,) = validation_batches(store, config(noise=0.5), SimpleNamespace(horizons=[1], needs=Needs()), 0, 0, 1)
+    (batch,) = validation_batches(store, config(noise=0.5), Horizons([1]), Needs(), 0, 0, 1)
     for b in (0, 1):
         clean = dialogue(b).hidden_TD[:-1]
         assert torch.equal(batch.hidden_BTD[b, : len(clean)], clean)

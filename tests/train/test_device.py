@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from pipeline.decoding.generate import Sampling, speculative
+from pipeline.features.positions import Horizons
 from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
+from tests.kit import mask_of
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, rehearsal
 from train.acceptance import estimate
@@ -39,7 +41,7 @@ def store_of(folder, stored_dtype: str, auxiliary: bool) -> FeatureStore:
 def reader(store: FeatureStore, **changes) -> Batches:
     settings = {"epochs": 2, "global_batch": 8, "micro_batch": 4, "dtype": "bfloat16", "noise": 0, **changes}
     needs = Needs(auxiliary=LAYERS if store.spec.auxiliary else ())
-    return Batches(store, TrainConfig(**settings), SimpleNamespace(horizons=[1, 2], needs=needs), 5, 0, 1)
+    return Batches(store, TrainConfig(**settings), Horizons([1, 2]), needs, 5, 0, 1)
 
 
 @pytest.mark.parametrize("packed", [None, 24])
@@ -65,17 +67,17 @@ def test_what_is_read_for_the_device_is_what_the_cpu_reads(tmp_path, stored_dtyp
 
 def test_validation_is_read_for_the_device_likewise(tmp_path):
     store = store_of(tmp_path / "features", FP8, True)
-    draft = SimpleNamespace(horizons=[1], needs=Needs(auxiliary=LAYERS))
+    wanted = Horizons([1]), Needs(auxiliary=LAYERS)
     config = TrainConfig(global_batch=8, micro_batch=4, dtype="bfloat16", noise=0.5)
     with rehearsal() as seen:
         for rank in range(3):  # the last one has nothing left
-            here = validation_batches(store, config, draft, 0, rank, 3)
-            for want, got in zip(here, validation_batches(store, config, draft, 0, rank, 3, DEVICE), strict=True):
+            here = validation_batches(store, config, *wanted, 0, rank, 3)
+            for want, got in zip(here, validation_batches(store, config, *wanted, 0, rank, 3, DEVICE), strict=True):
                 assert want.hidden_BTD.dtype == torch.bfloat16 and not got.noise
                 got = got.to(DEVICE, torch.bfloat16)
                 assert torch.equal(got.hidden_BTD.raw, want.hidden_BTD)
                 assert torch.equal(got.auxiliary_BTSD.raw, want.auxiliary_BTSD)
-                assert got.trained[1].any() == (rank < 2)
+                assert mask_of(got, 1).any() == (rank < 2)
         assert not seen.waits and not seen.copies
 
 

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,35 @@ def require_dtype(dtype: str) -> None:
         )
 
 
+Loss = Callable[[TrainedDraft, Batch], tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]]
+
+
+class _Training(torch.nn.Module):
+    """What DeepSpeed calls: its forward is the loss, and the raw sums by term."""
+
+    def __init__(self, draft: TrainedDraft, loss: Loss):
+        super().__init__()
+        self.draft, self.loss = draft, loss
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
+        return self.loss(self.draft, batch)
+
+
 class Engine:
     """A draft under DeepSpeed."""
 
     def __init__(
-        self, draft: TrainedDraft, config: TrainConfig, accumulation: int, steps: int, folder: Path, train_hash: str
+        self,
+        draft: TrainedDraft,
+        loss: Loss,
+        config: TrainConfig,
+        accumulation: int,
+        steps: int,
+        folder: Path,
+        train_hash: str,
     ):
-        """Continues from the resume state in `folder`, if there is one; then `step` and `progress` say where that is.
+        """`loss`: an objective's. Continues from the resume state in `folder`, if there is one; then `step` and
+        `progress` say where that is.
 
         Raises PipelineError for the state of another recipe.
         """
@@ -100,7 +123,7 @@ class Engine:
         if universal:
             settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
         self._engine, *_ = deepspeed.initialize(
-            model=draft,
+            model=_Training(draft, loss),
             optimizer=optimizer,
             lr_scheduler=schedule,
             config=settings,

@@ -12,11 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.drafts import TrainedDraft
-from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, trained, uniform_noise
+from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, uniform_noise
+from pipeline.features.positions import ChoosesPositions, Group, Positions, counts
 from pipeline.features.schema import Row
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
+from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from train.input.order import Order
 
@@ -28,10 +29,19 @@ AHEAD = 2  # steps that are read while one computes
 class Batches:
     """One rank's micro-batches of every step."""
 
-    def __init__(self, store: FeatureStore, config: TrainConfig, draft: TrainedDraft, seed: int, rank: int, ranks: int):
+    def __init__(
+        self,
+        store: FeatureStore,
+        config: TrainConfig,
+        objective: ChoosesPositions,
+        needs: Needs,
+        seed: int,
+        rank: int,
+        ranks: int,
+    ):
         self.accumulation = config.accumulation(ranks)
-        self._store, self._config, self._horizons, self._seed = store, config, draft.horizons, seed
-        self._auxiliary = auxiliary_of(store, draft)
+        self._store, self._config, self._seed = store, config, seed
+        self._objective, self._auxiliary = objective, auxiliary_of(store, needs)
         self._rank, self._ranks = rank, ranks
         self.order = Order(store.texts, config, seed)
 
@@ -40,22 +50,31 @@ class Batches:
         and draws itself. (Its noise is its own generator's, from the same seeds.)
         """
         rows = self.order.rows_of(step)
-        totals = self._totals([number for row in rows for number in row])
+        positions = {number: self._positions(number, step) for row in rows for number in row}
+        totals = counts(list(positions.values()))
         size, epoch = self._config.micro_batch, step // self.order.steps_per_epoch
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
             here = device.type == "cpu"
-            batch = replace(self._collate(rows[first : first + size], totals, epoch, here), step=step)
+            batch = replace(self._collate(rows[first : first + size], positions, totals, epoch, here), step=step)
             out.append(batch if here else batch.pinned())
         return out
 
-    def _totals(self, numbers: list[int]) -> dict[int, int]:
-        masks = [self._store.texts.mask(number) for number in numbers]
-        return {h: sum(int(trained(mask, h, self._config.mask).sum()) for mask in masks) for h in self._horizons}
+    def _positions(self, number: int, step: int) -> dict[Group, Positions]:
+        """A dialogue's at this step, whichever rank asks."""
+        texts = self._store.texts
+        return self._objective.positions(texts.ids(number), texts.mask(number), (self._seed, step, number))
 
-    def _collate(self, rows: list[list[int]], totals: dict[int, int], epoch: int, here: bool) -> Batch:
-        """`here`: with noise, and decoded."""
+    def _collate(
+        self,
+        rows: list[list[int]],
+        positions: dict[int, dict[Group, Positions]],
+        totals: dict[Group, int],
+        epoch: int,
+        here: bool,
+    ) -> Batch:
+        """`positions`: by dialogue. `here`: with noise, and decoded."""
         read = [[self._store.row(number, here) for number in row] for row in rows]
         noises = None
         if self._config.noise and here:
@@ -63,7 +82,8 @@ class Batches:
             noises = (self._noise(number, row, epoch) for number, row in pairs)
         width = self._config.pack_tokens or 0
         dtype = DTYPES[self._config.dtype]
-        batch = collate_packed(read, self._horizons, self._config.mask, totals, noises, width, dtype, self._auxiliary)
+        chosen = (positions[number] for row in rows for number in row)
+        batch = collate_packed(read, chosen, totals, noises, width, dtype, self._auxiliary)
         if self._config.noise and not here:
             batch.noise = [noise for b, row in enumerate(rows) for noise in self._noise_there(b, row, read[b], epoch)]
         return batch if width else replace(batch, begins_BT=None)
@@ -101,7 +121,8 @@ def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 def validation_batches(
     store: FeatureStore,
     config: TrainConfig,
-    draft: TrainedDraft,
+    objective: ChoosesPositions,
+    needs: Needs,
     step: int,
     rank: int,
     ranks: int,
@@ -112,20 +133,20 @@ def validation_batches(
 
     Where a share is short, a batch without a trained position fills in.
     """
-    size, horizons, auxiliary = config.micro_batch, draft.horizons, auxiliary_of(store, draft)
+    size, auxiliary = config.micro_batch, auxiliary_of(store, needs)
     here, dtype = device.type == "cpu", DTYPES[config.dtype]
 
     def made(first: int) -> Batch:
         begin = first + rank * size
         rows = [store.row(number, here) for number in range(begin, min(begin + size, len(store)))]
-        totals = dict.fromkeys(horizons, 1)
-        batch = collate(rows or [store.row(0, here)], horizons, config.mask, totals, auxiliary=auxiliary, dtype=dtype)
-        batch = replace(batch, step=step) if rows else replace(batch.emptied(), step=step)
+        batch = collate(rows or [store.row(0, here)], objective, {}, auxiliary=auxiliary, dtype=dtype)
+        batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
+        batch = batch if rows else batch.emptied()
         return batch if here else batch.pinned()
 
     return read_ahead(made, range(0, len(store), size * ranks))
 
 
-def auxiliary_of(store: FeatureStore, draft: TrainedDraft) -> list[int]:
+def auxiliary_of(store: FeatureStore, needs: Needs) -> list[int]:
     """Which of the stored auxiliary states the draft wants."""
-    return [store.spec.auxiliary_numbers.index(layer) for layer in draft.needs.auxiliary]
+    return [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]

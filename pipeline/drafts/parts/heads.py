@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
-from pipeline.drafts.parts.losses import Objective, OwnHead, Term, named
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.losses import LossKind, OwnHead, Term, named
+from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.released import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class HeadsConfig(DraftConfig):
     blocks: int
     own_head: bool = True  # each has an LM head of its own, which begins as the target's; or all take the target's
     head_bias: bool = False  # as the released Hydra's
-    objective: Objective
+    objective: LossKind
     decay: float
 
     def __post_init__(self):
@@ -28,12 +30,14 @@ class HeadsConfig(DraftConfig):
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
 
-    def terms(self) -> dict[str, Term]:
+    def terms(self, step: int) -> list[Term]:
         """The head for t_{i+1+k} has horizon k and weight decay^k."""
         own = range(self.heads) if self.own_head else [0] * self.heads
-        weights = [{"classification": self.decay**k} for k in range(1, self.heads + 1)]
-        both = enumerate(zip(named(1, self.heads), weights, own, strict=True), start=1)
-        return {name: Term(k, weight, self.objective, head=head) for k, (name, weight, head) in both}
+        names = zip(named(1, self.heads), own, strict=True)
+        return [
+            Term(name, k, {"classification": self.decay**k}, self.objective, head)
+            for k, (name, head) in enumerate(names, start=1)
+        ]
 
 
 def own_heads(config: HeadsConfig, width: int, vocabulary: int) -> nn.ModuleList:
@@ -59,18 +63,16 @@ class HeadsDraft(TrainedDraft):
             if head.bias is not None and target.linear.bias is not None:
                 head.bias.data.copy_(target.linear.bias * target.scale)
 
-    def terms(self, step: int) -> dict[str, Term]:
-        return self.config.terms()
 
-    def released_facts(self, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
-        """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
-        config, since a file may hold those once that its authors' code repeats.
-        """
-        heads = {at[1] for name in names if (at := re.match(r"heads\.(\d+)\.", name))}
-        if not heads:
-            return super().released_facts(theirs, names)
-        own = [name for name in names if name.startswith("lm_heads.")]
-        stated = {"heads": len(heads), "own_head": bool(own), "head_bias": any(name.endswith(".bias") for name in own)}
-        layers = theirs.get("medusa_num_layers", theirs.get("hydra_num_layers"))
-        stated |= {} if layers is None else {"blocks": layers}
-        return {key: (value, getattr(self.config, key)) for key, value in stated.items()}
+def released_facts(draft: HeadsDraft, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
+    config, since a file may hold those once that its authors' code repeats.
+    """
+    heads = {at[1] for name in names if (at := re.match(r"heads\.(\d+)\.", name))}
+    if not heads:
+        return {}
+    own = [name for name in names if name.startswith("lm_heads.")]
+    stated = {"heads": len(heads), "own_head": bool(own), "head_bias": any(name.endswith(".bias") for name in own)}
+    layers = theirs.get("medusa_num_layers", theirs.get("hydra_num_layers"))
+    stated |= {} if layers is None else {"blocks": layers}
+    return {key: (value, getattr(draft.config, key)) for key, value in stated.items()}

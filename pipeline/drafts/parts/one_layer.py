@@ -16,9 +16,10 @@ from transformers import DynamicCache
 from pipeline.basics.accelerator import sent
 from pipeline.basics.settings import Settings
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parts.base import DraftConfig, TrainedDraft
+from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
-from pipeline.drafts.parts.losses import Objective, Prediction, Term, named
+from pipeline.drafts.parts.losses import LossKind, Term, named
+from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.lm.attention import additive, behind
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
@@ -47,7 +48,7 @@ class OneLayerConfig(DraftConfig):
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
     # of classifications: cross-entropy, or the acceptance itself (losses.py)
-    objective: Objective = "soft-ce"
+    objective: LossKind = "soft-ce"
     next: Weights = Weights(regression=1.0, classification=0.1)
     ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
     # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).
@@ -70,15 +71,15 @@ class OneLayerConfig(DraftConfig):
     def levels_of(self, number: int) -> int:
         return self.levels
 
-    def terms(self) -> dict[str, Term]:
+    def terms(self, step: int) -> list[Term]:
         """Of the next token, of those further ahead, of the passes on the draft's own features."""
-        weights = [self.next, *[self.ahead] * (self.levels - 1)]
-        found = {
-            name: Term(horizon, given.of(), self.objective)
-            for horizon, (name, given) in enumerate(zip(named(1, self.levels), weights, strict=True), start=1)
-        }
+        ahead = zip(named(1, self.levels), [self.next, *[self.ahead] * (self.levels - 1)], strict=True)
+        found = [Term(name, h, given.of(), self.objective) for h, (name, given) in enumerate(ahead, start=1)]
         passes = range(2, self.ttt_steps + 1)
-        return found | {f"ttt_{n}": Term(1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in passes}
+        return [
+            *found,
+            *(Term(f"ttt_{n}", 1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in passes),
+        ]
 
 
 @dataclass
@@ -166,38 +167,33 @@ class OneLayer(TrainedDraft):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def terms(self, step: int) -> dict[str, Term]:
-        return self.config.terms()
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], Any]:
+        """Of the next token and those ahead, then of each pass on own features; beside them the first pass's `routed`.
 
-    def predictions(self, batch: "Batch") -> dict[str, Prediction]:
-        """Every trained term at every position.
-
-        In pass s of a roll-out the feature before position i is what pass s - 1 predicted for it, and the attention
-        sees what a node at depth s sees: true features up to i - s + 1, then one own feature of each pass.
+        In pass s the feature before position i is what pass s - 1 predicted for it, and the attention sees what a node
+        at depth s sees: true features up to i - s + 1, then one own feature of each pass.
         """
         given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
         true_BTD = self.features(given.of(self.needs))
-        heads, keys_values = self._pass(1, batch, true_BTD, ())
-        names = list(self.config.terms())
-        found = {name: Prediction([feature]) for name, feature in zip(names, heads.ahead, strict=False)}
-        found |= self.more_predictions(heads, batch)
+        first, keys_values = self._pass(1, batch, true_BTD, ())
+        heads, found = first, [*first.ahead, *self.further(first, batch)]
         for number in range(2, self.config.ttt_steps + 1):
             before_BTD = torch.cat([true_BTD[:, :1], self.carried(heads.ahead[0])[:, :-1]], dim=1)
             if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
-                first = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
-                before_BTD = torch.where(first[:, :, None], true_BTD, before_BTD)
+                begins = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
+                before_BTD = torch.where(begins[:, :, None], true_BTD, before_BTD)
             heads, keys_values = self._pass(number, batch, before_BTD, keys_values)
-            found[f"ttt_{number}"] = Prediction([heads.ahead[0]])
-        return found
+            found.append(heads.ahead[0])
+        return found, first.routed
 
-    def more_predictions(self, heads: Heads, batch: "Batch") -> dict[str, Prediction]:
-        """Of the draft's further terms, from the first pass."""
-        return {}
+    def further(self, heads: Heads, batch: "Batch") -> list[Tensor]:
+        """More features of the first pass."""
+        return []
 
     def _pass(
         self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: tuple[Tensor, ...]
     ) -> tuple[Heads, tuple[Tensor, ...]]:
-        """Pass `number` of a roll-out on the features `before_BTD`: its heads, keys and values of all passes so far."""
+        """Pass `number` on the features `before_BTD`: its heads, keys and values of all passes so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.lm.attention import additive, behind
+from pipeline.lm.attention import behind
 from pipeline.lm.cache import TreeCache
 
 
@@ -56,20 +56,3 @@ class ReadsText:
         prefix = torch.arange(state.read, device=prefix_W.device) < prefix_W[:, None]
         mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
         return self._answer(self._read(frontier.tokens_W, state.cache, positions_W, mask))
-
-
-def whole_texts(
-    tokens_BT: Tensor, begins_BT: Tensor | None, kinds: dict[str, int | None], dtype: torch.dtype
-) -> tuple[Any, Tensor]:
-    """The additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions of
-    rows of one text or of several, one behind the other.
-    """
-    places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    begins = torch.zeros_like(tokens_BT) if begins_BT is None else begins_BT
-    same_BTT = begins[:, :, None] == begins[:, None, :]
-    behind_TT = places[:, None] - places[None, :]
-    found = {}
-    for kind, window in kinds.items():
-        near_TT = (behind_TT >= 0) & (behind_TT < (window or len(places) + 1))
-        found[kind] = additive(same_BTT & near_TT, dtype)[:, None]
-    return (found if len(found) > 1 else found.popitem()[1]), places - begins

@@ -1,0 +1,127 @@
+"""What a draft is trained on: at which positions, towards which labels, with which losses.
+
+    positions(ids, mask, seed)   from the text alone, by group: known, and counted, before any state is loaded
+    terms(step)                  its losses, the next token's first; each is of one group's positions
+    loss(draft, batch)           the weighted loss of what the draft's forward says at these positions
+
+A draft whose groups are not horizons overrides `positions`; nothing else asks where they come from:
+
+    DFlash    draws anchors a from its seed; the group of place k has inputs a and labels a + k, and the draft reads the
+              anchors off `batch.positions` and answers (M, D) a group
+    P-EAGLE   draws for each depth d the inputs that its forward takes in; their labels are d further on
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.drafts.parts.losses import (
+    Asked,
+    Labels,
+    Teacher,
+    Term,
+    chunk_rows,
+    of_whole_vocabulary,
+    renormalised,
+    term_sums,
+)
+from pipeline.features.positions import Group, Horizons, Positions, Seed
+
+if TYPE_CHECKING:
+    from pipeline.drafts.parts.module import DraftModule
+    from pipeline.features.batch import Batch
+
+Sums = dict[str, dict[str, Tensor]]  # by term, then by name
+
+
+class Objective:
+    """Of horizons: every trained input is told what comes 1, 2, ... further on."""
+
+    def __init__(self, config: Any, rule: str = "predicted"):
+        """`rule`: which inputs are trained (`positions.trained`)."""
+        self.config = config  # the draft's settings, a `DraftConfig`
+        self._horizons = Horizons(sorted({int(term.group) for term in self.terms(0)}), rule)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of its positions."""
+        return list(self._horizons.horizons)
+
+    def terms(self, step: int) -> list[Term]:
+        """At this optimiser step. Those that are told something come first, in the order of the draft's features."""
+        return self.config.terms(step)
+
+    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        return self._horizons.positions(ids, loss_mask, seed)
+
+    def penalties(self, aside: Any, batch: "Batch") -> list[Tensor]:
+        """Of the terms that are told nothing, in their order, as sums over positions. `aside`: what the draft's forward
+        gave beside its features.
+        """
+        return []
+
+    def warning(self, validation: dict[str, float]) -> str | None:
+        """What a validation's averages tell that went wrong in training, and what to do."""
+        return None
+
+    def loss(self, draft: "DraftModule", batch: "Batch") -> tuple[Tensor, Sums]:
+        """The weighted loss, each sum over the GLOBAL batch's positions, and the raw sums by term."""
+        features, aside = draft(batch)
+        terms = self.terms(batch.step)
+        told = [term for term in terms if not term.is_penalty]
+        sums = self._told(draft, batch, list(zip(told, features, strict=True)))
+        rest = [term for term in terms if term.is_penalty]
+        for term, penalty in zip(rest, self.penalties(aside, batch), strict=True):
+            positions = torch.full((), len(batch.positions[term.group]), device=penalty.device)
+            sums[term.name] = {"penalty": penalty, "positions": positions}
+        total = torch.zeros((), device=batch.labels_BTD.device)
+        for term in terms:
+            weighted = sum(weight * sums[term.name][part] for part, weight in term.weights.items())
+            total = total + weighted / max(batch.totals[term.group], 1)
+        return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in sums.items()}
+
+    def _told(self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]) -> Sums:
+        sums: Sums = {}
+        device = batch.labels_BTD.device
+        chunk = chunk_rows(max(draft.vocabulary_size * len(both), draft.teacher_vocabulary), device)
+        for number in sorted({term.head for term, _ in both}):
+            mine = [(term, feature) for term, feature in both if term.head == number]
+            rows = batch.rows(sorted({term.group for term, _ in mine}, key=str), chunk)
+            asked = [
+                Asked(term, chosen(x, rows.inputs[term.group]), rows.among[term.group], rows.ends[term.group], share)
+                for (term, x), share in zip(mine, _shares([term for term, _ in mine], batch), strict=True)
+            ]
+            text_M = numbers_of(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
+            labels_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
+            labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk)
+            sums |= term_sums(asked, labels, draft.head(number), draft.normed if draft.own_heads else None)
+        return sums
+
+    def teacher(self, draft: "DraftModule") -> Teacher:
+        """The target's distribution over the draft's vocabulary."""
+        if not self.config.asks_whole_head:
+            return renormalised(draft.embed_head.head)
+        assert draft.token_ids_U is not None
+        return of_whole_vocabulary(draft.embed_head.head, draft.token_ids_U, self.config.masks_teacher)
+
+
+def chosen(feature: Tensor, inputs_M: Tensor) -> Tensor:
+    """What a draft says at some inputs: it answered at every input (B, T, D), or at these alone (M, D)."""
+    return feature.flatten(0, 1).index_select(0, inputs_M) if feature.ndim == 3 else feature
+
+
+def numbers_of(tokens_M: Tensor, ids_U: Tensor | None) -> Tensor:
+    """The tokens' numbers in a vocabulary, ascending ids among the target's; -1 for one that it does not have."""
+    if ids_U is None:
+        return tokens_M
+    found = torch.searchsorted(ids_U, tokens_M).clamp_max(len(ids_U) - 1)
+    return found.where(ids_U[found] == tokens_M, -1)
+
+
+def _shares(terms: list[Term], batch: "Batch") -> list[float]:
+    """Each term's weight in the loss, in units of a position of the first one."""
+    first = max(batch.totals[terms[0].group], 1)
+    return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.group], 1) for t in terms]

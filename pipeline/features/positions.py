@@ -1,0 +1,81 @@
+"""Which places of a dialogue are trained, and what each of them is told: from the text alone, before any state exists.
+
+Input i is the pair (f_i, t_{i+1}). A position is an input, from which something is predicted, and the place p of its
+label: f_p, and hence the distribution of t_{p+1}. Positions come in groups; all losses of a group share them. EAGLE's
+and Medusa's groups are horizons: input i is told f_{i+h}.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Group = int | str  # a horizon, or a name
+Seed = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """M positions of one group, in rising order of both. In a `Batch` all are flat numbers below its B T inputs, and a
+    label p has the number of input p - 1, beside which f_p stands.
+    """
+
+    inputs: Tensor  # [M], int64
+    labels: Tensor  # [M]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+class ChoosesPositions(Protocol):
+    """What a batch is made for; a draft's objective is one."""
+
+    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        """By group, of a dialogue of T tokens: inputs below T - 1, labels below T. A function of the text and the seed,
+        which differs by step and dialogue: what is drawn, is drawn from it, so that a resumed run and any number of
+        ranks draw the same.
+        """
+
+
+@dataclass(frozen=True)
+class Horizons:
+    """Every trained input, for each horizon; nothing is drawn."""
+
+    horizons: Sequence[int]
+    rule: str = "predicted"
+
+    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        found: dict[Group, Positions] = {}
+        for horizon in self.horizons:
+            inputs = torch.from_numpy(trained(loss_mask, horizon, self.rule).nonzero()[0])
+            found[horizon] = Positions(inputs, inputs + horizon)
+        return found
+
+
+def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
+    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1].
+
+    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_{i+h-1} is, as the released code has it: t_i for
+    horizon 1 (EAGLE), t_{i+1} for Jakiro's branch ahead (the label must exist).
+    """
+    inputs = len(loss_mask) - 1
+    out = np.zeros(inputs, dtype=bool)
+    if rule == "predicted":
+        exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
+        out[:exist] = loss_mask[1 + horizon :]
+    else:
+        exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
+        out[:exist] = loss_mask[horizon - 1 : horizon - 1 + exist]
+    return out
+
+
+def counts(found: Sequence[dict[Group, Positions]]) -> dict[Group, int]:
+    """How many positions each group has in some dialogues: a global batch's totals."""
+    out: dict[Group, int] = {}
+    for one in found:
+        for group, positions in one.items():
+            out[group] = out.get(group, 0) + len(positions)
+    return out
