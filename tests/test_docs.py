@@ -25,6 +25,9 @@ def test_links_and_pictures_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for link, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text()):
+        heads = re.findall(r"^#+ (.*)", (page.parent / link if link else page).read_text(), re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, f"{page}: {anchor}"
 
 
 def test_what_make_check_runs_is_there():
