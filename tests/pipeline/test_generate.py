@@ -497,9 +497,9 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
     prompt, draft, fed = text[0], taught_drafts[variant], []
     start = draft.start
 
-    def spied(state, seen, wanted):
+    def spied(state, seen, *wanted):
         fed.append((seen.states_TSD, seen.tokens[-len(seen.states_TSD) :]))
-        return start(state, seen, wanted)
+        return start(state, seen, *wanted)
 
     monkeypatch.setattr(draft, "start", spied)
     got = speculative(loaded_target, grown(draft, depth=3, top_k=4, nodes=12), prompt, Sampling(30, NEVER))
