@@ -3,12 +3,13 @@
 python eval/tune.py RECIPE [--method NAME]
 
 Measured: the target's time for verifying n tokens, a draft forward's for w nodes, and what a round costs beside them.
-Replayed: the target's own answers to calibration prompts (held-out dialogues that no benchmark of the recipe uses, at
+Replayed: the target's own answers to tuning prompts (held-out dialogues that no benchmark of the recipe uses, at
 all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
 candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
 Least predicted time a token wins. Where a draft has secondary sources, what all scores are worth is counted on the
 same answers first, and how far that holds on other prompts is printed. What was chosen is written to
-eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases it. The last line is JSON.
+eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases the faster
+one. The last line is JSON.
 """
 
 import argparse

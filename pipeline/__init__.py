@@ -1,12 +1,16 @@
 """What the three stages share: recipes, the two contracts (feature shard, draft checkpoint), drafts, decoding.
 
-Knows no Ray, no DeepSpeed and no network of its own. Stages import it; it imports no stage.
+Only running/workers.py imports Ray; nothing here imports DeepSpeed. Stages import it; it imports no stage.
 
 Shape letters, used as suffixes of tensor names (``hidden_BTD``):
 
     B dialogues      T positions       D hidden size       V target vocabulary   U draft vocabulary
     E experts        K kept experts    S tree depth        W nodes of one level  N tree nodes, root included
     C cached draft inputs              M trained rows of a batch                 P prefix length
+    A places of a replayed text        L levels that one forward answers         H heads, I their size
+
+Second meanings, where the first makes no sense: S states of a token (``states_TSD``: the last one, then the auxiliary
+layers'), K auxiliary layers (``auxiliary_TKD``) or children of a node (``tokens_AWK``), C candidates (``tokens_AC``).
 
 Index conventions (position i of a dialogue t_0 .. t_{L-1}):
 

@@ -1,8 +1,8 @@
 """What is known of a finished run by its files: the report that was measured, the rows of all its instruments, the
 trees that were tuned, the release's own list.
 
-Guarantee: what was changed or damaged after it was written is refused by name, and a file that they name is a plain
-name in the folder where they are.
+Guarantee: what was changed or damaged after it was written is refused by name, and names of files lead to no place
+outside the folder where they are.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -119,7 +119,7 @@ def _require_methods(path: Path, entries: dict[str, dict[str, Any]], instruction
 
 def read_release(folder: Path) -> dict[str, dict[str, str]]:
     """The release's list of its own files: name -> SHA-256 under "files", and under "pending" those that were being put
-    there when a release was broken off. Empty lists where there is none. Raises PipelineError.
+    there when a release was broken off. Both are empty where there is no such file. Raises PipelineError.
     """
     path = folder / RELEASE
     found = read_sealed(path, _MOVE) if path.exists() else {"files": {}, "pending": {}}

@@ -1,4 +1,4 @@
-"""What decoding knows of a draft and of a target: two protocols and what passes between them.
+"""The protocols of a draft and of a target, as decoding knows them, and what passes between them.
 
 A draft that answers level by level has `start` and `step`, and `propose` grows its tree from these (grow.py). One that
 finds candidates in another way has a `propose` of its own.
@@ -59,7 +59,7 @@ class DraftRequest:
 
 
 class Randomness(Protocol):
-    """Where randomness enters: one seeded generator when decoding, every outcome in turn when proving."""
+    """Where randomness enters: seeded when decoding; tests try every outcome in turn."""
 
     def accept(self, probability: float) -> bool: ...
 
@@ -103,7 +103,7 @@ Timer = Callable[..., Any]  # timer(name, function, *arguments): the function's 
 
 
 def untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A `Timer` that takes no time."""
+    """A `Timer` that does not measure."""
     return function(*arguments)
 
 
@@ -114,7 +114,7 @@ class TreeSupport(Protocol):
         """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
 
     def most(self, tree: TreeConfig) -> int:
-        """Nodes, the root included, that such a tree has candidates for; its own number apart."""
+        """Nodes, the root included, that such a tree has candidates for, whatever `tree.nodes` says."""
 
     def reach(self, tree: TreeConfig) -> int:
         """The deepest level that its trees of these settings can have."""
@@ -123,9 +123,7 @@ class TreeSupport(Protocol):
         """How many levels its forward of this number in a round, from 0, can answer; 0: it makes no such forward."""
 
     def parallels(self, depth: int) -> list[int]:
-        """How many last levels of a tree of this depth may come from one forward, its own choice first; none where it
-        grows no tree so deep.
-        """
+        """Allowed values of `tree.parallel` at this depth, the default first; none where it grows no tree so deep."""
 
 
 class Draft(Protocol):
@@ -157,7 +155,8 @@ class Draft(Protocol):
     def propose(
         self, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        """A tree below the last emitted token: a function of the text and of the draft alone, but for what is drawn.
+        """A tree below the last emitted token: a function of the text, the draft, the temperature and
+        fixed tables; siblings that are drawn also depend on `draws`.
 
         `timer` calls the draft's forwards, by the name "draft". Raises PipelineError where logits are not finite.
         """
@@ -170,7 +169,7 @@ class Source(Draft, Protocol):
         """What decodes: modules whose linear layers may be laid out anew."""
 
     def pool(self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
-        """The `count` candidates that it would rather have in such a tree, of best candidates, than others."""
+        """Its `count` best candidates for such a tree."""
 
     def accept_probability(self, depth: int, score: float) -> float:
         """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing

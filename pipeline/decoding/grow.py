@@ -1,9 +1,10 @@
-"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain, merged or
-mixed, and their last levels from one forward (Jakiro).
+"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain,
+decoupled or of the mixture, and their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
-says why each is lossless. Growing never asks the device for a number; one copy at the end brings the tree to the host.
-Dynamic trees grow at many places of a text at once (replay.py) as at one (decoding): it is the same code.
+says why each is lossless. Growing never asks the device for a number; the tree is copied to the host once,
+at the end (a drawn one with its proposals). Dynamic
+trees grow at many places of a text at once (replay.py) as at one (decoding): it is the same code.
 """
 
 import math
@@ -62,8 +63,9 @@ class Grower:
         timer: Timer = untimed,
         prefix_A: Tensor | None = None,
     ):
-        """`prefix_A`: the verified inputs before each of the last A places of `seen`; any of their forwards may turn
-        out to be a tree's last. Without it the only place is the end of the text.
+        """`prefix_A`: the verified inputs before each of the last A places of `seen`; every forward is then asked for
+        all levels ahead, since smaller trees are selected from this one. Without it the only place is
+        the end of the text.
         """
         self.draft, self.tree, self._state, self._timer, self._prefix_A = draft, tree, state, timer, prefix_A
         self.places, self.last = 1 if prefix_A is None else len(prefix_A), tree.forwards - 1
@@ -81,7 +83,7 @@ class Grower:
         self._children: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
-        """Forwards nodes at `depth`, whose parents were these rows of the forward before: of each place as many."""
+        """Forwards nodes at `depth`, equally many for each place; their parents were these rows of the last forward."""
         itself = torch.eye(len(rows_W), dtype=torch.bool, device=self.device)
         self._seen_WC = torch.cat([self._seen_WC[rows_W], itself], dim=1)
         prefix_W = None if self._prefix_A is None else self._prefix_A.repeat_interleave(len(rows_W) // self.places)
@@ -90,8 +92,8 @@ class Grower:
         self.broken = self.broken | self.answer.broken()
 
     def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
-        """What the last forward's rows rank tokens by, and what nodes are scored by, `beyond` levels below its own
-        candidates (these: up to 0).
+        """(Ranking scores, node scores) by the last forward's rows. `beyond` up to 0: of its next token; n: of n tokens
+        further on.
         """
         return ranking(self.answer, self.tree) if beyond <= 0 else (ahead_scores(self.answer, beyond),) * 2
 
@@ -119,8 +121,8 @@ class Grower:
 
 
 def ranking(answer: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. None is
-    above 0, where rounding would let a mixture's be: a child must not outrank its parent.
+    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. They
+    are at most 0, though rounding could lift a mixture's above: a child must not outrank its parent.
     """
     if spec.candidates == "plain":
         scores = answer.logits_LWU[0].float().log_softmax(-1)

@@ -15,13 +15,14 @@ from pipeline.decoding.sources import Agreement, SharedTrees, Sources
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Settings):
-    """Drafts are named, as a recipe names them. What a recipe leaves out `resolved` fills in."""
+    """`draft` and `secondary` are names of [draft.NAME] sections. What a recipe leaves out `resolved` fills in."""
 
     draft: str = ""  # default: the one of the method's name
     secondary: list[str] = field(default_factory=list)  # read nothing but the text (kind = "prompt-lookup")
     agreement: Agreement = "either"  # what a node is worth that several propose (sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree
-    calibration: Calibration | None = None  # of their scores, as eval/tune.py counts it; default: the sources' own
+    # Score -> probability of each source, as eval/tune.py counts it; default: the sources' own.
+    calibration: Calibration | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -34,8 +35,8 @@ class Method(Settings):
         return self.tree
 
     def resolved(self, support: TreeSupport, draft: str, tree: TreeConfig) -> "Method":
-        """Complete: of this draft, which has these settings, with `tree` unless it has one of its own. Raises
-        ValueError where the sources cannot fill that.
+        """A copy with its draft's name and its resolved tree: its own, else `tree`. Raises ValueError where the sources
+        cannot fill that.
         """
         shared = SharedTrees(support) if self.secondary else support
         return replace(self, draft=draft, tree=shared.resolve(self.tree or tree))

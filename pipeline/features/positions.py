@@ -1,8 +1,8 @@
-"""Which places of a dialogue are trained, and what each of them is told: from the text alone, before any state exists.
+"""Which inputs of a dialogue are trained, and towards which label: from the text alone, before any state exists.
 
 Input i is the pair (f_i, t_{i+1}). A position is an input, from which something is predicted, and the place p of its
 label: f_p, and hence the distribution of t_{p+1}. Positions come in groups; all losses of a group share them. EAGLE's
-and Medusa's groups are horizons: input i is told f_{i+h}.
+and Medusa's groups are horizons: the label of input i is f_{i+h}.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ Seed = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Positions:
-    """M positions of one group, in rising order of both. In a `Batch` all are flat numbers below its B T inputs, and a
-    label p has the number of input p - 1, beside which f_p stands.
+    """M positions of one group; inputs and labels ascend. In a `Batch` both index its flattened (B, T) inputs: label
+    f_p has the number of input p - 1, since labels_BTD[i] = f_{i+1}.
     """
 
     inputs: Tensor  # [M], int64

@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
 from pipeline.features.schema import FeatureSpec, text_schema
 
-SOME_TOKENS = 1024  # of `some_texts`
+SOME_TOKENS = 1024  # what `some_texts` gives at most
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> Tex
 
 
 def record_of(path: Path, file: ArrowFile) -> TextRecord:
-    """Of a table that is written."""
+    """The manifest's record of a finished table."""
     return TextRecord(path.name, file.rows, file.bytes, file.sha256)
 
 
@@ -107,11 +107,13 @@ class TextTable:
         self._parts = parts
         self._starts = np.cumsum([0, *(part.num_rows for part in parts)])
         self._ends = [part.column("input_ids").offsets.to_numpy() for part in parts]
-        self.rows_N = np.arange(self._starts[-1])  # of the table, by number
+        self.rows_N = np.arange(self._starts[-1])  # number -> row of the table
 
     @classmethod
     def open(cls, folder: Path, records: list[TextRecord], spec: FeatureSpec) -> "TextTable":
-        """The whole table, of its parts. Raises PipelineError for a part that is missing, cut off or of other texts."""
+        """The whole table, of its parts. Raises PipelineError for a part that is missing, or of another size, row
+        count or schema than the manifest says.
+        """
         parts: list[pa.RecordBatch] = []
         for record in records:
             path = folder / record.name
@@ -159,13 +161,13 @@ class TextTable:
 
     @property
     def lengths_N(self) -> np.ndarray:
-        """Tokens of each."""
+        """Tokens of each numbered row."""
         every = np.concatenate([np.empty(0, np.int64), *(np.diff(ends) for ends in self._ends)])
         return every[self.rows_N]
 
 
 def some_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:
-    """The first dialogues, so many tokens of them: what a draft at step 0 may be made of."""
+    """The first dialogues, cut to `tokens` in all, for a draft's `start_from_target`."""
     found: list[list[int]] = []
     for number in range(len(texts)):
         if (room := tokens - sum(map(len, found))) <= 0:

@@ -107,7 +107,11 @@ def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:
             f"{largest['GPU']:g} GPUs. Change the recipe's section [{crew.section}], or start larger nodes"
         )
     if room < crew.workers:
-        shared = f". Two share a GPU with {crew.section}.gpus_per_worker=0.5" if gpus == 1 else ""
+        shared = (
+            f". Two share a GPU with {crew.section}.gpus_per_worker=0.5"
+            if gpus == 1 and crew.section == "features"
+            else ""
+        )
         if crew.all_at_once:
             raise PipelineError(f"{keys}, but the nodes have room for {room}: lower {crew.section}.workers{shared}")
         log.warning("%s, but the nodes have room for %d now: the others wait%s", keys, room, shared)

@@ -42,12 +42,12 @@ class DraftConfig(Settings):
 
     @property
     def asks_whole_head(self) -> bool:
-        """Whether training asks the target for its whole vocabulary, where the draft has a reduced one,"""
+        """Whether training wants the target over its whole vocabulary, though the draft's is smaller."""
         return False
 
     @property
     def masks_teacher(self) -> bool:
-        """and forgets the positions whose likeliest token the draft does not have."""
+        """Whether training leaves out positions whose likeliest token the draft's vocabulary lacks."""
         return False
 
     @property

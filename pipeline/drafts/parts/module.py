@@ -32,13 +32,13 @@ class DraftModule(nn.Module):
         self.name: str = config.kind  # what messages call it; who loads it from a run's folder gives it that name
         self.needs: Needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
-        self.recompute = False  # in the backward, what the forward of a training pass kept
+        self.recompute = False  # activations in the backward, instead of keeping them
         # A list keeps them out of the module tree: the target's own are neither trained nor saved.
         self._embed_head: list[EmbeddingAndHead] = []
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
-        self._guessed = self.vocabulary_size  # of its vocabulary, ascending; the rest has no token
+        self._guessed = self.vocabulary_size  # the first so many of its vocabulary: the tokenizer has no others
         ids_U = torch.zeros(vocabulary, dtype=torch.long) if vocabulary else None
         self.register_buffer("draft_token_ids", ids_U)
 
@@ -82,7 +82,7 @@ class DraftModule(nn.Module):
 
     @property
     def passes(self) -> int:
-        """Forwards of a training batch."""
+        """How many forwards of the draft a training batch takes."""
         return 1
 
     @property
@@ -101,10 +101,12 @@ class DraftModule(nn.Module):
         return [self, self.embed_head.head]
 
     def prepare(self) -> None:
-        """Makes what decoding wants beside the weights, before anything is packed; after `bind`."""
+        """Builds what decoding needs beside the weights; after `bind`, before linear layers are packed."""
 
     def start_from_target(self, texts: list[list[int]]) -> None:
-        """What begins as a part of the target, in the draft at step 0, or as some texts go through it; after `bind`."""
+        """Initialises what is copied from the target (Medusa's and Hydra's heads) or fitted to `texts` (a skipper's
+        routers); before step 0, after `bind`.
+        """
 
     def set_vocabulary(self, ids_U: Tensor) -> None:
         """The target ids that the reduced vocabulary stands for, ascending."""
@@ -123,9 +125,7 @@ class DraftModule(nn.Module):
             self._guessed = known if self.token_ids_U is None else int((self.token_ids_U < known).sum())
 
     def move_embed_head(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Brings what the draft needs of its target to where it computes; of a head, the reduced vocabulary's
-        part.
-        """
+        """Moves the embedding and head that `bind` kept."""
         self._embed_head = [self.embed_head.to(device, dtype)]
 
     def validation_copy(self) -> Self:

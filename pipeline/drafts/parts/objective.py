@@ -38,37 +38,37 @@ Sums = dict[str, dict[str, Tensor]]  # by term, then by name
 
 
 class Objective:
-    """Of horizons: every trained input is told what comes 1, 2, ... further on."""
+    """The default: every trained input is trained towards the states at its terms' horizons."""
 
     def __init__(self, config: Any, rule: str = "predicted"):
         """`rule`: which inputs are trained (`positions.trained`)."""
         self.config = config  # the draft's settings, a `DraftConfig`
-        self._horizons = Horizons(sorted({int(term.group) for term in self.terms(0)}), rule)
+        self._rule = rule
 
     @property
     def groups(self) -> list[Group]:
-        """Of its positions."""
-        return list(self._horizons.horizons)
+        """Those that `positions` returns."""
+        return list(dict.fromkeys(term.group for term in self.terms(0)))
 
     def terms(self, step: int) -> list[Term]:
-        """At this optimiser step. Those that are told something come first, in the order of the draft's features."""
+        """At this optimiser step: those with labels in the order of the draft's features, then penalties."""
         return self.config.terms(step)
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        return self._horizons.positions(ids, loss_mask, seed)
+        return Horizons(sorted(int(group) for group in self.groups), self._rule).positions(ids, loss_mask, seed)
 
     def penalties(self, aside: Any, batch: "Batch") -> list[Tensor]:
-        """Of the terms that are told nothing, in their order, as sums over positions. `aside`: what the draft's forward
+        """One sum over positions for each penalty term, in their order. `aside`: what the draft's forward
         gave beside its features.
         """
         return []
 
     def warning(self, validation: dict[str, float]) -> str | None:
-        """What a validation's averages tell that went wrong in training, and what to do."""
+        """What went wrong in training, by a validation's averages, and what to do; None where nothing did."""
         return None
 
     def loss(self, draft: "DraftModule", batch: "Batch") -> tuple[Tensor, Sums]:
-        """The weighted loss, each sum over the GLOBAL batch's positions, and the raw sums by term."""
+        """The weighted loss, each sum over its group's positions in the GLOBAL batch; and the raw sums by term."""
         features, aside = draft(batch)
         terms = self.terms(batch.step)
         told = [term for term in terms if not term.is_penalty]
@@ -122,6 +122,6 @@ def numbers_of(tokens_M: Tensor, ids_U: Tensor | None) -> Tensor:
 
 
 def _shares(terms: list[Term], batch: "Batch") -> list[float]:
-    """Each term's weight in the loss, in units of a position of the first one."""
+    """Each term's weight of the classification, times the first term's positions, divided by its own."""
     first = max(batch.totals[terms[0].group], 1)
     return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.group], 1) for t in terms]
