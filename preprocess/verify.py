@@ -3,16 +3,17 @@
     python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
 
 Reads every table and shard in full (a dump that goes on and a training read what changed since it was last found
-whole), checks it against the manifest (size, SHA-256), its schema and its counts, looks for files that the manifest
-does not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside
-the shards on its own machine, unless another is given (one whose addresses hold credentials has to be, and any where
-the shards were fetched from a store). What is in a store is fetched into DIR first. --repair dumps again what is
-damaged; nothing else is touched.
+whole) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
+the tables and shards of a finished dump with each other and with the manifest. Looks for files that the manifest does
+not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the
+shards on its own machine, unless another is given (one has to be where the shards were fetched from a store). What is
+in a store is fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,8 +38,11 @@ from pipeline.features.shards import (
     damage,
     open_shard,
     prompts_damage,
+    text_name,
+    usable_texts,
 )
 from pipeline.features.source import FeatureSource
+from pipeline.features.text import TextRecord, TextTable
 from pipeline.lm.model import fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -54,16 +58,24 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> what is wrong, over all files of the manifest, all of the folder and the held-out prompts."""
     found = {}
 
-    def reason_of(record: Record) -> str | None:
-        reason = damage(folder, record)
-        return reason or (_inconsistency(folder, record, manifest.spec) if isinstance(record, ShardRecord) else None)
-
-    files = manifest.files
+    files = sorted(manifest.files, key=lambda record: isinstance(record, ShardRecord))
+    tables = sum(isinstance(record, TextRecord) for record in files)
     with Progress("verify", len(files), "files") as progress, ThreadPoolExecutor(THREADS) as threads:
-        for record, reason in zip(files, threads.map(reason_of, files), strict=True):
-            if reason:
-                found[record.name] = reason
-            progress.advance(1)
+
+        def look(records: Sequence[Record], reason_of: Callable[[Record], str | None]) -> None:
+            for record, reason in zip(records, threads.map(reason_of, records), strict=True):
+                if reason:
+                    found[record.name] = reason
+                progress.advance(1)
+
+        look(files[:tables], lambda record: damage(folder, record) or _table_damage(folder, record, manifest.spec))
+        texts = _texts(folder, manifest, found) if manifest.complete else {}
+        look(
+            files[tables:],
+            lambda record: (
+                damage(folder, record) or _inconsistency(folder, record, manifest.spec, texts.get(record.name))
+            ),
+        )
     if found:  # a disk may lose bits without telling: what was found whole before may be the same file
         forget(folder)
     known = {record.name for record in files}
@@ -77,13 +89,61 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def _inconsistency(folder: Path, record: ShardRecord, spec: FeatureSpec) -> str | None:
+def _table_damage(folder: Path, record: TextRecord, spec: FeatureSpec) -> str | None:
+    try:
+        TextTable.open(folder, [record], spec)
+    except PipelineError as error:
+        return str(error)
+    return None
+
+
+def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int]]:
+    """Name of a shard -> its set's texts and the number of its first there, of the sets whose tables are whole. Adds to
+    `found` the tables that hold other rows than the shards of a finished dump are of.
+    """
+    texts = {}
+    for split in (*SPLITS, ANSWERS):
+        tables = [record.name for record in manifest.text_of(split)]
+        if found.keys() & set(tables):
+            continue
+        try:
+            usable = usable_texts(folder, manifest, split)
+        except PipelineError as error:
+            found |= dict.fromkeys(tables or [text_name(split)], str(error))
+            continue
+        first = 0
+        for record in manifest.of(split):
+            texts[record.name] = usable, first
+            first += record.rows
+    return texts
+
+
+def _inconsistency(
+    folder: Path, record: ShardRecord, spec: FeatureSpec, texts: tuple[TextTable, int] | None
+) -> str | None:
+    """What is wrong with a shard's schema, rows or counts; these are compared with its texts where there are any."""
     try:
         reader = open_shard(folder, record, spec)
     except PipelineError as error:
         return str(error)
-    tokens = sum(len(reader.get_batch(number).column("hidden")[0]) for number in range(reader.num_record_batches))
-    return None if tokens == record.tokens else f"it holds {tokens} tokens; the manifest says {record.tokens}"
+    batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    lengths = [len(batch.column("hidden")[0]) for batch in batches]
+    if sum(lengths) != record.tokens:
+        return f"it holds {sum(lengths)} tokens; the manifest says {record.tokens}"
+    if texts is None:
+        return None
+    table, first = texts
+    trained = 0
+    for number, (batch, length) in enumerate(zip(batches, lengths, strict=True), first):
+        row = batch.column("row")[0].as_py()
+        if row != table.rows_N[number]:
+            return f"it names row {row} of the text table where the manifest says {table.rows_N[number]}"
+        if length != len(table.ids(number)):
+            return f"it holds {length} states for row {row}, whose text has {len(table.ids(number))} tokens"
+        trained += int(table.mask(number).sum())
+    if trained != record.trained_tokens:
+        return f"its texts have {trained} trained tokens; the manifest says {record.trained_tokens}"
+    return None
 
 
 def recomputed(store: FeatureStore, source: FeatureSource, rows: int) -> dict[str, tuple[float, float]]:
@@ -165,14 +225,15 @@ def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, s
     """Dumps again what was found damaged, and what is missing."""
     if recipe.dump_hash != manifest.spec.recipe:
         raise PipelineError(
-            f"the recipe is not the one that {folder} was dumped with (a copy in the folder has credentials cut off): "
-            "give it with --recipe"
+            f"the recipe is not the one that {folder} was dumped with (the {RECIPE} in the folder has local paths cut "
+            "off): give it with --recipe"
         )
     _require_runs_folder(folder, recipe)
-    if (store := store_of(recipe)) is not None:
-        for name in {record.name for record in manifest.files} & set(found):
+    store = store_of(recipe)
+    for name in {record.name for record in manifest.files} & set(found):
+        if store is not None:
             store.delete(name)
-            (folder / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)  # the dump takes a file for whole by its size and SHA-256
     print("\n".join(dump(recipe)))
     fetch(recipe, checksums=False)
 

@@ -101,7 +101,9 @@ def row_dtype(stored_dtype: str) -> torch.dtype:
 
 
 def token_bytes(stored_dtype: str, hidden_size: int, states: int = 1) -> int:
-    """What a token takes in a shard: id, mask and, of each stored state, words and its scale where there is one."""
+    """What a token takes on disk: id and mask in a text table; in a shard, of each stored state, its words and its
+    scale where there is one.
+    """
     _, word, _ = _WORDS[stored_dtype]
     return 5 + states * (hidden_size * word().itemsize + (4 if stored_dtype == FP8 else 0))
 

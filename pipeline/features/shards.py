@@ -28,7 +28,7 @@ from pipeline.features.schema import (
     stored,
     to_batch,
 )
-from pipeline.features.text import TextRecord, TextTable, arrow_file, write_text_table
+from pipeline.features.text import REMEDY, TextRecord, TextTable, arrow_file, write_text_table
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
@@ -58,6 +58,11 @@ class ShardRecord:
 
 
 Record = ShardRecord | TextRecord  # of a file
+
+
+def kind_of(record: Record) -> str:
+    """For messages."""
+    return "feature shard" if isinstance(record, ShardRecord) else "text table"
 
 
 @dataclass
@@ -255,7 +260,7 @@ def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> N
     reason = damage(folder, record, checksum)
     if reason:
         raise PipelineError(
-            f"feature shard {folder / record.name}: {reason}. It can be dumped again: "
+            f"{kind_of(record)} {folder / record.name}: {reason}. It can be dumped again: "
             f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
         )
 
@@ -267,7 +272,7 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"feature shard {path} is not a whole Arrow file: {error}. Run the dump again") from None
+        raise PipelineError(f"feature shard {path} is not a whole Arrow file: {error}. {REMEDY}") from None
     require_same(spec_of(reader.schema, path), spec, path)
     if reader.num_record_batches != record.rows:
         raise PipelineError(f"feature shard {path}: {reader.num_record_batches} rows, the manifest says {record.rows}")
@@ -307,9 +312,15 @@ class FeatureStore:
         batch = self._readers[shard].get_batch(index - int(self._starts[shard]))
         if batch.column("row")[0].as_py() != self.texts.rows_N[index]:
             name = self.records[shard].name
-            raise PipelineError(f"feature shard {name} names other rows than the manifest says. Run the dump again")
+            raise PipelineError(f"feature shard {name} names other rows than the manifest says. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
-        return from_batch(batch, self.spec, text, decode)
+        row = from_batch(batch, self.spec, text, decode)
+        if len(row.input_ids) != len(row.hidden_TD):
+            raise PipelineError(
+                f"feature shard {self.records[shard].name} holds {len(row.hidden_TD)} states for row "
+                f"{self.texts.rows_N[index]} ({row.doc_id}), whose text has {len(row.input_ids)} tokens. {REMEDY}"
+            )
+        return row
 
 
 def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:

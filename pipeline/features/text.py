@@ -19,6 +19,7 @@ from pipeline.basics.files import atomic_path
 from pipeline.features.schema import FeatureSpec, text_schema
 
 SOME_TOKENS = 1024  # what `some_texts` gives at most
+REMEDY = "Remove the file, and run the dump again; where it is a copy that was fetched, what fetches it suffices"
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,10 @@ class TextTable:
                 reader = pa.ipc.open_file(pa.memory_map(str(path)))
                 found = [reader.get_batch(number) for number in range(reader.num_record_batches)]
             except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise PipelineError(
-                    f"text table {path} is not a whole Arrow file: {error}. Run the dump again"
-                ) from None
+                raise PipelineError(f"text table {path} is not a whole Arrow file: {error}. {REMEDY}") from None
             whole = path.stat().st_size == record.bytes and sum(part.num_rows for part in found) == record.rows
             if not whole or not reader.schema.equals(text_schema(spec), check_metadata=True):
-                raise PipelineError(f"text table {path} is not the one of the manifest. Run the dump again")
+                raise PipelineError(f"text table {path} is not the one of the manifest. {REMEDY}")
             parts += found
         return cls(parts)
 

@@ -1,9 +1,9 @@
 """The dump job: has the planned shards written and keeps the manifest, the only truth about what is finished.
 
-The plan's texts go into tables, one a split, as the plan is made. A shard of the manifest that is whole on disk is not
-written again; it is read back to see that, once as long as it does
-not change. Where the recipe names a store, "on disk" means there, and whole means its size: reading it all back is
-`verify`'s business.
+The plan's texts go into tables, one a split, as the plan is made. They replace those of an earlier run only after the
+plan and the shards account for every record. A shard of the manifest that is whole on disk is not written again; it is
+read back to see that, once as long as it does not change. Where the recipe names a store, "on disk" means there, and
+whole means its size: reading it all back is `verify`'s business.
 """
 
 import json
@@ -177,22 +177,11 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
                 progress.expect(plan.train_tokens)
             progress.advance(record.tokens if record.split == "train" else 0, shards=_count(manifest))
         progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
+        _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
     manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
     if store is not None:
         for record in manifest.text.values():
             _move(folder / record.name, store)
-    manifest.accounting = plan.accounting(manifest.shards)
-    if manifest.total("train", "rows") == 0:
-        raise PipelineError(
-            f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
-            f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
-        )
-    if manifest.total("validation", "rows") == 0:
-        raise PipelineError(
-            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
-            f"{f' ({together}, which stay together)' if (together := _together(manifest)) else ''}: "
-            "raise it, or say with data.group what belongs together ('id': nothing does)"
-        )
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
@@ -206,6 +195,22 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
+
+
+def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
+    """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
+    manifest.accounting = plan.accounting(manifest.shards)
+    if manifest.total("train", "rows") == 0:
+        raise PipelineError(
+            f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
+            f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
+        )
+    if manifest.total("validation", "rows") == 0:
+        raise PipelineError(
+            f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
+            f"{f' ({together}, which stay together)' if (together := _together(manifest)) else ''}: "
+            "raise it, or say with data.group what belongs together ('id': nothing does)"
+        )
 
 
 def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile]) -> Iterator[ShardTask]:

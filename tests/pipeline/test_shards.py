@@ -250,6 +250,18 @@ def test_a_shard_that_names_other_rows_is_refused(folder):
         store.row(2)
 
 
+def test_states_of_a_text_of_another_length_are_refused(folder):
+    rows = (stored(row, number, SPEC) for number, row in enumerate([*rows_of(2), rows_of(4)[3]]))  # 3, 4 and 6 tokens
+    write_shard(folder, "train", 0, SPEC, rows, {})
+    replace_shard(folder, folder / shard_name("train", 0))
+    store = FeatureStore(folder, "train", SPEC)
+    assert store.row(1).doc_id == "doc0-1"
+    with pytest.raises(
+        PipelineError, match=r"features-train-000000.arrow holds 6 states for row 2 \(doc0-2\), whose text has 5 tokens"
+    ):
+        store.row(2)
+
+
 @pytest.mark.parametrize("way", ["missing", "truncated", "of another tokenizer", "of fewer rows"])
 def test_a_table_that_is_not_the_manifests_is_refused(folder, way):
     path, manifest = folder / text_name("train"), Manifest.load(folder)

@@ -15,7 +15,7 @@ from filelock import FileLock
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.basics.progress import CHANNEL
-from pipeline.features.shards import ANSWERS, MANIFEST, Manifest
+from pipeline.features.shards import ANSWERS, MANIFEST, Manifest, usable_texts
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import features_state
 from preprocess.dump.driver import dump
@@ -228,6 +228,29 @@ def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_pa
             dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}"]))
     finally:
         Path(other).write_text(before)
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["on disk", "in a store"])
+def test_a_source_that_was_shortened_does_not_damage_the_dump(job, tmp_path, store):
+    """The dialogues of the last shard are gone, so no shard is made of others; only the accounting can tell."""
+    recipe, features, expected = job
+    shutil.copytree(features, tmp_path / "run/features")
+    whole, place = load_recipe(recipe), tmp_path / ("store" if store else "run/features")
+    sets = [f"output={tmp_path / 'run'}", *([f'features.store="file://{place}"'] if store else [])]
+    dump_here(load_recipe(recipe, sets))
+    (place / "heldout_prompts.jsonl").unlink()
+    (tmp_path / "run/features/heldout_prompts.jsonl").unlink(missing_ok=True)
+    source = Path(whole.data.source)
+    before, manifest = source.read_text(), Manifest.load(features)
+    texts, last = usable_texts(features, manifest, "train"), manifest.of("train")[-1]
+    gone = {texts.doc_id(len(texts) - 1 - number) for number in range(last.rows)}
+    try:
+        source.write_text(json.dumps([record for record in json.loads(before) if record["id"] not in gone]))
+        with pytest.raises(PipelineError, match=r"are not the \d+ records of"):
+            dump_here(load_recipe(recipe, sets))
+    finally:
+        source.write_text(before)
+    assert checksums(place) == expected
 
 
 def tree_of(recipe: Path) -> dict:

@@ -4,16 +4,21 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.features import checked
-from pipeline.features.shards import Manifest
+from pipeline.features.schema import Row, stored
+from pipeline.features.shards import FeatureStore, Manifest, text_name, write_shard
+from pipeline.features.text import write_text_table
 from pipeline.recipe.load import load_recipe
-from preprocess.verify import main
+from preprocess.verify import damaged_shards, main
 from preprocess.verify import verify as check
 from tests.kit import (
     call,
@@ -115,6 +120,53 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
         call(main, *arguments(dumped, "--repair"))
     assert "rows forwarded again" in capsys.readouterr().out
     assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
+
+
+@pytest.mark.parametrize("wrong", ["trained tokens", "a row", "a length", "a table's rows"])
+def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(dumped, tmp_path, wrong):
+    """Repairing dumps them again: the checksums do not tell."""
+    recipe, features = dumped
+    folder = tmp_path / "run/features"
+    shutil.copytree(features, folder)
+    before, manifest = {path.name: sha256(path) for path in features.glob("*.arrow")}, Manifest.load(folder)
+    record, spec = manifest.of("train")[1], manifest.spec
+    store = FeatureStore(folder, "train", spec)
+    rows = [(number, store.row(number)) for number in range(record.rows, 2 * record.rows)]
+    trained, reason = record.trained_tokens, r"its texts have \d+ trained tokens; the manifest says \d+"
+    if wrong == "trained tokens":
+        trained += 1
+    elif wrong == "a row":
+        rows[0], reason = (3, rows[0][1]), "it names row 3 of the text table where the manifest says 8"
+    elif wrong == "a length":  # one token less here, one more there
+        (first, one), (second, other) = rows[:2]
+        rows[:2] = (first, shortened(one)), (second, lengthened(other))
+        reason = r"it holds (\d+) states for row 8, whose text has \d+ tokens"
+    if wrong == "a table's rows":
+        texts, reason = [store.row(number) for number in range(len(store) - 1)], "the train table holds 47 dialogues"
+        manifest.text["train"] = write_text_table(folder / text_name("train"), texts, spec)
+        name = text_name("train")
+    else:
+        stored_rows = (stored(row, number, spec) for number, row in rows)
+        again = write_shard(folder, "train", 1, spec, stored_rows, {})
+        manifest.shards[manifest.shards.index(record)] = replace(
+            record, bytes=again.bytes, sha256=again.sha256, trained_tokens=trained
+        )
+        name = record.name
+    manifest.save(folder)
+    found = damaged_shards(folder, Manifest.load(folder))
+    assert set(found) == {name} and re.search(reason, found[name])
+    with without_ray():
+        check(folder, recipe, [], rows=0, repair=True)
+    assert {path.name: sha256(path) for path in folder.glob("*.arrow")} == before
+
+
+def shortened(row: Row) -> Row:
+    return replace(row, input_ids=row.input_ids[1:], loss_mask=row.loss_mask[1:], hidden_TD=row.hidden_TD[1:])
+
+
+def lengthened(row: Row) -> Row:
+    ids, mask = (np.append(values, values[-1:]) for values in (row.input_ids, row.loss_mask))
+    return replace(row, input_ids=ids, loss_mask=mask, hidden_TD=torch.cat([row.hidden_TD, row.hidden_TD[-1:]]))
 
 
 def test_a_changed_prompt_is_named_and_written_again(dumped):

@@ -18,6 +18,7 @@ from pipeline.features import checked as remembering
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
+from tests.kit import change_sealed
 from tests.train.runs import losses, run_training
 from train import main
 from train.engine import ranks
@@ -100,6 +101,18 @@ def test_a_place_that_holds_another_dump_is_refused(shared):
     with pytest.raises(PipelineError, match=f"{shared.shards_dir}.* features of another chat template"):
         features.bring(shared, manifest.spec)
     assert not content(shared.shards_dir)
+
+
+def test_a_place_whose_manifest_is_of_another_version_or_damaged_says_to_remove_it(shared):
+    """The dump is sound: nobody is told to dump again, and nothing there is written over."""
+    spec = Manifest.load(shared.features_dir).spec
+    features.bring(shared, spec)
+    manifest = shared.shards_dir / "manifest.json"
+    for change in (lambda: change_sealed(manifest, lambda raw: raw["spec"].update(version=1)), lambda: flip(manifest)):
+        change()
+        with pytest.raises(PipelineError, match=f"train.shards {shared.shards_dir}: .* Remove that folder") as refused:
+            features.bring(shared, spec)
+        assert "dump again" not in str(refused.value)
 
 
 # -- checking --------------------------------------------------------------------------------------------------------

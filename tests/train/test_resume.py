@@ -9,7 +9,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
-from train.engine.resume import RESUME, digests, read_state, require_whole, written_by
+from train.engine.resume import FORMAT, RESUME, digests, read_state, require_whole, written_by
 
 NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
 
@@ -26,7 +26,7 @@ def state(tmp_path) -> Path:
     files = digests(tmp_path, [*written_by(folder, 0, 2), *written_by(folder, 1, 2), best])
     progress = {"best": {"tau": 1.25, "step": 8}, "trained_tokens": 100}
     fields = {"tag": folder.name, "step": 12, "ranks": 2, "train_hash": "0" * 16, "progress": progress, "files": files}
-    write_sealed(tmp_path / RESUME, fields)
+    write_sealed(tmp_path / RESUME, {"format": FORMAT, **fields})
     return tmp_path
 
 
@@ -93,6 +93,16 @@ def test_a_resume_json_that_was_changed_is_refused(state, old, new):
 def test_a_state_that_names_other_files_than_its_own_is_refused(state, changes):
     change_sealed(state / RESUME, lambda raw: raw.update(changes))
     with pytest.raises(PipelineError, match=r"resume.json: .* is (not what a training writes|no file of this state)"):
+        read_state(state)
+
+
+@pytest.mark.parametrize("change", [lambda raw: raw.pop("format"), lambda raw: raw.update(format=FORMAT + 1)])
+def test_a_state_of_another_version_is_refused_before_deepspeed_reads_it(state, change):
+    """Its parameters may have other names."""
+    change_sealed(state / RESUME, change)
+    with pytest.raises(
+        PipelineError, match=rf"a resume state of format [13], expected 2: .*or remove {state} to train"
+    ):
         read_state(state)
 
 

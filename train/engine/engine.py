@@ -26,7 +26,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine.config import deepspeed_config
 from train.engine.ranks import place_on_host, together
-from train.engine.resume import BEST, RESUME, digests, read_state, require_whole, tag_of, written_by
+from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
 PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
@@ -313,6 +313,7 @@ class Engine:
                 files |= {best: self._files[best]} if known else digests(folder, [folder / best])
             self._files = files
             state = {
+                "format": FORMAT,
                 "tag": tag,
                 "step": self.step,
                 "ranks": self.ranks,

@@ -19,7 +19,7 @@ from pipeline.basics.files import atomic_path, sha256
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
-from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, Record, damage
+from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, Record, damage, kind_of
 from pipeline.features.store import lacking
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, place_on_host, together
@@ -37,11 +37,22 @@ def bring(recipe: Recipe, expected: FeatureSpec) -> None:
     Raises PipelineError, also where the place holds another dump.
     """
     if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
-        require_same(Manifest.load(recipe.shards_dir).spec, expected, recipe.shards_dir)
+        require_same(_held(recipe.shards_dir).spec, expected, recipe.shards_dir)
     if recipe.features.store:
         fetch(recipe, expected, folder=recipe.shards_dir)
     elif recipe.shards_dir.resolve() != recipe.features_dir.resolve():
         _copy(recipe.features_dir, recipe.shards_dir, expected)
+
+
+def _held(copy: Path) -> Manifest:
+    """Of the copies that are there. Raises PipelineError where it cannot be read: no dump is written over."""
+    try:
+        return Manifest.load(copy)
+    except PipelineError:
+        raise PipelineError(
+            f"train.shards {copy}: its {MANIFEST} is damaged, or of another version of this project. Remove that "
+            "folder if it holds copies only, and run again: the features are brought anew; else name another"
+        ) from None
 
 
 def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
@@ -68,7 +79,7 @@ def _copy_one(source: Path, folder: Path, record: Record) -> None:
                 reason = "its SHA-256 is not the manifest's: its content was changed or damaged"
         if reason:
             raise PipelineError(
-                f"feature shard {source / record.name}: {reason}. It can be dumped again: "
+                f"{kind_of(record)} {source / record.name}: {reason}. It can be dumped again: "
                 f"python -m preprocess.verify {source} --recipe RECIPE --repair"
             )
 
@@ -94,7 +105,7 @@ def _require_whole(recipe: Recipe) -> None:
         if reason:
             again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
-                f"feature shard {folder / record.name} on {socket.gethostname()}: {reason}. "
+                f"{kind_of(record)} {folder / record.name} on {socket.gethostname()}: {reason}. "
                 + ("Remove it and run again: it is brought anew" if brought else f"It can be dumped again: {again}")
             )
 
