@@ -30,6 +30,14 @@ ADDRESSES = [
     f"https://host/data.json?X-Amz-Signature={SECRET}",
     f"https://host/x;token={SECRET}/data.json",
     f"https://host/{TOKEN}/data.json",
+    f"s3://b/key=1/{TOKEN}/x.parquet",
+    f"s3://KEY:{SECRET} x@bucket/run",
+    f"https://host/x?a=1&X-Amz-Security-Token={SECRET}",
+    f"https://host/x?AWSAccessKeyId=A&x={SECRET}",
+    f"https://host/x?apikey={SECRET}",
+    f"https://host/x?SharedAccessSignature={SECRET}",
+    f"https://host/x#access_token={SECRET}",
+    *(f"https://host/x?{key}={SECRET}" for key in ("delegation", "jwt", "code", "access")),
 ]
 ALLOWED = [
     "/data/alice@work/x.json",
@@ -44,6 +52,11 @@ ALLOWED = [
     "github://owner:name@main/data.json",
     "zip://x.json::/home/alice/x.zip",
     f"https://host/{'0a' * 20}/x.json",
+    "s3://b/key=1/part=2/x.parquet",
+    "s3://b/token=cl100k/x",
+    "hf://datasets/o/n/author=x/f.parquet",
+    "https://host/x?author=x&monkey=y&postcode=z",
+    "https://host/x.json as of May?key=none, by a@b",
 ]
 
 

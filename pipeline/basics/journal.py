@@ -30,8 +30,8 @@ class Journal:
                 self._places[_name(found["task"])] = place
             place += len(line)
         if left_out:
-            with atomic_path(path) as temporary, temporary.open("wb") as file:
-                file.writelines(line for number, line, _ in self._lines() if number not in left_out)
+            with path.open("rb") as old, atomic_path(path) as temporary, temporary.open("wb") as file:
+                file.writelines(line for number, line in enumerate(old, start=1) if number not in left_out)
 
     def _lines(self) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
         """(number from 1, line, its content, or None where it is not whole)."""

@@ -2,7 +2,8 @@
 
 An address is a path, a name of the Hub, or a URL. A recipe that holds a credential is refused when it is loaded, so no
 later code has to hide one: logs, errors, artifacts and command lines may show every address as it stands. A published
-artifact (`public_name`) leaves out more: folders of this machine, user names, queries and fragments.
+artifact (`public_name`) leaves out more: folders of this machine, user names, queries and fragments, and what looks
+like a secret in a path, such as a hook's.
 """
 
 import re
@@ -21,10 +22,27 @@ _USER_IS_SECRET = {"http", "https", "s3", "gs"}  # a token, or half of a key; sf
 _HOST_AND_PORT = re.compile(r"[^:]+:\d+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]*""")
-_SECRET_KEY = re.compile(r"(?i)[?&;#/][^=?&;#/]*(?:token|key|secret|passw(?:or)?d|pwd|sig|signature|credential|auth)=")
+# Names of a query's keys whose values open something: some by their last word, some as they stand. A folder KEY=VALUE
+# of a partitioned data set is none.
+_SECRET_KEY = re.compile(
+    r"SharedAccess\w*|(?i:code|access|delegation|jwt)"
+    r"|(?:.*(?:[^A-Za-z]|(?<=[a-z])(?=[A-Z])))?"
+    r"(?i:(?:api|auth|access|secret)?(?:token|key|keyid)|secret|passw(?:or)?d|pwd|sig|signature|credentials?|auth)"
+)
 _ISSUED = re.compile(  # tokens that the Hub, GitHub, GitLab and AWS give out
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
 )
+# What a published address shows as HIDDEN in its path: more than is refused, for here a wrong guess costs little.
+HIDDEN = "***"
+_NAMED = re.compile(r"(?i)((?:token|key|secret|password|passwd|pwd|signature|sig|auth)=)[^/&;,]+")
+_LIKELY_ISSUED = re.compile(
+    r"\b(?:(?:hf|gh[pousr]|github_pat)_|(?:glpat|xox[abprs])-|sk[_-](?=[\w-]*\d))[\w-]{8,}|\bAKIA[A-Z0-9]{12,}"
+)
+_RANDOM = re.compile(  # all three kinds of characters, or letters and digits of a length that nobody types
+    r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])"
+    r"(?:[A-Za-z0-9]{32,}|(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,})"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def require_no_credential(text: str, where: str) -> None:
@@ -41,23 +59,28 @@ def _credential(text: str) -> str | None:
     ends = [*(found.start() for found in schemes), len(text)][1:]
     for found, end in zip(schemes, ends, strict=True):  # fsspec chains addresses
         scheme, rest = found[1].lower(), text[found.end() : end]
-        user, _ = _split(scheme, rest)
+        user, _ = _split(scheme, rest)  # a password may hold white space, at which the address ends else
         if ":" in user and scheme != "github":
             return "USER:PASSWORD@ before the host"
-        if user and scheme in _USER_IS_SECRET:
+        address = re.split(r"\s", rest, maxsplit=1)[0]
+        if _split(scheme, address)[0] and scheme in _USER_IS_SECRET:
             return "a token or key before the host's @"
-        if _SECRET_KEY.search(rest):
+        if any(
+            _SECRET_KEY.fullmatch(part.partition("=")[0]) for part in re.split("[?&;#]", _query(address)) if "=" in part
+        ):
             return "a key or signature in the query"
     return None
 
 
 def public_name(source: str) -> str:
-    """A model or data address without the folders of this machine, and without a URL's user, query and fragment."""
+    """A model or data address without the folders of this machine, and without a URL's user, query, fragment and what
+    looks like a secret in its path.
+    """
     if "::" in source:  # fsspec's chains
         return "::".join(map(public_name, source.split("::")))
     scheme, colon, rest = source.partition("://")
     if colon:
-        return Path(rest).name if scheme == "file" else _without_private_parts(source)
+        return Path(rest).name if scheme == "file" else _without_secrets(_without_private_parts(source))
     path = Path(source)
     local = path.is_absolute() or source.startswith("~") or ".." in path.parts
     return path.name if local else source
@@ -72,6 +95,16 @@ def _without_private_parts(url: str) -> str:
     scheme, _, rest = url.partition("://")
     _, place = _split(scheme, rest)
     return f"{scheme}://{re.split(r'[?#]', place, maxsplit=1)[0]}"
+
+
+def _without_secrets(url: str) -> str:
+    url = _LIKELY_ISSUED.sub(HIDDEN, _NAMED.sub(rf"\g<1>{HIDDEN}", url))
+    return _RANDOM.sub(lambda found: found[0] if _COMMIT.fullmatch(found[0]) else HIDDEN, url)
+
+
+def _query(address: str) -> str:
+    """What stands behind the first "?", "#" or ";", the parameters of a path included."""
+    return next(iter(re.split("[?#;]", address, maxsplit=1)[1:]), "")
 
 
 def _split(scheme: str, rest: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.source import Answer, FeatureSource, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
@@ -36,8 +37,8 @@ def open_source(config: TargetConfig, layers: Sequence[int] = ()) -> FeatureSour
 
 
 class TransformersSource:
-    """States of a padded batch come from one forward. A single prompt that is answered greedily is decoded by the loop
-    that evaluation decodes plainly with; several, or sampled ones, by transformers' `generate`, padded on the left.
+    """States of a padded batch come from one forward. Prompts are answered by transformers' `generate`, padded on the
+    left, however many they are: what is asked again alone takes the same path.
     """
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
@@ -60,9 +61,11 @@ class TransformersSource:
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
+        plainly: bool = False,
     ) -> Iterator[Answer]:
-        if len(prompts) == 1 and sampling.temperature == 0:
-            answers = [plain(self._target, prompts[0].tokens, sampling).tokens]
+        if plainly:
+            texts = [prompt.tokens for prompt in prompts]
+            answers = [plain(self._target, text, sampling, on_tokens=lambda _: alive()).tokens for text in texts]
         else:
             answers = self._generated(prompts, sampling, alive)
         found = [Answer(answer) for answer in answers]
@@ -84,23 +87,27 @@ class TransformersSource:
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=fill
         )
+        finite = _Finite()
         out_BT = self._target.model.generate(
             input_ids=tokens_BT.to(device),
             attention_mask=seen_BT.to(device),
             generation_config=config,
-            logits_processor=self._processors(prompts, sampling),
+            logits_processor=LogitsProcessorList([finite, *self._processors(prompts, sampling)]),
             stopping_criteria=StoppingCriteriaList([_Alive(alive)]),
         )
-        return [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
+        answers = [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
+        if not finite.were(answers):
+            raise PipelineError(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
+        return answers
 
-    def _processors(self, prompts: Sequence[Prompt], sampling: Sampling) -> LogitsProcessorList:
+    def _processors(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[LogitsProcessor]:
         if sampling.temperature == 0:
-            return LogitsProcessorList()
+            return []
         steps: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
         steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
         steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
         seeded = [torch.Generator(self._target.device).manual_seed(prompt.seed) for prompt in prompts]
-        return LogitsProcessorList([*steps, GumbelNoise(seeded)])
+        return [*steps, GumbelNoise(seeded)]
 
 
 class GumbelNoise(LogitsProcessor):
@@ -116,6 +123,22 @@ class GumbelNoise(LogitsProcessor):
         for row, generator in zip(noise_BV, self._generators, strict=True):
             row.exponential_(generator=generator)
         return torch.log_softmax(scores.float(), -1) - noise_BV.log_()
+
+
+class _Finite(LogitsProcessor):
+    """Changes nothing; keeps whether each row's logits were finite. An accelerator is waited for only at the end."""
+
+    def __init__(self):
+        self._steps: list[Tensor] = []  # [B] each
+
+    def __call__(self, input_ids, scores):
+        self._steps.append(scores.isfinite().all(-1))
+        return scores
+
+    def were(self, answers: list[list[int]]) -> bool:
+        """On every token of the answers; what a row was filled up with behind its end does not count."""
+        rows = torch.stack(self._steps, 1).tolist()
+        return all(all(row[: len(answer)]) for row, answer in zip(rows, answers, strict=True))
 
 
 class _Alive(StoppingCriteria):

@@ -65,10 +65,13 @@ class FeatureSource(Protocol):
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
+        plainly: bool = False,
     ) -> Iterator[Answer]:
         """The answer to each prompt, in their order. With `capture` it brings its states, of the same pass where the
-        engine can do that. `alive` is called now and then while the target decodes.
+        engine can do that. `alive` is called now and then while the target decodes. With `plainly` each prompt is
+        decoded alone, by the loop that evaluation decodes plainly with: bit for bit its answer.
 
-        Raises PipelineError where the target's logits are not finite.
+        Raises PipelineError where the target's logits are not finite, on any token of an answer; with `plainly`, which
+        computes nothing that evaluation does not, on its first.
         """
         ...

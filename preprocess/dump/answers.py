@@ -15,7 +15,7 @@ from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, pr
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.task import ShardTask, nobody_listens
-from preprocess.dump.worker import take_threads
+from preprocess.dump.worker import NOT_ANSWERED, take_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.pieces import accepted_messages
 
@@ -137,12 +137,15 @@ class AnswerWorker:
         return prompt
 
     def _answers(self, batch: list[tuple[list[int], Conversation]]) -> list[list[int]]:
-        """Each row's new tokens, a stop id included."""
+        """Each row's new tokens, a stop id included; none where the target's logits are not finite."""
         doc_ids = tuple(conversation.doc_id for _, conversation in batch)
         self._heartbeat(doc_ids)
         prompts = [Prompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
-        answers = self._source.answers(prompts, self._sampling, alive=lambda: self._heartbeat(doc_ids))
-        return [answer.tokens for answer in answers]
+        try:
+            answers = self._source.answers(prompts, self._sampling, alive=lambda: self._heartbeat(doc_ids))
+            return [answer.tokens for answer in answers]
+        except PipelineError:  # logits that are not finite, of one row at least
+            return [[]] if len(batch) == 1 else [answer for row in batch for answer in self._answers([row])]
 
     def _seed(self, conversation: Conversation) -> int:
         """Of the recipe's seed, the dialogue and the question's number."""
@@ -150,9 +153,12 @@ class AnswerWorker:
         return int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big")
 
     def _take(self, conversation: Conversation, answer: list[int]) -> None:
-        """Adds an answer, or ends the conversation: before an empty one, a loop or mere thoughts, after one that was
-        cut.
+        """Adds an answer, or ends the conversation: before one that the target could not give, an empty one, a loop or
+        mere thoughts, after one that was cut.
         """
+        if not answer:
+            conversation.end = NOT_ANSWERED
+            return
         conversation.tokens += len(answer)
         stopped = answer[-1] in self._source.stop_ids
         message = as_message(self._source.tokenizer, answer)

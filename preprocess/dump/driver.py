@@ -18,6 +18,7 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, write_own_recipe, 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
+from pipeline.basics.public import public_name
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, require_same, text_schema
 from pipeline.features.shards import (
@@ -264,6 +265,7 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         + (f"; {lost} rejected" if lost else "")
     )
     size = sum(record.bytes for record in manifest.files) / 1e6
-    where = recipe.features.store or recipe.features_dir
+    store = recipe.features.store
+    where = public_name(store) if store else recipe.features_dir
     lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
     return lines

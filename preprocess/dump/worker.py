@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -144,9 +144,11 @@ class FeatureWorker:
         for document in task.documents:
             tokens: list[int] = []
             if document.doc_id not in rejected:
-                self._heartbeat((document.doc_id,))
+                alive = partial(self._heartbeat, (document.doc_id,))
+                alive()
                 try:
-                    (answer,) = self._source.answers([Prompt(document.input_ids.tolist())], sampling)
+                    prompt = Prompt(document.input_ids.tolist())
+                    (answer,) = self._source.answers([prompt], sampling, alive=alive, plainly=True)
                     tokens = answer.tokens
                 except PipelineError:  # logits that are not finite
                     rejected[document.doc_id] = NOT_ANSWERED

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import GumbelNoise, identity_of, open_source
-from pipeline.features.source import FeatureSource, Prompt
+from pipeline.features.engines import ALIVE_EVERY, GumbelNoise, identity_of, open_source
+from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.config import TargetConfig
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
@@ -49,9 +50,37 @@ def test_answers_are_plain_decodings_whatever_else_is_in_the_batch_and_bring_the
     for prompt, answer in zip(prompts, together, strict=True):
         assert answer.tokens == plain(loaded_target, prompt.tokens, greedy(source, 40)).tokens
         assert answer.states_TSD is None
+        for plainly in (False, True):  # whoever answers one prompt alone gives signs of life, too
+            signs.clear()
+            options = {"alive": lambda: signs.append(1), "plainly": plainly}
+            assert list(source.answers([prompt], greedy(source, 40), **options)) == [answer]
+            assert signs or len(answer.tokens) < ALIVE_EVERY
         (alone,) = source.answers([prompt], greedy(source, 40), capture=True)
         assert alone.tokens == answer.tokens
         torch.testing.assert_close(alone.states_TSD, next(source.states([prompt.tokens + answer.tokens])))
+
+
+@pytest.mark.parametrize(("plainly", "sound"), [(True, 0), (False, 0), (False, 2)])
+def test_logits_that_are_not_finite_are_refused(source, plainly, sound):
+    """`sound` forwards are finite, then none is."""
+    forwards = []
+
+    def spoil(_module, _inputs, out):
+        forwards.append(1)
+        return out if len(forwards) <= sound else out * float("nan")
+
+    def answers(prompts: list[list[int]], tokens: int) -> list[Answer]:
+        forwards.clear()
+        return list(source.answers([Prompt(text) for text in prompts], Sampling(tokens, frozenset()), plainly=plainly))
+
+    hook = source._target.decoder.norm.register_forward_hook(spoil)
+    try:
+        with pytest.raises(PipelineError, match="not finite"):
+            answers(TEXTS[:2], 3)
+        if sound:
+            assert all(len(answer.tokens) == 2 for answer in answers(TEXTS[:2], 2))
+    finally:
+        hook.remove()
 
 
 def test_a_sampled_answer_depends_on_its_prompts_seed_and_not_on_its_neighbours(source):

@@ -38,6 +38,14 @@ from tests.kit import replace_once
         ("hf://alice:secret@datasets/x", "hf://datasets/x"),
         ("abfs://container@account.dfs.example/run", "abfs://container@account.dfs.example/run"),
         ("hf://datasets/owner/name@revision/file.json", "hf://datasets/owner/name@revision/file.json"),
+        ("https://host.example/hf_abcDEF123456/data.json", "https://host.example/***/data.json"),
+        ("https://host.example/d/AbCdEfGh1234567890XyZ/f.jsonl", "https://host.example/d/***/f.jsonl"),
+        (f"https://host.example/T0/{'9f8a' * 9}/d.json", "https://host.example/T0/***/d.json"),
+        (f"hf://datasets/owner/name@{'9f8a' * 10}/d.json", f"hf://datasets/owner/name@{'9f8a' * 10}/d.json"),
+        ("https://host.example/sk-proj-abc123def/x", "https://host.example/***/x"),
+        ("https://host.example/xoxb-12-abcdef/x", "https://host.example/***/x"),
+        ("https://host.example/x;token=abc/data.json", "https://host.example/x;token=***/data.json"),
+        ("hf://hf-internal-testing/tiny-random", "hf://hf-internal-testing/tiny-random"),
     ],
 )
 def test_no_private_part_of_an_address_is_public(source, public):

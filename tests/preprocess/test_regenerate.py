@@ -70,6 +70,23 @@ def test_questions_are_the_sources_and_answers_are_not(tiny_recipe):
         assert all(m["content"] != other["content"] for m, other in zip(has[1::2], had[1::2], strict=False))
 
 
+def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not(tiny_recipe):
+    worker = AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=16, batch=5))
+    task = ShardTask("part", 0, dialogues_of(tiny_recipe, 6))
+    sound, answers = worker.work(task), worker._source.answers
+    doc_id = sound.dialogues[2]["id"]
+
+    def broken(asked, sampling, **how):
+        if worker._seed(Conversation(doc_id, [], [])) in [prompt.seed for prompt in asked]:
+            raise PipelineError("not finite")
+        return answers(asked, sampling, **how)
+
+    worker._source.answers = broken
+    part = worker.work(task)
+    assert part.rejected == {**sound.rejected, doc_id: "not_answered"}
+    assert part.dialogues == [line for line in sound.dialogues if line["id"] != doc_id]
+
+
 def test_top_k_of_one_is_greedy(tiny_recipe):
     assert sampled(tiny_recipe, top_k=1) == sampled(tiny_recipe, temperature=0.0)
 

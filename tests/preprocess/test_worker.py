@@ -282,12 +282,14 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
     folder = recipe.features_dir
     (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
-    worker = FeatureWorker(recipe, folder, feature_spec(recipe))
+    beats = []
+    worker = FeatureWorker(recipe, folder, feature_spec(recipe), beats.append)
     record = worker.work(task)
     assert record.documents == task.fingerprint  # of the prompts: what a dump that goes on compares
     store = listed(recipe, folder, task, record)
     prompts = {document.doc_id: document.input_ids.tolist() for document in task.documents}
     assert len(store) == len(prompts) == 4
+    assert all(beats.count((doc_id,)) > 1 for doc_id in prompts)  # while it is answered, too
     for number in range(len(store)):
         row = store.row(number)
         prompt = prompts[row.doc_id]
@@ -299,10 +301,10 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     (doc_id, *_) = prompts
     answers = worker._source.answers
 
-    def broken(asked, sampling):  # of the first prompt, logits that are not finite
+    def broken(asked, sampling, **how):  # of the first prompt, logits that are not finite
         if asked[0].tokens == prompts[doc_id]:
             raise PipelineError("not finite")
-        return answers(asked, sampling)
+        return answers(asked, sampling, **how)
 
     worker._source.answers = broken
     for aside, reason in (({}, "not_answered"), ({doc_id: "kills_workers"}, "kills_workers")):
