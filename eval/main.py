@@ -22,7 +22,7 @@ from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
-from pipeline.artifacts.reports import REPORT, origin_of, put_rows, read_report
+from pipeline.artifacts.reports import REPORT, origin_of, put_rows, read_report, read_rows
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
@@ -73,6 +73,7 @@ def settings_of(recipe: Recipe) -> dict:
 def measure(job: Job) -> dict:
     """Runs the benchmarks and writes report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
+    read_rows(recipe.eval_dir)  # a damaged table is told now, not after all decoding
     if recipe.eval.workers > 1:
         from eval.measure.fleet import decode as fleet  # Ray only where it is wanted
     outcomes = decode_all(job, fleet)

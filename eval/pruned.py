@@ -237,7 +237,7 @@ def main() -> None:
             for way, draft in ways(whole, recipe, name, texts):
                 measure(name, way, draft)
     put_rows(recipe.eval_dir, rows, whole=True)
-    print(results.table(results.chosen(results.read([recipe.run_dir]), ["pruned"])))
+    print(results.table(results.found_by(recipe, rows)))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from eval.measure import plots
 from eval.studies.differences import Table, differences, slopes
 from pipeline.artifacts.reports import ROWS, Row, read_rows
 from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
 
 USUAL = ["tau", "speedup"]
@@ -59,8 +60,28 @@ def read(runs: list[Path]) -> list[Found]:
         ]
         if len(of := {one.row.origin.get("run") for one in found}) > 1:
             raise PipelineError(f"{run} holds runs of several recipes ({', '.join(map(str, of))}): name each by itself")
+        _require_one_origin(run, found)
         out += found
     return out
+
+
+def _require_one_origin(run: Path, found: list[Found]) -> None:
+    """Raises PipelineError where seeds that would be pooled were measured under other recipes or by other code."""
+    first: dict[str, Found] = {}
+    for one in found:
+        other = first.setdefault(json.dumps([one.row.instrument, one.row.method, one.row.setting]), one)
+        for key, what in (("hash_but_seed", "under another recipe"), ("code_revision", "by other code")):
+            mine, others = (had.row.origin.get(key) for had in (one, other))
+            if one.seed != other.seed and mine != others:
+                raise PipelineError(
+                    f"{run}: {one.row.method} ({one.row.instrument}) was measured {what} in {one.seed} ({mine}) than "
+                    f"in {other.seed} ({others}): measure one of them again, or move it away"
+                )
+
+
+def found_by(recipe: Recipe, rows: list[Row], seed: str = ".") -> list[Found]:
+    """What was just measured, without what else lies in the run's folder."""
+    return [Found(recipe.run_dir.resolve().name, seed, row) for row in rows]
 
 
 def name_all(found: list[Found]) -> list[dict[str, str]]:

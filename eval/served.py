@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from eval import results
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
-from eval.measure.tasks import units_of
+from eval.measure.tasks import tasks_of
 from pipeline.artifacts.provenance import provenance
 from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import PipelineError
@@ -273,17 +273,20 @@ def level(
     return LoadPoint(tasks[0].benchmark, tasks[0].temperature, concurrency, draft, *size, seconds, known), found
 
 
-def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]) -> tuple[list[LoadPoint], int]:
-    """All levels, and how many prompts have other lengths on the server than here. The rows so far are written after
-    each level.
+def measure(
+    recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]
+) -> tuple[list[LoadPoint], list[Row], int]:
+    """All levels, their rows, and how many prompts have other lengths on the server than here. The rows so far are
+    written after each level.
     """
-    tasks, lengths, differ = units_of(recipe), _lengths(recipe), set()
+    tasks, lengths, differ = tasks_of(recipe), _lengths(recipe), set()
     for server in servers.values():
         converse(server, tasks[0], "warm-up")  # a server's first answer pays for what it compiles
     levels: list[LoadPoint] = []
+    rows: list[Row] = []
     found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
     origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
-    origin |= {"model": public_name(servers[True].model)}
+    origins = {draft: origin | {"model": public_name(server.model)} for draft, server in servers.items()}
     with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
         for group, size, (draft, server) in product(_groups(tasks), concurrency, servers.items()):
             one, answers = level(server, group, size, draft, progress)
@@ -291,12 +294,12 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
             for task, said in zip(group, answers, strict=True):
                 if isinstance(said, Refused):
                     continue
-                if draft:
-                    origin["server"] = said[0].server
+                origins[draft]["server"] = said[0].server
                 if said[0].prompt_tokens != lengths(task.prompt):
                     differ.add((task.benchmark, task.prompt.question_id))
-            put_rows(recipe.eval_dir, rows_of(levels, origin), whole=True)
-    return levels, len(differ)
+            rows = rows_of(levels, origins)
+            put_rows(recipe.eval_dir, rows, whole=True)
+    return levels, rows, len(differ)
 
 
 def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
@@ -310,8 +313,10 @@ def _groups(tasks: list[EvalTask]) -> Iterator[list[EvalTask]]:
         yield [task for task in tasks if (task.benchmark, task.temperature) == key]
 
 
-def rows_of(levels: list[LoadPoint], origin: dict[str, Any]) -> list[Row]:
-    """What was measured so far; "over plain" is tokens a second over those of the server without a draft."""
+def rows_of(levels: list[LoadPoint], origins: dict[bool, dict[str, Any]]) -> list[Row]:
+    """What was measured so far; "over plain" is tokens a second over those of the server without a draft. `origins`: of
+    the server that drafts, and of the other.
+    """
     plain = {(one.benchmark, one.temperature, one.concurrency): one.per_second for one in levels if not one.draft}
     out = []
     for one in levels:
@@ -319,8 +324,8 @@ def rows_of(levels: list[LoadPoint], origin: dict[str, Any]) -> list[Row]:
         base = plain.get((one.benchmark, one.temperature, one.concurrency))
         if one.draft and base:
             figures["over plain"] = one.per_second / base
-        method, what = "server" if one.draft else "plain", {"setting": {"at once": one.concurrency}, "origin": origin}
-        where = one.benchmark, one.temperature
+        method, where = "server" if one.draft else "plain", (one.benchmark, one.temperature)
+        what = {"setting": {"at once": one.concurrency}, "origin": origins[one.draft]}
         out += [Row("served", method, figure, value, *where, **what) for figure, value in figures.items()]
     return out
 
@@ -345,10 +350,9 @@ def main() -> None:
     servers = {True: Server(arguments.url, recipe, arguments.model)}
     if arguments.plain_url:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
-    levels, differ = measure(recipe, servers, arguments.concurrency)
-    found = results.chosen(results.read([recipe.run_dir]), ["served"])
-    known = {one.row.figure for one in found}
-    print(results.table(found, [figure for figure in SHOWN if figure in known]))
+    levels, rows, differ = measure(recipe, servers, arguments.concurrency)
+    known = {row.figure for row in rows}
+    print(results.table(results.found_by(recipe, rows), [figure for figure in SHOWN if figure in known]))
     if refused := sum(one.refused for one in levels):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
     if differ:

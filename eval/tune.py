@@ -44,7 +44,7 @@ from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import entry
 
 
-def calibration_units(recipe: Recipe, count: int) -> list[EvalTask]:
+def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
     """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
     used = max(
         [b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.source == HELDOUT]
@@ -70,13 +70,13 @@ class Text:
     number: int  # of the prompt
 
 
-def answered(harness: Harness, units: list[EvalTask]) -> list[Text]:
+def answered(harness: Harness, tasks: list[EvalTask]) -> list[Text]:
     """Raises PipelineError when there are none."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(unit.prompt for unit in units))}
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(task.prompt for task in tasks))}
     found = []
-    with Progress("answers of the target", len(units), "prompts") as progress:
-        for unit in units:
-            found += [Text(*pair, unit.temperature, numbers[unit.prompt]) for pair in harness.plain_answers(unit)]
+    with Progress("answers of the target", len(tasks), "prompts") as progress:
+        for task in tasks:
+            found += [Text(*pair, task.temperature, numbers[task.prompt]) for pair in harness.plain_answers(task)]
             progress.advance(1)
     if not found:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
@@ -144,19 +144,19 @@ def main() -> None:
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
     methods, digests = recipe.methods, digests_of(recipe)
     own = {name: methods[name] for name in names}
-    harness, units = make_harness(recipe, own), calibration_units(recipe, arguments.prompts)
+    harness, tasks = make_harness(recipe, own), calibration_tasks(recipe, arguments.prompts)
     if arguments.costs:
-        print(json.dumps(elsewhere(harness, answered(harness, units), arguments)))
+        print(json.dumps(elsewhere(harness, answered(harness, tasks), arguments)))
         return
     path, known = recipe.tuned_file, read_tuned(recipe)
     known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], digests, one)}
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
-    texts, found = answered(harness, units), {}
+    texts, found = answered(harness, tasks), {}
     context = int(np.median([len(text.prompt) for text in texts]))
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, texts[0].prompt)
     for name, replays in replayed(harness, texts, arguments.depth).items():
-        found[name] = tune(recipe, harness, name, units, replays, costs[name], arguments.depth, print)
+        found[name] = tune(recipe, harness, name, tasks, replays, costs[name], arguments.depth, print)
         found[name]["for"] = tuned_for(recipe, methods[name], digests)
         write_sealed(path, known | found)
         origin = origin_of(recipe, methods[name].draft)

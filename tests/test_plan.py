@@ -100,6 +100,9 @@ def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is
     assert ["eval", "hours", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
     given = make(recipe, {**known, "decode-ms": 36.0})
     assert given.figures["eval"]["hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
+    eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known, "decode-ms": 36.0 * 8e3})
+    assert eight.figures["eval"]["hours"] == pytest.approx(24 * 8 * 36 / 3600, abs=1e-6)
+    assert ["eval", "hours", "1.92 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
     whole = sum(given.figures[stage]["hours"] for stage in ("dump", "train", "eval"))
     assert given.rows[-1] == ["all", "hours", f"{whole:.2f} h", "their sum"]
 

@@ -29,7 +29,7 @@ from infra.serving import in_transformers, one_line
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
-from pipeline.artifacts.reports import read_rows
+from pipeline.artifacts.reports import Row, put_rows, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -665,6 +665,8 @@ def test_ablations_compare_methods_over_seeds(finished, tmp_path):
     config = tmp_path / "all/seed-1/drafts/eagle/config.json"
     other_seed = load_recipe(changed, ["seed=1"]).train_hash("eagle")
     change_sealed(config, lambda raw: raw.update(train_hash=other_seed))
+    older = [Row("replayed", "one-level", "tau", 9.0, "b", 0.0, counts={"q": [9, 1]}, origin={"run": "older"})]
+    put_rows(tmp_path / "all/seed-2/eval", older)  # of a study with more seeds
     done = run_warm(
         [sys.executable, "-m", "eval.studies.ablations", str(changed), "--seeds", "2", "--against", "eagle"]
     )

@@ -1,8 +1,8 @@
 """Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
 
-A method is plain decoding, or a draft with a tree. A unit is one prompt at one temperature: each of its turns is
+A method is plain decoding, or a draft with a tree. A task is one prompt at one temperature: each of its turns is
 decoded several times by all methods in turn, with the same random numbers; a later turn continues one fixed history,
-plain decoding's greedy answers, for every method. Units are independent of each other, so they can be finished one by
+plain decoding's greedy answers, for every method. Tasks are independent of each other, so they can be finished one by
 one, anywhere.
 """
 
@@ -58,7 +58,7 @@ class Record:
 
 @dataclass
 class Outcome:
-    """What a unit gave."""
+    """What a task gave."""
 
     records: list[Record]
     gates: dict[str, Gate]  # by method
@@ -88,18 +88,18 @@ class Harness:
         self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
 
-    def decode(self, unit: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
-        """All of a unit's answers, and what the gate says of them; `on_progress` is called after each answer, also of
+    def decode(self, task: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
+        """All of a task's answers, and what the gate says of them; `on_progress` is called after each answer, also of
         a warm-up.
         """
-        encoded = self.with_histories(unit.prompt)
+        encoded = self.with_histories(task.prompt)
         if encoded is None:
             return Outcome([], {}, left_out=True, hardware=self._hardware)
-        gates = {name: Gate.of(method, unit.temperature) for name, method in self.methods.items()}
+        gates = {name: Gate.of(method, task.temperature) for name, method in self.methods.items()}
         outcome = Outcome([], gates, hardware=self._hardware)
         for turn, ids in enumerate(encoded):
             self._warm_up(ids, on_progress)
-            self._decode_turn(unit, turn, ids, outcome, on_progress)
+            self._decode_turn(task, turn, ids, outcome, on_progress)
         return outcome
 
     @property
@@ -115,19 +115,19 @@ class Harness:
         stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
         return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
 
-    def sampling_of(self, unit: EvalTask, turn: int, repeat: int) -> Sampling:
+    def sampling_of(self, task: EvalTask, turn: int, repeat: int) -> Sampling:
         """The same for every method."""
-        return self.sampling(unit.temperature, f"{unit.benchmark} {unit.prompt.question_id} {turn} {repeat}")
+        return self.sampling(task.temperature, f"{task.benchmark} {task.prompt.question_id} {turn} {repeat}")
 
-    def plain_answers(self, unit: EvalTask) -> Iterator[tuple[list[int], list[int]]]:
+    def plain_answers(self, task: EvalTask) -> Iterator[tuple[list[int], list[int]]]:
         """The target's own answers that `decode` compares with, of two tokens and more: (prompt, answer) of each turn
         and repeat.
         """
-        for turn, ids in enumerate(self.with_histories(unit.prompt) or []):
+        for turn, ids in enumerate(self.with_histories(task.prompt) or []):
             answer: list[int] = []
-            for repeat in range(self.repeats[unit.temperature > 0]):
-                if unit.temperature > 0 or not repeat:  # greedy ones do not differ
-                    answer = plain(self.target, ids, self.sampling_of(unit, turn, repeat)).tokens
+            for repeat in range(self.repeats[task.temperature > 0]):
+                if task.temperature > 0 or not repeat:  # greedy ones do not differ
+                    answer = plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
                     yield ids, answer
 
@@ -193,13 +193,13 @@ class Harness:
         return encoded
 
     def _decode_turn(
-        self, unit: EvalTask, turn: int, ids: list[int], outcome: Outcome, on_progress: Callable[[], None]
+        self, task: EvalTask, turn: int, ids: list[int], outcome: Outcome, on_progress: Callable[[], None]
     ) -> None:
-        methods, place = [PLAIN, *self.methods], (unit.benchmark, unit.prompt.question_id, turn, unit.temperature)
+        methods, place = [PLAIN, *self.methods], (task.benchmark, task.prompt.question_id, turn, task.temperature)
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
-        for repeat in range(self.repeats[unit.temperature > 0]):
-            sampling, found = self.sampling_of(unit, turn, repeat), {}
+        for repeat in range(self.repeats[task.temperature > 0]):
+            sampling, found = self.sampling_of(task, turn, repeat), {}
             for number in range(len(methods)):
                 method = methods[(shift + number + repeat) % len(methods)]
                 found[method] = self._one(method, ids, sampling)
@@ -210,7 +210,7 @@ class Harness:
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, on_progress)
             # Greedily in fp32 on a CPU, an answer is its own proof.
-            if unit.temperature > 0 or rounding(self.target.dtype, self.target.device):
+            if task.temperature > 0 or rounding(self.target.dtype, self.target.device):
                 sampling, answers = repeats[0]
                 begun = self._begun(ids, False)
                 self._gatekeeper.look_at_rounds(gate, method, ids, sampling, answers[PLAIN], begun)
@@ -220,7 +220,7 @@ class Harness:
 def pooled(
     outcomes: Iterable[tuple[str, Outcome]],
 ) -> tuple[list[Record], dict[tuple[str, str, float], Gate], dict[str, int]]:
-    """All records; the gates by (benchmark, method, temperature); by benchmark the units that were left out."""
+    """All records; the gates by (benchmark, method, temperature); by benchmark the tasks that were left out."""
     records: list[Record] = []
     gates: dict[tuple[str, str, float], Gate] = {}
     left_out: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Which units a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
+"""Which tasks a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
 
-Guarantees: a finished unit is one whole line of records.jsonl and is never decoded again under the same settings,
+Guarantees: a finished task is one whole line of records.jsonl and is never decoded again under the same settings,
 weights and code; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count;
 what is missing is done, or the command ends with an error.
 """
@@ -103,27 +103,27 @@ class Job:
     recipe: Recipe
     methods: dict[str, Method]
     digests: Digests
-    units: list[EvalTask]
+    tasks: list[EvalTask]
     key: str
 
 
 def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
     digests = digests_of(recipe)
-    methods, units = methods_of(recipe, tuned_alone, digests), units_of(recipe)
+    methods, tasks = methods_of(recipe, tuned_alone, digests), tasks_of(recipe)
     found = {
         "code": code_of("eval.measure.tasks"),
         "recipe": recipe.hash,
         "methods": {name: method.to_json() for name, method in methods.items()},
         "digests": digests,
-        "prompts": [[unit.benchmark, asdict(unit.prompt)] for unit in units],
+        "prompts": [[task.benchmark, asdict(task.prompt)] for task in tasks],
         "template": template_fingerprint(load_tokenizer(recipe.target)),
         "target": fingerprint(recipe.target),
         "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
     }
-    return Job(recipe, methods, digests, units, digest(found))
+    return Job(recipe, methods, digests, tasks, digest(found))
 
 
-def units_of(recipe: Recipe) -> list[EvalTask]:
+def tasks_of(recipe: Recipe) -> list[EvalTask]:
     config = recipe.eval
     prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
     # a prompt's temperatures together: they share its forward
@@ -164,23 +164,23 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
 
 
 def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
-    """Every unit's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
+    """Every task's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
 
-    `fleet(recipe, methods, units)` yields (unit, outcome) as they come; without one they are decoded in this process.
+    `fleet(recipe, methods, tasks)` yields (task, outcome) as they come; without one they are decoded in this process.
     """
     with exclusive(job.recipe.eval_dir, "evaluation"):
         finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
-        missing = [unit for unit in job.units if unit.name not in finished]
+        missing = [task for task in job.tasks if task.name not in finished]
         if missing:
             done = (fleet or _here)(job.recipe, job.methods, missing)
-            with Progress("decode", len(job.units), "prompts", len(job.units) - len(missing)) as progress:
-                for unit, outcome in done:
-                    finished.add(unit.name, outcome.to_json())
-                    progress.advance(1, benchmark=unit.benchmark, T=unit.temperature)
-        return [(unit.benchmark, Outcome.from_json(finished[unit.name])) for unit in job.units]
+            with Progress("decode", len(job.tasks), "prompts", len(job.tasks) - len(missing)) as progress:
+                for task, outcome in done:
+                    finished.add(task.name, outcome.to_json())
+                    progress.advance(1, benchmark=task.benchmark, T=task.temperature)
+        return [(task.benchmark, Outcome.from_json(finished[task.name])) for task in job.tasks]
 
 
-def _here(recipe: Recipe, methods: dict[str, Method], units: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
+def _here(recipe: Recipe, methods: dict[str, Method], tasks: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
     harness = make_harness(recipe, methods)
-    for unit in units:
-        yield unit, harness.decode(unit)
+    for task in tasks:
+        yield task, harness.decode(task)

@@ -26,7 +26,7 @@ def samples(job: Job, records: Iterable[Record], tokenizer: Any) -> list[dict[st
     public = [name for name, benchmark in recipe.eval.benchmarks.items() if _is_public(benchmark)]
     lowest = min(recipe.eval.temperatures)
     of_draft = {name for name, method in job.methods.items() if method.draft == recipe.publish.draft}
-    first = {name: next(task.prompt for task in job.units if task.benchmark == name) for name in public}
+    first = {name: next(task.prompt for task in job.tasks if task.benchmark == name) for name in public}
     for record in records:
         prompt = first.get(record.benchmark)
         if prompt is None or record.method not in of_draft or record.temperature != lowest:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from eval import results
 from eval.measure import report
 from eval.measure.harness import EvalTask, Harness
-from eval.measure.tasks import make_harness, methods_of, units_of
+from eval.measure.tasks import make_harness, methods_of, tasks_of
 from eval.studies.differences import Counts
 from pipeline.artifacts.reports import Row, origin_of, put_rows
 from pipeline.basics.errors import PipelineError
@@ -37,7 +37,7 @@ class Answered:
 
 def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
     """The target's own answers, the same for every method and seed."""
-    found, tasks = [], units_of(recipe)
+    found, tasks = [], tasks_of(recipe)
     with Progress("the target's answers", len(tasks), "prompts") as progress:
         for task in tasks:
             found += [Answered(task, *pair) for pair in harness.plain_answers(task)]
@@ -107,14 +107,16 @@ def main() -> None:
         source = runs[0] if runs else None
         runs.append(train_variant(arguments, [f"seed={seed}"], f"seed-{seed}", source))
     answers: list[Answered] = []
+    found: list[results.Found] = []  # of these seeds alone: earlier studies left others in the folder
     for run in runs:
         methods = methods_of(run)
         if static := [name for name, method in methods.items() if method.resolved_tree.paths is not None]:
             raise PipelineError(f"method {static[0]} has a static tree: only dynamic ones are selections of another")
         harness = make_harness(run, methods)
         answers = answers or answered(run, harness)
-        put_rows(run.eval_dir, rows(run, harness, answers), whole=True)
-    found = results.chosen(results.read([recipe.run_dir]), ["replayed"])
+        measured = rows(run, harness, answers)
+        put_rows(run.eval_dir, measured, whole=True)
+        found += results.found_by(recipe, measured, run.run_dir.name)
     results.compare(found, arguments.against, arguments.worth, recipe.run_dir / "ablations.png")
 
 

@@ -135,8 +135,9 @@ def main() -> None:
     path = recipe.eval_dir / REPORT
     if not path.exists():
         raise PipelineError(f"{path} is missing: run python eval/main.py {arguments.recipe} first")
-    put_rows(recipe.eval_dir, rows(recipe, read_report(path)["drafts"]), whole=True)
-    print(results.table(results.chosen(results.read([recipe.run_dir]), ["read"])))
+    found = rows(recipe, read_report(path)["drafts"])
+    put_rows(recipe.eval_dir, found, whole=True)
+    print(results.table(results.found_by(recipe, found)))
 
 
 if __name__ == "__main__":

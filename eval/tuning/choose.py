@@ -97,13 +97,13 @@ def calibrate(
 
 
 def measure(
-    recipe: Recipe, harness: Harness, methods: dict[str, LoadedMethod], units: list[EvalTask]
+    recipe: Recipe, harness: Harness, methods: dict[str, LoadedMethod], tasks: list[EvalTask]
 ) -> dict[str, dict[str, float | None]]:
-    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all units. Raises
+    """Of plain decoding and of each draft, taking turns: milliseconds a token, speed-up and tau over all tasks. Raises
     PipelineError where the losslessness gate fails.
     """
     trial = Harness(recipe, harness.target, methods)
-    records, gates, _ = pooled([(unit.benchmark, trial.decode(unit)) for unit in units])
+    records, gates, _ = pooled([(task.benchmark, trial.decode(task)) for task in tasks])
     if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
         raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
     out = {}
@@ -148,7 +148,7 @@ def tune(
     recipe: Recipe,
     harness: Harness,
     name: str,
-    units: list[EvalTask],
+    tasks: list[EvalTask],
     found: Replays,
     costs: Costs,
     depth: int,
@@ -158,7 +158,7 @@ def tune(
     given = harness.methods[name]
     say(costs.said())
     chosen = choose(name, given, found, costs, depth, say)
-    took = measure(recipe, harness, {"tuned": chosen.method, "given": given}, units)
+    took = measure(recipe, harness, {"tuned": chosen.method, "given": given}, tasks)
     plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
     best = chosen.best
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
@@ -177,7 +177,7 @@ def tune(
         "plain_ms_per_token": plainly["ms_per_token"],
         "predicted_over_measured": round(ratio, 4),
         "temperatures": recipe.eval.temperatures,
-        "prompts": len({unit.prompt for unit in units}),
+        "prompts": len({task.prompt for task in tasks}),
         "hardware": provenance(recipe)["hardware"],
         "costs": asdict(costs),
     }

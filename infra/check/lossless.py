@@ -64,8 +64,8 @@ def proof(one: dict[str, Any]) -> tuple[str, str]:
 def decoded(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[dict[str, Any]]:
     """The report's entries for so many random prompts."""
     harness = Harness(recipe, target, methods)
-    units = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
-    records, gates, _ = pooled([(unit.benchmark, harness.decode(unit)) for unit in units])
+    tasks = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
+    records, gates, _ = pooled([(task.benchmark, harness.decode(task)) for task in tasks])
     return report.results(records, gates)
 
 

@@ -10,8 +10,9 @@ looked for.
     hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
               share a GPU share its speed
               train: (epochs x tokens + validations x validation tokens / 3) over the speed of all ranks
-              eval: answers x max_new_tokens x a plain token, as if no draft gained anything and no answer ended early.
-              That makes up for what is left out: the prompts' forwards, warm-ups, the gate's enumerations
+              eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
+              answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
+              the gate looks at closely
               Loading, planning, writing, saving and waiting for data are in none of them
     disk      of the shards, by their format; of each token, 5 bytes and its hidden states
     memory    of one worker or rank: infra/plan/memory.py has the formulas
@@ -140,14 +141,13 @@ class Plan:
         return ranks if resolve_device(self.recipe.target.device).type == "cpu" else 1
 
     def evaluate(self) -> None:
-        recipe, limit = self.recipe, self.recipe.eval.max_new_tokens
+        recipe, limit, workers = self.recipe, self.recipe.eval.max_new_tokens, self.recipe.eval.workers
         count, need = answers(recipe), memory.evaluation_bytes(recipe)
         token, source = self.speed("decode-ms", "ms a token", lambda: 1e3 * speeds.plain_token(recipe))
-        hours = token and count * limit * token / 1e3 / 3600
+        hours = token and count * limit * token / 1e3 / workers / 3600
+        by = f"{workers} worker{'s' * (workers > 1)}{self.gpus(workers, recipe.eval.gpus_per_worker)}"
         self.say("eval", "answers", f"{count:,} of up to {limit} tokens", "counted")
-        self.say(
-            "eval", "hours", f"{hours_said(hours)} with 1 worker{self.gpus(1, recipe.eval.gpus_per_worker)}", source
-        )
+        self.say("eval", "hours", f"{hours_said(hours)} with {by}", source)
         self.say("eval", "memory", f"{need / 1e9:,.1f} GB a worker", FORMULA)
         self.figures["eval"] = {
             "answers": count,

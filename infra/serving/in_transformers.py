@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eval.measure.tasks import units_of
+from eval.measure.tasks import tasks_of
 from infra.serving import one_line
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
@@ -28,7 +28,7 @@ from pipeline.running import entry, markdown
 def prompts(recipe: Recipe) -> list[list[int]]:
     """The benchmarks' first turns, as token ids."""
     tokenizer = load_tokenizer(recipe.target)
-    texts = dict.fromkeys(unit.prompt.turns[0] for unit in units_of(recipe))
+    texts = dict.fromkeys(task.prompt.turns[0] for task in tasks_of(recipe))
     return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_line, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe
@@ -56,6 +56,7 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
     """Where a draft's rows of results come from."""
     found = provenance(recipe)
     origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
+    origin["hash_but_seed"] = recipe.model_copy(update={"seed": 0}).hash
     origin |= {key: found[key] for key in ("hardware", "recipe_hash", "code_revision")}
     if draft in recipe.trained:
         saved = checkpoint.read_config(recipe.draft_dir(draft))
@@ -65,23 +66,30 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
 
 def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
     """Adds rows to a run's table (results.jsonl in its eval folder), in place of those that the same instrument wrote
-    of the same methods; `whole`: in place of all that it wrote. Raises PipelineError for a damaged table.
+    of the same methods; `whole`: in place of all that it wrote. Instruments that finish together take turns. Raises
+    PipelineError for a damaged table.
     """
     instruments, methods = {row.instrument for row in rows}, {row.method for row in rows}
-    kept = [
-        row for row in read_rows(folder) if row.instrument not in instruments or not (whole or row.method in methods)
-    ]
-    write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in [*kept, *rows]))
+    with in_turn(folder / ROWS):
+        before = read_rows(folder)
+        kept = [row for row in before if row.instrument not in instruments or not (whole or row.method in methods)]
+        write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in [*kept, *rows]))
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Empty where nothing was measured. Raises PipelineError for a damaged table."""
+    """Empty where nothing was measured. Raises PipelineError for a damaged table, or one of another version."""
     lines, damaged = read_sealed_lines(folder / ROWS)
+    again = (
+        f"Remove the file and {folder / REPORT}, and run the commands that measured again: prompts that are decoded "
+        "are kept"
+    )
     if damaged:
-        raise PipelineError(
-            f"{folder / ROWS}: line {damaged[0]} was changed or damaged after it was written. Remove the file and "
-            f"{folder / REPORT}, and run the commands that measured again: prompts that are decoded are kept"
-        )
+        raise PipelineError(f"{folder / ROWS}: line {damaged[0]} was changed or damaged after it was written. {again}")
+    for number, line in enumerate(lines, start=1):
+        if missing := [key for key in ("instrument", "method", "figure", "value") if key not in line]:
+            raise PipelineError(
+                f"{folder / ROWS}: line {number} has no {missing[0]!r}: it is of another version. {again}"
+            )
     return [Row(**{key: value for key, value in line.items() if key in Row.__dataclass_fields__}) for line in lines]
 
 

@@ -79,6 +79,14 @@ def exclusive(folder: Path, work: str, beside: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Holds a file that is read and then written anew, while other processes that want it wait; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        yield
+
+
 def sync(folder: Path) -> None:
     """What this machine has written into the folder is on the disk when it returns."""
     for path in [*folder.rglob("*"), folder]:

@@ -59,6 +59,8 @@ class Eagle3FrameConfig(OneLayerConfig):
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
         if told := [term.name for term in self.terms(0) if term.weights.get("regression")]:
             raise ValueError(f"regression of {told[0]!r}: a fused feature has no label, set it to 0")
+        if not any(term.weights.get("classification") for term in self.terms(0)):
+            raise ValueError("next, ahead and ttt: no classification has a weight, so nothing trains the LM head")
 
     def to_json(self) -> dict[str, Any]:
         """Without later options where they are off, so that a draft from before them keeps its hash."""

@@ -1,4 +1,4 @@
-"""The harness: its losslessness gate passes what is exact and fails what is not; units are finished one by one."""
+"""The harness: its losslessness gate passes what is exact and fails what is not; tasks are finished one by one."""
 
 import copy
 import json
@@ -303,7 +303,7 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_counted(tiny_recipe
         measured(made, [long], [0.0])
 
 
-# -- units ----------------------------------------------------------------------------------------------------------
+# -- tasks ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_outcome_survives_being_written(tiny_recipe, loaded_target, drafts):
@@ -315,18 +315,18 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     """Whatever stops the command, each prompt is decoded once."""
     asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
     recipe = tiny_recipe.model_copy(update={"eval": config})
-    all_units = [EvalTask("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
-    job = tasks.Job(recipe, {}, {}, all_units, "key")
+    all_tasks = [EvalTask("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
+    job = tasks.Job(recipe, {}, {}, all_tasks, "key")
 
     def fleet(_, __, missing, stop_after):
-        for place, unit in enumerate(reversed(missing)):  # in any order
+        for place, task in enumerate(reversed(missing)):  # in any order
             if place == stop_after:
                 raise KeyboardInterrupt
-            asked.append(unit.name)
-            yield unit, Outcome([], {}, left_out=unit.temperature > 0)
+            asked.append(task.name)
+            yield task, Outcome([], {}, left_out=task.temperature > 0)
 
     with pytest.raises(KeyboardInterrupt):
         tasks.decode_all(job, lambda *given: fleet(*given, stop_after=3))
     found = tasks.decode_all(job, lambda *given: fleet(*given, stop_after=None))
-    assert sorted(asked) == sorted(unit.name for unit in all_units)
+    assert sorted(asked) == sorted(task.name for task in all_tasks)
     assert [outcome.left_out for _, outcome in found] == [False, False, True, True]  # in the recipe's order

@@ -39,8 +39,8 @@ def recipe(tmp_path) -> Recipe:
 def job(recipe) -> Job:
     methods = {name: Method(draft=name, tree=TreeConfig()) for name in ("jakiro", "eagle")}
     prompts = [Prompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
-    units = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
-    return Job(recipe, methods, {}, units, "key")
+    tasks = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
+    return Job(recipe, methods, {}, tasks, "key")
 
 
 def records(job: Job) -> list[Record]:
@@ -49,7 +49,7 @@ def records(job: Job) -> list[Record]:
     counts.add_pass(len(tokens) - 1, len(tokens))
     depths = [0, *range(1, len(tokens))]
     answer = Generation(tokens, acceptance=counts, depths=depths)
-    places = [(u.benchmark, u.prompt.question_id, 0, u.temperature) for u in job.units]
+    places = [(u.benchmark, u.prompt.question_id, 0, u.temperature) for u in job.tasks]
     return [Record(*place, method, 0, answer) for place in places for method in (PLAIN, *job.methods)]
 
 

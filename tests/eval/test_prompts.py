@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.measure.prompts import Prompt, load_prompts
-from eval.tune import calibration_units
+from eval.tune import calibration_tasks
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.schema import FeatureSpec
@@ -82,7 +82,7 @@ def test_held_out_prompts_are_those_of_the_dump_and_unchanged(recipe):
     with pytest.raises(PipelineError, match=changed):
         load("heldout", recipe)
     with pytest.raises(PipelineError, match=changed):
-        calibration_units(recipe, 1)  # the tuner's
+        calibration_tasks(recipe, 1)  # the tuner's
 
 
 def test_what_is_no_file_on_this_machine_is_refused(tmp_path, recipe):

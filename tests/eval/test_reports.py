@@ -2,8 +2,11 @@
 
 import pytest
 
-from eval.measure.tasks import read_tuned
-from pipeline.artifacts.reports import REPORT, read_report
+from eval import main as evaluation
+from eval.measure.harness import EvalTask
+from eval.measure.prompts import Prompt
+from eval.measure.tasks import RECORDS, Job, read_tuned
+from pipeline.artifacts.reports import REPORT, ROWS, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, replace_once
@@ -74,3 +77,12 @@ def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path
     change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
     with pytest.raises(PipelineError, match=r"old is no method of this version .*run python eval/main.py"):
         read_report(path)
+
+
+def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
+    tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
+    (tiny_recipe.eval_dir / ROWS).write_text("{}\n")
+    job = Job(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
+    with pytest.raises(PipelineError, match=r"results.jsonl: line 1 was changed or damaged"):
+        evaluation.measure(job)
+    assert not (tiny_recipe.eval_dir / RECORDS).exists()

@@ -1,6 +1,7 @@
 """Views of result rows: the table of several runs, differences on the same prompts, verdicts by hand, and slopes."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from eval.results import read, table
 from eval.studies.differences import compared, differences, slope, slopes
 from pipeline.artifacts.reports import ROWS, Row, put_rows, read_rows
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sealed_line
 from tests.kit import call, replace_once
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -69,6 +71,31 @@ def test_an_instrument_replaces_its_own_rows_only(tmp_path):
     assert [(row.method, row.value) for row in read_rows(tmp_path)] == [("b", 1.0), ("a", 1.0), ("a", 2.0)]
     put_rows(tmp_path, [Row("decoded", "a", "tau", 3.0)], whole=True)
     assert [(row.instrument, row.value) for row in read_rows(tmp_path)] == [("read", 1.0), ("decoded", 3.0)]
+
+
+def test_instruments_that_finish_together_keep_each_others_rows(tmp_path):
+    names = [f"draft-{number}" for number in range(12)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: put_rows(tmp_path, [Row("predicted", name, "tau", 1.0)]), names))
+    assert sorted(row.method for row in read_rows(tmp_path)) == sorted(names)
+
+
+def test_a_row_of_another_version_is_refused(tmp_path):
+    (tmp_path / ROWS).write_text(sealed_line({"instrument": "decoded", "method": "a", "tau": 2.0}))
+    with pytest.raises(PipelineError, match=r"results.jsonl: line 1 has no 'figure': it is of another version. Remove"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("hash_but_seed", "under another recipe"), ("code_revision", "by other code")]
+)
+def test_seeds_of_another_recipe_or_code_are_not_pooled(tmp_path, key, said):
+    for seed, known in enumerate(("a", "a", "b")):
+        written(tmp_path / f"all/seed-{seed}", [Row("replayed", "x", "tau", 2.0, origin={"run": "all", key: known})])
+    with pytest.raises(PipelineError, match=f"x .replayed. was measured {said} in seed-2 .b. than in seed-0 .a."):
+        read([tmp_path / "all"])
+    written(tmp_path / "all/seed-2", [Row("replayed", "x", "tau", 2.0, origin={"run": "all", key: "a"})])
+    assert len(read([tmp_path / "all"])) == 3
 
 
 def test_a_changed_row_a_run_without_rows_and_two_of_one_name_are_refused(tmp_path):
