@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from pipeline.basics.settings import Settings
-from pipeline.drafts import eagle3
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.eagle3 import RELEASED as RELEASED_EAGLE3
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import released_facts as eagle3_facts
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.objective import Objective
@@ -211,8 +212,8 @@ def released_facts(draft: Experts, theirs: dict[str, Any], names: Mapping[str, T
 
 
 def released_facts_on_eagle3(draft: JakiroOnEagle3, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return eagle3.released_facts(draft, theirs, names) | released_facts(draft, theirs, names)
+    return eagle3_facts(draft, theirs, names) | released_facts(draft, theirs, names)
 
 
 RELEASED = Released(facts=released_facts)
-RELEASED_ON_EAGLE3 = replace(eagle3.RELEASED, facts=released_facts_on_eagle3)
+RELEASED_ON_EAGLE3 = replace(RELEASED_EAGLE3, facts=released_facts_on_eagle3)
