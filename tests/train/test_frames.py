@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.drafts.jakiro import JakiroOnEagle3
+from pipeline.drafts.jakiro import ExpertsObjective
 from pipeline.features.schema import FP8
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import load_recipe
@@ -128,13 +128,13 @@ def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbe
 
 def test_a_gate_that_keeps_to_few_experts_is_told(dumped, tmp_path, monkeypatch, caplog):
     seen = []
-    told = JakiroOnEagle3.warning
+    told = ExpertsObjective.warning
 
     def of_few(draft, validation):
         seen.append(validation["balance_penalty"])
         return told(draft, validation | {"balance_penalty": 3.9})
 
-    monkeypatch.setattr(JakiroOnEagle3, "warning", of_few)
+    monkeypatch.setattr(ExpertsObjective, "warning", of_few)
     train_here(dumped, tmp_path, draft="jakiro")
     assert "jakiro: in each dialogue the gate keeps to few of its 8 experts (balance_penalty 3.9: " in caplog.text
     assert "1 is even, 4 the most): raise its balance_loss, which is 0.01" in caplog.text
