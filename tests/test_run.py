@@ -439,7 +439,7 @@ def test_mended_code_releases_no_old_figures(copied, monkeypatch):
     sets, records = [f"output={run}"], run / "eval/records.jsonl"
     before = records.read_text().splitlines()
     for mended, again in (("eval.main", 0), ("eval.measure.tasks", len(before))):
-        for where in ("eval.main", "eval.measure.tasks", "pipeline.running.stages"):
+        for where in ("eval.main", "eval.measure.tasks", "pipeline.artifacts.reports"):
             monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
         found = load_recipe(recipe, sets)
         assert eval_state(found) == (False, "release of other code, torch or transformers")

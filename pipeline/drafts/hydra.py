@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parts import heads
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
+from pipeline.drafts.parts.heads import released_facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind
 from pipeline.drafts.parts.released import Facts, Names, Released
@@ -175,7 +175,7 @@ def released_facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Ten
             f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), a Hydra "
             "here those of the last: only checkpoints of offset 0 can be imported"
         )
-    found = heads.released_facts(draft, theirs, names)
+    found = facts_of_heads(draft, theirs, names)
     return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), draft.config.prefix)}
 
 

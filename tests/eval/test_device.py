@@ -13,7 +13,7 @@ from eval.tuning import costs
 from pipeline.artifacts.features import feature_spec
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.lm.attention import GROUPED
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
@@ -122,7 +122,8 @@ def test_the_tuners_costs_are_measured_there(loaded_target, embed_head, monkeypa
 def test_a_releases_own_code_decodes_there(loaded_target, embed_head, tiny_recipe, tiny_target, tmp_path, monkeypatch):
     """transformers' `generate` with `custom_generate`: the same tokens as its plain decoding."""
     draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"])
-    release = released(tmp_path, tiny_recipe, draft, TreeConfig(depth=3, top_k=3, nodes=7, parallel=2), None)
+    tree = TreeConfig(depth=3, top_k=3, nodes=7, parallel=2)
+    release = released(tmp_path, tiny_recipe, draft, Method(draft="jakiro", tree=tree))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     ids = torch.tensor([prompt_of(3)])
     with rehearsal():
