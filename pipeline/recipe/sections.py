@@ -67,7 +67,7 @@ class FeaturesConfig(Section):
     # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
-    hang_seconds: Positive = 900  # without a finished batch, or a loaded target, after which a worker is given up
+    hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
 
     @model_validator(mode="after")
     def _sound(self):
@@ -195,7 +195,7 @@ class EvalConfig(Section):
     gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always
     workers: Processes = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
     gpus_per_worker: Annotated[int, Field(ge=0)] | None = None  # as the dump's; who shares one measures others' work
-    hang_seconds: Positive = 900  # without an answer, or a loaded target, after which a worker is given up
+    hang_seconds: Positive = 900  # without a heartbeat (a round, or the whole of loading), then a worker is replaced
 
     @model_validator(mode="after")
     def _sound(self):

@@ -6,7 +6,9 @@ in its heartbeats.
 
 Guarantees: every task is finished, or the job ends with an error. A worker that dies, or gives no heartbeat for
 `hang_seconds`, is replaced; what becomes of the task that it worked on is the caller's `Losses` to say, and a task that
-only waited for it is given out again. Workers hand back small records, never tensors.
+only waited for it is given out again. A worker that cannot load is replaced, too, until too many in a row could not:
+then the job ends. In a crew that works `all_at_once` an exception while loading ends the job. A worker that waits for
+room on the cluster may wait as long as another one works. Workers hand back small records, never tensors.
 """
 
 import logging
@@ -22,11 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import Crew, Heartbeat, Loss, Losses, Worker, hide_gpus, room_for
+from pipeline.running.crew import Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
+LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +56,7 @@ class WorkerActor:
         self._make, self._heartbeat = make, lambda items: ray.get(heartbeats.beat.remote(number, items))
 
     def ready(self) -> None:
+        self._heartbeat(())  # it has its room, and loads from now on
         self._worker = self._make(self._heartbeat)
         self._worker.ready()
 
@@ -68,7 +73,7 @@ class _Member:
     actor: Any
     loading: Any  # the reference that answers when the target is loaded; None from then on
     since: float  # when its last heartbeat was new, or it was spawned
-    tasks: dict[Any, Any] = field(default_factory=dict)  # by reference
+    tasks: dict[Any, Task] = field(default_factory=dict)  # by reference
     beats: int = 0  # seen
 
 
@@ -87,11 +92,12 @@ class Pool:
         self._gpus = 0.0  # of a worker; known when Ray's nodes are
         self._spawned = 0
         self._members: list[_Member] = []
-        self._again: deque[Any] = deque()  # tasks whose worker was lost
+        self._again: deque[Task] = deque()  # tasks whose worker was lost
         self._ever_ready = False  # has one worker loaded its target? Else the first that cannot ends the job
         self._lost_in_a_row = 0  # workers lost since the last finished task
+        self._not_loaded = 0  # workers lost while they loaded, since one last was ready
 
-    def results(self, tasks: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    def results(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
         """(task, record) as they are finished, in any order. Raises PipelineError; finished tasks stay finished."""
         first = next(tasks, None)
         if first is None:
@@ -124,7 +130,7 @@ class Pool:
         actor: Any = remote.remote(self._make, self._spawned, self._heartbeats, self._gpus)
         return _Member(self._spawned, actor, actor.ready.remote(), self._clock())
 
-    def _hand_out(self, tasks: Iterator[Any], more: bool) -> bool:
+    def _hand_out(self, tasks: Iterator[Task], more: bool) -> bool:
         """Gives every ready worker its tasks; says whether the source has more."""
         for held in range(self._crew.tasks_each):
             for member in self._members:
@@ -157,15 +163,17 @@ class Pool:
             record = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, PipelineError) and not (member.loading is not None and self._ever_ready):
-                raise PipelineError(f"{_title(member)}: {cause}") from None
-            self._lose(member, f"{type(cause).__name__}: {_first_line(cause)}", raised=True)
+            loading, why = member.loading is not None, f"{type(cause).__name__}: {_first_line(cause)}"
+            refused = isinstance(cause, PipelineError)
+            if (loading and self._crew.all_at_once) or (refused and not (loading and self._ever_ready)):
+                raise PipelineError(f"{_title(member)}: {cause if refused else why}") from None
+            self._lose(member, why, raised=True)
             return
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             self._lose(member, _first_line(error))
             return
         if reference == member.loading:
-            member.loading, self._ever_ready = None, True
+            member.loading, self._ever_ready, self._not_loaded = None, True, 0
             return
         task = member.tasks.pop(reference)
         member.since, self._lost_in_a_row = self._clock(), 0
@@ -173,25 +181,35 @@ class Pool:
 
     def _look_for_hangs(self) -> None:
         now, patience, beats = self._clock(), self._crew.hang_seconds, ray.get(self._heartbeats.read.remote())
-        for member in list(self._members):
-            if member.tasks:
-                count, _ = beats.get(member.number, (0, ()))
-                if count != member.beats:
-                    member.beats, member.since = count, now
-                if now - member.since > patience:
-                    section = self._crew.section
-                    self._lose(member, f"it gave no sign of life for {patience} s ({section}.hang_seconds).")
-        if all(m.loading is not None and now - m.since > patience for m in self._members):
+        for member in self._members:
+            count, _ = beats.get(member.number, (0, ()))
+            if count != member.beats:
+                member.beats, member.since = count, now
+        late = [member for member in self._members if now - member.since > patience]
+        together = self._crew.all_at_once
+        if not together and len(late) == len(self._members) and all(member.loading is not None for member in late):
             raise PipelineError(
                 f"no worker became ready within {self._crew.section}.hang_seconds={patience}: is there room on the "
                 f"cluster for {self._crew.cpus} CPUs and {self._gpus:g} GPUs? Does loading take longer?"
             )
+        for member in late:
+            # Without a heartbeat it may wait for room on the cluster; for a crew that works at once there was room.
+            loads = member.loading is not None and (together or member.beats > 0)
+            if member.tasks or loads:
+                self._lose(member, f"it gave no sign of life for {patience} s ({self._crew.section}.hang_seconds).")
 
     def _lose(self, member: _Member, why: str, raised: bool = False) -> None:
         """Replaces a worker that died, hung or failed; its tasks are given out again."""
         ray.kill(member.actor)  # one that only seemed dead must not go on writing
         log.warning("a worker was lost (%s): %s", _title(member), why)
         self._lost_in_a_row += 1
+        self._not_loaded += member.loading is not None
+        if self._not_loaded >= (LOADS if self._crew.all_at_once else 3 * self._crew.workers + 1):
+            raise PipelineError(
+                f"{self._not_loaded} workers were lost in a row while they loaded the target, the last one because: "
+                f"{why} What is finished is kept: look at the nodes (memory, GPUs, disks), raise "
+                f"{self._crew.section}.hang_seconds where loading takes longer, and run the command again to continue"
+            )
         if self._lost_in_a_row > 3 * self._crew.workers + 10 * self._ever_ready:
             raise PipelineError(
                 f"{self._lost_in_a_row} workers were lost in a row, the last one because: {why} What is finished is "
@@ -212,7 +230,8 @@ def _title(member: _Member) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no message")
+    """Of a library's message, without what it tells of signed addresses."""
+    return public_text(next(iter(str(error).splitlines()), "no message"))
 
 
 # -- the cluster ---------------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -68,9 +71,9 @@ class Hasty(Pool):
     Nobody waits, and no patience depends on how fast the machine is.
     """
 
-    def __init__(self, folder: Path, crew: Crew):
+    def __init__(self, folder: Path, crew: Crew, make: Callable = Faulty):
         self.losses, self._folder, self._ahead = Losses(folder), folder, 0.0
-        super().__init__(crew, partial(Faulty, folder), self.losses, clock=lambda: time.monotonic() + self._ahead)
+        super().__init__(crew, partial(make, folder), self.losses, clock=lambda: time.monotonic() + self._ahead)
 
     def _look_for_hangs(self) -> None:
         super()._look_for_hangs()
@@ -108,6 +111,68 @@ def test_workers_that_die_while_they_load_are_given_up(tmp_path):
     (tmp_path / "cannot load").touch()
     with pytest.raises(PipelineError, match="4 workers were lost in a row"):
         list(Hasty(tmp_path, replace(CREW, workers=1)).results(iter([Task("is sound")])))
+
+
+class Clumsy:
+    """The first one loads. Of the others, every one "raises" or "hangs", or only the next "hangs once"."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat, how: str):
+        self._folder, self._heartbeat, self._how = folder, heartbeat, how
+
+    def ready(self) -> None:
+        for number in count():
+            with suppress(FileExistsError):
+                (self._folder / f"load-{number}").touch(exist_ok=False)
+                break
+        if number and self._how == "raises":
+            raise ValueError("no https://host/x?sig=hunter2\nat all")
+        if number == 1 or (number and self._how == "hangs"):
+            time.sleep(PATIENCE)
+        if number:
+            (self._folder / "noticed").touch()
+
+    def work(self, task: Task) -> str:
+        end = time.monotonic() + PATIENCE
+        if self._how != "raises":
+            (self._folder / "hangs").touch()
+            while not (self._folder / "noticed").exists() and time.monotonic() < end:
+                self._heartbeat(())
+                time.sleep(0.1)
+        time.sleep(0.1)
+        return "done"
+
+
+def clumsy(folder: Path, how: str, all_at_once: bool) -> list[str]:
+    """The records, of tasks that go on being finished while a worker cannot load."""
+
+    def tasks() -> Iterator[Task]:
+        yield Task("first")
+        while how == "raises" and len(list(folder.glob("load-*"))) < 12:
+            yield Task("next")
+
+    crew = replace(CREW, tasks_each=1, all_at_once=all_at_once)
+    return [record for _, record in Hasty(folder, crew, partial(Clumsy, how=how)).results(tasks())]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("how", "all_at_once", "message"),
+    [
+        ("raises", True, r"^loading the target: ValueError: no https://host/x$"),
+        ("hangs", True, r"^3 workers were lost in a row while they loaded .* no sign of life"),
+        ("raises", False, r"^7 workers were lost in a row while they loaded .* ValueError: no https://host/x What"),
+    ],
+)
+def test_workers_that_cannot_load_end_the_job_though_another_works(tmp_path, caplog, how, all_at_once, message):
+    with pytest.raises(PipelineError, match=message):
+        clumsy(tmp_path, how, all_at_once)
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.real
+def test_a_worker_that_hangs_while_it_loads_is_replaced_though_another_works(tmp_path):
+    assert clumsy(tmp_path, "hangs once", all_at_once=False) == ["done"]
+    assert (tmp_path / "load-2").exists()
 
 
 def test_without_a_task_nothing_is_started():
