@@ -137,15 +137,22 @@ def logits_after(target, tokens):
 
 
 @torch.inference_mode()
-def logits_of_paths(target, before: list[int], tree) -> torch.Tensor:
-    """Plain logits after each node's own path behind `before`, by forwards without a cache."""
-    paths = [[tree.tokens[n] for n in (0, *tree.path_to(node))] for node in range(len(tree.tokens))]
-    longest = max(map(len, paths))
-    rows = torch.tensor(
-        [before + path + [0] * (longest - len(path)) for path in paths]
-    )  # causal: an end changes nothing
-    last = torch.tensor([len(before) + len(path) - 1 for path in paths])
-    return target.head(target.capture(rows)[torch.arange(len(rows)), last])
+def forwards_of(target, monkeypatch) -> tuple[list, list]:
+    """The states of the target's forwards over trees from now on, and those over texts."""
+    trees, texts, forward = [], [], target.forward
+
+    def spied(tokens_N, cache, *tree, **more):
+        states = forward(tokens_N, cache, *tree, **more)
+        (trees if tree else texts).append(states)
+        return states
+
+    monkeypatch.setattr(target, "forward", spied)
+    return trees, texts
+
+
+def texts_of_paths(before: list[int], tree) -> list[list[int]]:
+    """What each node's forward is of: `before`, the root, and the node's own path."""
+    return [before + [tree.tokens[n] for n in (0, *tree.path_to(node))] for node in range(len(tree.tokens))]
 
 
 PLANTED = ([5, 6, 7, 8, 7, 9, 1, 1], [0, 0, 1, 1, 2, 3, 6, 4])  # depths 1 1 2 2 2 3 4 3

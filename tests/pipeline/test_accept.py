@@ -301,7 +301,7 @@ def test_rounding_seldom_changes_a_choice():
     """
     generator = torch.Generator().manual_seed(0)
     noise, rows, vocabulary, by_cumulation, halved = 1e-3, 400, 4096, 0, 0
-    for _ in range(10):
+    for _ in range(25):
         p_NV = (2 * torch.randn(rows, vocabulary, generator=generator)).double().softmax(-1)
         tilt_NV = torch.linspace(-noise, noise, vocabulary).expand(
             rows, -1
@@ -327,7 +327,7 @@ def test_tokens_of_one_place_are_chosen_with_the_same_numbers():
 
 def test_choices_coins_and_draws_have_their_probabilities_and_are_independent():
     """Of one seed: two places' choices, a coin and a draw. The one test by chi-square; the rules are enumerated."""
-    seeds, p_V, quarter = 2000, torch.tensor([0.3, 0.0, 0.7]), torch.full((1, 4), 0.25)
+    seeds, p_V, quarter = 4000, torch.tensor([0.3, 0.0, 0.7]), torch.full((1, 4), 0.25)
     counts = torch.zeros(3, 3, 2, 4)
     for seed in range(seeds):
         chance = Sampler(seed)

@@ -26,12 +26,13 @@ from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
 from tests.pipeline.taught import (
     NEVER,
     VARIANTS,
+    forwards_of,
     grown,
     logits_after,
-    logits_of_paths,
     make_draft,
     planted,
     prompt_of,
+    texts_of_paths,
 )
 
 BOTH, ALONE = {"full_attention": None, "sliding_attention": WINDOW}, {"sliding_attention": WINDOW}
@@ -139,34 +140,43 @@ def test_heads_of_every_kind_are_among_the_families(families):
 # -- masks ----------------------------------------------------------------------------------------------------------
 
 
+def alone(target: Target, tokens: list[int]) -> torch.Tensor:
+    """The last token's state by the model's own uncached forward, with its own masks."""
+    return target.capture(torch.tensor([tokens]))[0, -1]
+
+
 @torch.inference_mode()
-def require_plain_answers(target: Target, reference: Target, before: int) -> None:
+def require_plain_states(target: Target, reference: Target, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a prompt of `before` tokens: trees with an accepted path, and single tokens, against uncached forwards."""
-    prompt, rounds = prompt_of(before, before), []
+    prompt, rounds, (trees, texts) = prompt_of(before, before), [], forwards_of(target, monkeypatch)
     draft = make_draft(reference, reference.embed_head("one"), VARIANTS["eagle"])
     draft.propose = planted(reference, [1, 3, 6])
     got = speculative(target, grown(draft), prompt, Sampling(10, NEVER), lambda *seen: rounds.append(seen))
     assert got.acceptance.accepted[3] >= 1 and len(rounds) in (2, 3)  # of at least 4 tokens, but for the last
-    for tokens, tree, logits_NV in rounds:
-        assert torch.allclose(logits_NV, logits_of_paths(reference, tokens[:-1], tree), atol=1e-4, rtol=1e-4)
+    for (tokens, tree, _), states in zip(rounds, trees, strict=True):
+        for node, text in enumerate(texts_of_paths(tokens[:-1], tree)):
+            assert torch.allclose(states.final_ND[node], alone(reference, text), atol=3e-5)
     answer = plain(target, prompt, Sampling(10, NEVER)).tokens
+    for seen, states in enumerate(texts[-9:], start=1):
+        assert torch.allclose(states.final_ND[-1], alone(reference, prompt + answer[:seen]), atol=3e-5)
     assert answer == got.tokens
     assert answer == logits_after(reference, prompt + answer[:-1])[before - 1 :].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_and_what_follows_it_get_plain_forwards_states(families, family):
+def test_a_tree_and_what_follows_it_get_plain_forwards_states(families, family, monkeypatch):
     """Prompts shorter than the window, as long, and longer: the tree lies before its edge, across it and behind it."""
     for before in (1, WINDOW - 3, WINDOW, 3 * WINDOW):
-        require_plain_answers(families[family].target, families[family].target, before)
+        with monkeypatch.context() as patch:
+            require_plain_states(families[family].target, families[family].target, before, patch)
 
 
 @pytest.mark.parametrize("family", ["mistral, sliding", "gpt-oss"])
-def test_a_compiled_target_gets_plain_forwards_states(families, family):
+def test_a_compiled_target_gets_plain_forwards_states(families, family, monkeypatch):
     """Masks of one shape by layer kind; on a CPU the compiler's front end alone."""
     compiled = Target(families[family].config, "float32")
     compiled.compile(backend="eager")
-    require_plain_answers(compiled, families[family].target, WINDOW - 3)
+    require_plain_states(compiled, families[family].target, WINDOW - 3, monkeypatch)
 
 
 @pytest.mark.parametrize("family", SLIDING)

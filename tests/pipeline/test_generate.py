@@ -25,13 +25,14 @@ from tests.pipeline.taught import (
     ONE_LAYER,
     TREES,
     VARIANTS,
+    forwards_of,
     greedy,
     grown,
-    logits_of_paths,
     make_draft,
     planted,
     prompt_of,
     states_for,
+    texts_of_paths,
 )
 
 # -- temperature 0 --------------------------------------------------------------------------------------------------
@@ -360,16 +361,21 @@ def test_a_prompt_of_one_token_is_decoded(loaded_target, embed_head, variant):
 
 
 @pytest.mark.parametrize("right", [[], [1], [2], [1, 3], [1, 4, 8], [2, 5], [1, 3, 6, 7]])
-def test_every_nodes_logits_are_a_plain_forwards_of_its_path_whatever_was_accepted_before(
+def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accepted_before(
     loaded_target, embed_head, monkeypatch, right
 ):
     """The accepted path is kept in the cache, in its order, and nothing else of its tree."""
     draft, rounds, prompt = make_draft(loaded_target, embed_head, VARIANTS["eagle3"]), [], prompt_of(7)
     monkeypatch.setattr(draft, "propose", planted(loaded_target, right))
+    forwards, _ = forwards_of(loaded_target, monkeypatch)
     got = speculative(loaded_target, grown(draft), prompt, Sampling(12, NEVER), lambda *seen: rounds.append(seen))
     assert got.tokens == greedy(loaded_target, prompt, 12) and len(got.acceptance.accepted) > len(right)
-    for tokens, tree, logits_NV in rounds:
-        assert torch.allclose(logits_NV, logits_of_paths(loaded_target, tokens[:-1], tree), atol=2e-5, rtol=1e-4)
+    for (tokens, tree, logits_NV), states in zip(rounds, forwards, strict=True):
+        for node, text in enumerate(texts_of_paths(tokens[:-1], tree)):
+            want = loaded_target.states(text, draft.needs.auxiliary).rows([-1])
+            assert torch.allclose(states.final_ND[node], want.final_ND[0], atol=1e-5, rtol=1e-5)
+            assert torch.allclose(states.auxiliary_NSD[node], want.auxiliary_NSD[0], atol=1e-5, rtol=1e-5)
+            assert torch.allclose(logits_NV[node], loaded_target.head(want.final_ND[0]), atol=1e-5, rtol=1e-5)
 
 
 ROLLED = ["eagle", "eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]

@@ -5,8 +5,8 @@ import torch
 
 from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
-from tests.pipeline.exact import every_outcome
-from tests.pipeline.taught import NEVER, grown, logits_after
+from tests.pipeline.exact import drawn_error, every_outcome
+from tests.pipeline.taught import NEVER, VARIANTS, grown, logits_after, make_draft
 
 
 def joint_of_two(target, prompt, sampling):
@@ -63,6 +63,32 @@ def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
         accepted += weight * (len(got.acceptance.accepted) > 1)
     assert found == pytest.approx(expected, abs=1e-5)
     assert method == "plain" or 0.01 < accepted < 0.99  # both ways of emitting the second token take part
+
+
+def wrong_rule(flaw):
+    def rule(tree, p_NV, randomness):
+        p_V = p_NV[0].double()
+        for child in tree.children()[0]:
+            token = tree.tokens[child]
+            kept = flaw == "always accepts"
+            if kept or randomness.accept(min(1.0, (p_V[token] / tree.proposals[child][token]).item())):
+                return [child], int(randomness.draw_rows(p_NV[child][None])[0])
+            p_V = p_V.index_fill(0, torch.tensor([token]), 0.0)
+            p_V = p_V / p_V.sum()
+        return [], int(randomness.draw_rows(p_V[None])[0])
+
+    return rule
+
+
+def test_the_rule_for_drawn_candidates_gives_real_rounds_the_targets_distribution(loaded_target, embed_head):
+    """Enumerated on the heaviest tokens of each round; a wrong rule is seen there."""
+    draft, rounds = make_draft(loaded_target, embed_head, VARIANTS["eagle"]), []
+    method, sampling = grown(draft, paths="eagle-1", siblings="drawn"), Sampling(4, NEVER, temperature=1.0, seed=1)
+    speculative(loaded_target, method, [65, 66, 67], sampling, lambda *seen: rounds.append(seen))
+    drawn = [(tree, sampling.probabilities(logits_NV)[0]) for _, tree, logits_NV in rounds]
+    assert drawn and all(drawn_error(tree, p_V) < 1e-12 for tree, p_V in drawn)
+    for flaw in ("always accepts", "conditions on the token only"):
+        assert all(drawn_error(tree, p_V, wrong_rule(flaw)) > 1e-6 for tree, p_V in drawn), flaw
 
 
 @pytest.mark.parametrize(
