@@ -112,7 +112,7 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     row = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)).row(0)
     alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
     assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
-    for name in ("jakiro", "eagle3"):
+    for name in recipe.draft:
         method = LoadedMethod(trained(recipe, target, name), recipe.tree(name))
         for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
             prompt = prompt_of(1, 9)

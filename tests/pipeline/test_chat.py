@@ -335,3 +335,17 @@ def test_the_marked_tokens_are_exactly_the_answers(exchanges, with_system):
     )
     marked = text_of(BYTES, encoded.input_ids[encoded.loss_mask == 1])
     assert marked == "".join(f"{answer}<|end|>" for _, answer in exchanges)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20), st.text(min_size=1, max_size=20), st.integers(1, 80))
+def test_a_cut_dialogue_is_the_beginning_of_the_whole_one(question, answer, limit):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    whole = encode(BYTES, messages, 10_000)
+    if not whole.loss_mask[:limit].any():
+        with pytest.raises(Unusable, match="no_assistant_token"):
+            encode(BYTES, messages, limit)
+        return
+    cut = encode(BYTES, messages, limit)
+    assert cut.input_ids.tolist() == whole.input_ids[:limit].tolist()
+    assert cut.loss_mask.tolist() == whole.loss_mask[:limit].tolist()

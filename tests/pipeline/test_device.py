@@ -116,9 +116,8 @@ def waits_of(name: str) -> int:
     return config.ttt_steps if sparse else 0
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"), [*((name, bool(n % 2)) for n, name in enumerate(VARIANTS)), ("eagle3", True), ("jakiro", False)]
-)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed, in chunks"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target, embed_head, monkeypatch, name, packed):
     monkeypatch.setattr("pipeline.drafts.parts.objective.chunk_rows", lambda *_: 7 if packed else 1 << 20)
     draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
@@ -183,11 +182,7 @@ def test_every_draft_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target,
     decodes_alike(loaded_target, embed_head, VARIANTS[name], {"depth": 4, "top_k": 4, "nodes": 16})
 
 
-OWN_TREES = ["eagle-1, drawn", "jakiro, static", "jakiro, decoupled", "jakiro, mixture", "jakiro, static, mixture"]
-OWN_TREES += ["jakiro, static, by expert", "medusa, static"]
-
-
-@pytest.mark.parametrize("kind", OWN_TREES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
     name, tree = KINDS[kind]
     decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)

@@ -107,7 +107,7 @@ def test_zero_3_on_two_ranks_trains_alike(undisturbed, in_parts, draft):
     assert worst < 1e-5
 
 
-@pytest.mark.parametrize("draft", ["eagle3", "jakiro", "gumiho"])  # the engine is one for all
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbed, tmp_path, monkeypatch, draft):
     one_step = _Run._one_step
 
