@@ -100,8 +100,8 @@ def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loade
         state = draft.open()
         first = draft.start(state, RoundInput(tokens, states), DraftRequest())
         count = len(siblings)
-        seen_WC = torch.eye(count, dtype=torch.bool)
-        frontier = Frontier(torch.tensor(siblings), first.carry_WD.expand(count, -1), seen_WC, 1)
+        visible_WC = torch.eye(count, dtype=torch.bool)
+        frontier = Frontier(torch.tensor(siblings), first.carry_WD.expand(count, -1), visible_WC, 1)
         return draft.step(state, frontier, DraftRequest()).logits_LWU[0][0]
 
     assert torch.allclose(answer([40]), answer([40, 90]), atol=1e-4)

@@ -103,8 +103,8 @@ class _Parts:
         self._answers: dict[str, list[DraftOutput]] = {}
         for name, method in methods.items():
             if method.draft.stepwise:
-                state, seen = method.draft.open(), RoundInput(self._text[: context + 1], given.of(method.draft.needs))
-                self._answers[name] = [method.draft.start(state, seen, DraftRequest(1, self._experts[name]))]
+                state, inputs = method.draft.open(), RoundInput(self._text[: context + 1], given.of(method.draft.needs))
+                self._answers[name] = [method.draft.start(state, inputs, DraftRequest(1, self._experts[name]))]
                 self._states[name] = [copy.deepcopy(state)]
                 for number in range(1, kinds_of(method.draft.config)):
                     self._states[name].append(copy.deepcopy(state))
@@ -127,9 +127,9 @@ class _Parts:
 
     def _verify(self, size: int) -> None:
         context, device = self._context, self._target.device
-        seen = behind(context, size, device)
+        visible = behind(context, size, device)
         positions = torch.arange(size, device=device) + context
-        found = self._target.forward(self._tokens[:size], self._cache, positions, seen, size, self._layers)
+        found = self._target.forward(self._tokens[:size], self._cache, positions, visible, size, self._layers)
         self._target.head(found.final_ND).argmax(-1).tolist()
         self._cache.keep(context)
 
@@ -139,8 +139,8 @@ class _Parts:
 
     def _start(self, name: str, levels: int, state: Any) -> None:
         draft = self._methods[name].draft
-        seen = RoundInput(self._text[: self._context + 3], self._two.of(draft.needs))
-        draft.start(state, seen, DraftRequest(levels, self._experts[name])).logits_LWU[-1].argmax(-1).tolist()
+        inputs = RoundInput(self._text[: self._context + 3], self._two.of(draft.needs))
+        draft.start(state, inputs, DraftRequest(levels, self._experts[name])).logits_LWU[-1].argmax(-1).tolist()
 
     def _step(self, name: str, number: int, levels: int, width: int, state: Any) -> None:
         self._stepped(name, number, width, state, levels).logits_LWU[-1].argmax(-1).tolist()
@@ -149,9 +149,9 @@ class _Parts:
         """The round's forward of this number, over `width` nodes below forwards of one node."""
         device = self._target.device
         above = torch.ones(width, number - 1, dtype=torch.bool, device=device)
-        seen = torch.cat([above, torch.eye(width, dtype=torch.bool, device=device)], dim=1)
+        visible = torch.cat([above, torch.eye(width, dtype=torch.bool, device=device)], dim=1)
         carry = self._answers[name][number - 1].carry_WD[-1:].expand(width, -1)
-        frontier = Frontier(self._tokens[:width], carry, seen, number)
+        frontier = Frontier(self._tokens[:width], carry, visible, number)
         return self._methods[name].draft.step(state, frontier, DraftRequest(levels, self._experts[name]))
 
 

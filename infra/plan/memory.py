@@ -99,7 +99,7 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     tokens = config.micro_batch * row_tokens(recipe)
     kept = activation_bytes(recipe, draft, recompute=False)
     if config.recompute:  # and one pass again
-        kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.passes
+        kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.training_forwards
     batch = (2 + len(draft.needs.auxiliary)) * tokens * width * size  # features, labels, auxiliary states
     rows = (
         tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)

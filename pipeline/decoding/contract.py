@@ -30,7 +30,7 @@ class Frontier:
 
     tokens_W: Tensor  # target ids
     carry_WD: Tensor  # what the answers to their parents carried
-    seen_WC: Tensor  # bool over the tree nodes forwarded so far and this level's own: ancestors and itself
+    visible_WC: Tensor  # bool over the tree nodes forwarded so far and this level's own: ancestors and itself
     depth: int  # of these nodes; the root's children have depth 1
     prefix_W: Tensor | None = None  # how many verified inputs each sees, from the first on; all of them by default
 
@@ -146,14 +146,14 @@ class Draft(Protocol):
     def open(self) -> Any:
         """A state of one sequence."""
 
-    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
+    def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
 
-    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
 
     def propose(
-        self, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
         """A tree below the last emitted token: a function of the text, the draft, the temperature and
         fixed tables; siblings that are drawn also depend on `draws`.
@@ -168,7 +168,7 @@ class Source(Draft, Protocol):
     def packable(self) -> list[torch.nn.Module]:
         """What decodes: modules whose linear layers may be laid out anew."""
 
-    def pool(self, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+    def pool(self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
         """Its `count` best candidates for such a tree."""
 
     def accept_probability(self, depth: int, score: float) -> float:

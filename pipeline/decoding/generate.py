@@ -239,8 +239,10 @@ def speculative(
     while not done:
         tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, watch)
         past = cache.length
-        positions, seen = _layout(tree, past, target.device)
-        states, logits_NV = watch("verify", _verify, target, tree.tokens_N, cache, positions, seen, spec.nodes, layers)
+        positions, visible = _layout(tree, past, target.device)
+        states, logits_NV = watch(
+            "verify", _verify, target, tree.tokens_N, cache, positions, visible, spec.nodes, layers
+        )
         if observe:
             observe(prompt + out.tokens, tree, logits_NV)
         path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)
@@ -264,7 +266,7 @@ def _ended_by(on_tokens: Listener, new: list[int], done: bool) -> tuple[list[int
 
 
 def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``positions_N``, at its depth behind the prefix, and ``seen_NC``: prefix, ancestors and itself."""
+    """``positions_N``, at its depth behind the prefix, and ``visible_NC``: prefix, ancestors and itself."""
     prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=device)
     return tree.depths_N + past, torch.cat([prefix, tree.ancestors_NN], dim=1)
 
@@ -274,12 +276,12 @@ def _verify(
     tokens_N: Tensor,
     cache: Cache,
     positions_N: Tensor,
-    seen_NC: Tensor,
+    visible_NC: Tensor,
     width: int,
     layers: tuple[int, ...] = (),
 ) -> tuple[States, Tensor]:
     """One target forward over the tree: its states and ``logits_NV``."""
-    states = target.forward(tokens_N, cache, positions_N, seen_NC, width, layers)
+    states = target.forward(tokens_N, cache, positions_N, visible_NC, width, layers)
     return states, target.head(states.final_ND)
 
 

@@ -34,7 +34,7 @@ from pipeline.decoding.tree import Tree, build_tree
 
 
 def grow(
-    draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
 ) -> Tree:
     """Grows the draft's tree below the last emitted token.
 
@@ -42,11 +42,11 @@ def grow(
     draft's forwards. Raises PipelineError where the draft's logits are not finite.
     """
     if tree.paths is None:
-        pool = best_pool(draft, state, seen, tree, tree.nodes - 1, timer)
-        return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
-    grower = Grower(draft, state, seen, tree, timer)
+        pool = best_pool(draft, state, inputs, tree, tree.nodes - 1, timer)
+        return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
+    grower = Grower(draft, state, inputs, tree, timer)
     drawn = tree.siblings != "best" and draws is not None and draws.processing.temperature > 0
-    return _grow_static(grower, seen.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
+    return _grow_static(grower, inputs.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
 
 
 class Grower:
@@ -58,49 +58,49 @@ class Grower:
         self,
         draft: Draft,
         state: Any,
-        seen: RoundInput,
+        inputs: RoundInput,
         tree: TreeConfig,
         timer: Timer = untimed,
         prefix_A: Tensor | None = None,
     ):
-        """`prefix_A`: the verified inputs before each of the last A places of `seen`; every forward is then asked for
+        """`prefix_A`: the verified inputs before each of the last A places of `inputs`; every forward is then asked for
         all levels ahead, since smaller trees are selected from this one. Without it the only place is
         the end of the text.
         """
         self.draft, self.tree, self._state, self._timer, self._prefix_A = draft, tree, state, timer, prefix_A
         self.places, self.last = 1 if prefix_A is None else len(prefix_A), tree.forwards - 1
-        self._answered(timer("draft", draft.start, state, seen, self._wanted(0), self.places))
-        self.broken, self.device = self.answer.broken(), self.answer.logits_LWU[0].device
-        self._seen_WC = torch.zeros(self.places, 0, dtype=torch.bool, device=self.device)
+        self._receive(timer("draft", draft.start, state, inputs, self._request(0), self.places))
+        self.broken, self.device = self.output.broken(), self.output.logits_LWU[0].device
+        self._visible_WC = torch.zeros(self.places, 0, dtype=torch.bool, device=self.device)
 
-    def _wanted(self, depth: int) -> DraftRequest:
+    def _request(self, depth: int) -> DraftRequest:
         any_last = self._prefix_A is not None
         levels = self.tree.depth - self.last if any_last or depth == self.last else 1
         return DraftRequest(levels, self.tree.candidates != "plain")
 
-    def _answered(self, answer: DraftOutput) -> None:
-        self.answer, self.width = answer, len(answer.carry_WD) // self.places
+    def _receive(self, output: DraftOutput) -> None:
+        self.output, self.width = output, len(output.carry_WD) // self.places
         self._children: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
         """Forwards nodes at `depth`, equally many for each place; their parents were these rows of the last forward."""
         itself = torch.eye(len(rows_W), dtype=torch.bool, device=self.device)
-        self._seen_WC = torch.cat([self._seen_WC[rows_W], itself], dim=1)
+        self._visible_WC = torch.cat([self._visible_WC[rows_W], itself], dim=1)
         prefix_W = None if self._prefix_A is None else self._prefix_A.repeat_interleave(len(rows_W) // self.places)
-        frontier = Frontier(tokens_W, self.answer.carry_WD[rows_W], self._seen_WC, depth, prefix_W)
-        self._answered(self._timer("draft", self.draft.step, self._state, frontier, self._wanted(depth)))
-        self.broken = self.broken | self.answer.broken()
+        frontier = Frontier(tokens_W, self.output.carry_WD[rows_W], self._visible_WC, depth, prefix_W)
+        self._receive(self._timer("draft", self.draft.step, self._state, frontier, self._request(depth)))
+        self.broken = self.broken | self.output.broken()
 
     def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
         """(Ranking scores, node scores) by the last forward's rows. `beyond` up to 0: of its next token; n: of n tokens
         further on.
         """
-        return ranking(self.answer, self.tree) if beyond <= 0 else (ahead_scores(self.answer, beyond),) * 2
+        return ranking(self.output, self.tree) if beyond <= 0 else (ahead_scores(self.output, beyond),) * 2
 
     # -- as `dynamic_levels` asks for them -----------------------------------------------------------------------
 
     def children(self, rows_AW: Tensor | None, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        """As `Answers` says; without `rows_AW` for all rows."""
+        """As `Expander` says; without `rows_AW` for all rows."""
         if (beyond, count) not in self._children:
             self._children[beyond, count] = candidates(self.draft, *self.scores(beyond), count)
         found = self._children[beyond, count]
@@ -120,15 +120,15 @@ class Grower:
         return rows_AW + self.width * torch.arange(self.places, device=self.device)[:, None]
 
 
-def ranking(answer: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. They
     are at most 0, though rounding could lift a mixture's above: a child must not outrank its parent.
     """
     if spec.candidates == "plain":
-        scores = answer.logits_LWU[0].float().log_softmax(-1)
+        scores = output.logits_LWU[0].float().log_softmax(-1)
         return scores, scores
-    assert answer.experts_WKU is not None and answer.log_weights_WK is not None
-    each_WKU = answer.experts_WKU.float().log_softmax(-1) + answer.log_weights_WK.float()[:, :, None]
+    assert output.experts_WKU is not None and output.log_weights_WK is not None
+    each_WKU = output.experts_WKU.float().log_softmax(-1) + output.log_weights_WK.float()[:, :, None]
     mixed = each_WKU.logsumexp(1).clamp_max(0)
     return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
 
@@ -140,15 +140,15 @@ def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -
     return tokens, scored_WU.gather(1, chosen)
 
 
-def ahead_scores(answer: DraftOutput, level: int) -> Tensor:
+def ahead_scores(output: DraftOutput, level: int) -> Tensor:
     """Log-probabilities of the token `level` levels below the last forward's own candidates."""
-    return answer.logits_LWU[level].float().log_softmax(-1)
+    return output.logits_LWU[level].float().log_softmax(-1)
 
 
 # -- dynamic ---------------------------------------------------------------------------------------------------------
 
 
-class Answers(Protocol):
+class Expander(Protocol):
     """What the nodes of a tree propose, at A places at once: from forwards as they are made, or recorded ones."""
 
     def children(self, rows_AW: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class Level:
     scores_AC: Tensor  # cumulative log-probability; -inf: there is no such candidate
 
 
-def dynamic_levels(answers: Answers, tree: TreeConfig, places: int, device: torch.device) -> Iterator[Level]:
+def dynamic_levels(expander: Expander, tree: TreeConfig, places: int, device: torch.device) -> Iterator[Level]:
     """The candidates of a dynamic tree, level by level. The `top_k` best nodes of a level by cumulative log-probability
     are forwarded and each proposes `top_k` children. Below the last forward a node's children are what the forward
     above it expects that many tokens ahead: they are found by the row of that forward and NOT by the node's own rank.
@@ -178,7 +178,7 @@ def dynamic_levels(answers: Answers, tree: TreeConfig, places: int, device: torc
     numbers_AW, totals_AW = rows_AW - 1, torch.zeros(places, 1, device=device)
     first, last = 0, tree.forwards - 1
     for depth in range(1, tree.depth + 1):
-        tokens_AWK, gained_AWK = answers.children(rows_AW, max(depth - 1 - last, 0), tree.top_k)
+        tokens_AWK, gained_AWK = expander.children(rows_AW, max(depth - 1 - last, 0), tree.top_k)
         children, tokens_AC = tokens_AWK.shape[2], tokens_AWK.flatten(1)
         scores_AC = (totals_AW[:, :, None] + gained_AWK).flatten(1)
         yield Level(tokens_AC, numbers_AW.repeat_interleave(children, dim=1), scores_AC)
@@ -189,7 +189,7 @@ def dynamic_levels(answers: Answers, tree: TreeConfig, places: int, device: torc
         first += scores_AC.shape[1]
         rows_AW = rows_AW.gather(1, order_AW // children)
         if depth <= last:
-            rows_AW = answers.forward(tokens_AC.gather(1, order_AW), rows_AW, order_AW % children, depth)
+            rows_AW = expander.forward(tokens_AC.gather(1, order_AW), rows_AW, order_AW % children, depth)
 
 
 def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[Pool], bool]:
@@ -214,9 +214,11 @@ def _pool(numbers: list[float], tokens: list[float], parents: list[float], score
     return Pool([int(tokens[n]) for n in there], [places[parents[n]] for n in there], [scores[n] for n in there])
 
 
-def best_pool(draft: Draft, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+def best_pool(
+    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed
+) -> Pool:
     """The best `count` candidates of a dynamic tree. Raises PipelineError where the draft's logits are not finite."""
-    grower = Grower(draft, state, seen, tree, timer)
+    grower = Grower(draft, state, inputs, tree, timer)
     levels = list(dynamic_levels(grower, tree, 1, grower.device))
     (pool,), failed = best_pools(levels, count, grower.broken)
     if failed:
@@ -241,21 +243,21 @@ class _Siblings:
         self._processing, self._randomness = draws.processing, draws.randomness
         self._by_expert, self._mixed = tree.siblings == "drawn-by-expert", tree.candidates == "mixture"
 
-    def of(self, draft: Draft, answer: DraftOutput, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
+    def of(self, draft: Draft, output: DraftOutput, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
         """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
         ``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each
         parent draws for itself.
         """
         if beyond > 0:
-            q_WKU = self._processing.probabilities(answer.logits_LWU[beyond][rows])[:, None]
+            q_WKU = self._processing.probabilities(output.logits_LWU[beyond][rows])[:, None]
         elif self._by_expert or self._mixed:
-            assert answer.experts_WKU is not None and answer.log_weights_WK is not None
-            logits_WKU = answer.experts_WKU[rows]
+            assert output.experts_WKU is not None and output.log_weights_WK is not None
+            logits_WKU = output.experts_WKU[rows]
             q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU).float()
             if self._mixed:
-                q_WKU = (answer.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
+                q_WKU = (output.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
         else:
-            q_WKU = self._processing.probabilities(answer.logits_LWU[0][rows])[:, None]
+            q_WKU = self._processing.probabilities(output.logits_LWU[0][rows])[:, None]
         return self._draw(draft, q_WKU, count, draft.target_vocabulary)
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -310,7 +312,7 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
         parents, beyond = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
         parent_rows = _index(tuple(rows[parent] for parent in parents), device)
         if siblings:
-            found, proposals = siblings.of(grower.draft, grower.answer, parent_rows, beyond, layer.siblings)
+            found, proposals = siblings.of(grower.draft, grower.output, parent_rows, beyond, layer.siblings)
         else:
             found = _best(grower, beyond, layer.siblings)[parent_rows]
         place_of = {parent: place for place, parent in enumerate(parents)}

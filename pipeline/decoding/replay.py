@@ -55,8 +55,8 @@ def decoded(
     state, states_TSD = draft.open(), states.of(draft.needs)
     draws = Draws(_At(temperature), _At(temperature)) if isinstance(draft, Sources) else None
     while end < len(tokens) - 1:  # `end`: the last emitted token
-        seen = RoundInput(tokens[: end + 1], states_TSD[fed:end])
-        tree, following = draft.propose(state, seen, method.tree, draws), [*tokens[end + 1 :], -1]
+        inputs = RoundInput(tokens[: end + 1], states_TSD[fed:end])
+        tree, following = draft.propose(state, inputs, method.tree, draws), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
         fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
         out.add_pass(min(len(path), emitted), emitted)
@@ -170,8 +170,8 @@ class HybridText:
 
     def __init__(self, sources: Sources, walk: Walk, tokens: list[int], begin: int):
         self.walk, ends, state = walk, range(begin, len(tokens) - 1), sources.open()
-        seen = (RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
-        self.copied = [sources.copied(state, one) for one in seen]  # by place, as all that follows
+        inputs = (RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
+        self.copied = [sources.copied(state, one) for one in inputs]  # by place, as all that follows
         deepest = max(CHAIN, walk.following_AS.shape[1])
         self.following = [tokens[end + 1 : end + 1 + deepest] for end in ends]
 
@@ -204,9 +204,9 @@ def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: T
     ends = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
     for first in range(0, len(ends), block := max(1, FORWARDED // tree.top_k)):
         here = ends[first : first + block]
-        seen, fed = RoundInput(tokens[: here[-1] + 1], states_TSD[fed : here[-1]]), here[-1]
+        inputs, fed = RoundInput(tokens[: here[-1] + 1], states_TSD[fed : here[-1]]), here[-1]
         prefix_A = torch.tensor(list(here), device=states_TSD.device)
-        blocks.append(_record(Grower(draft, state, seen, tree, prefix_A=prefix_A)))
+        blocks.append(_record(Grower(draft, state, inputs, tree, prefix_A=prefix_A)))
     forwards = [
         _Forward(
             torch.cat([part.rows_AC for part in parts]),
@@ -224,7 +224,7 @@ def _record(grower: Grower) -> list[_Forward]:
     draft, tree, above, first = grower.draft, grower.tree, -1, 0
     out: list[_Forward] = []
     for depth, level in enumerate(dynamic_levels(grower, replace(tree, parallel=1), grower.places, grower.device), 1):
-        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(grower.answer.logits_LWU))
+        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(grower.output.logits_LWU))
         found = [grower.children(None, beyond, tree.top_k) for beyond in range(deep)]
         rows_AC = torch.full((grower.places, first - max(above, 0)), -1)
         if out:  # which candidates above were forwarded their children say

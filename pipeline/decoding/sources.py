@@ -169,25 +169,25 @@ class Sources:
     def open(self) -> _State:
         return _State(self.draft.open(), {name: source.open() for name, source in self.secondary.items()})
 
-    def start(self, state: _State, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        return self.draft.start(state.draft, seen, wanted, places)
+    def start(self, state: _State, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        return self.draft.start(state.draft, inputs, request, places)
 
-    def step(self, state: _State, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
-        return self.draft.step(state.draft, frontier, wanted)
+    def step(self, state: _State, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        return self.draft.step(state.draft, frontier, request)
 
     def propose(
-        self, state: _State, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self, state: _State, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        temperature, device = draws.processing.temperature if draws else 0.0, seen.states_TSD.device
-        drafted = self.draft.pool(state.draft, seen, tree, POOL, timer)
-        return self.merged(drafted, self.copied(state, seen), tree, temperature).tree(
-            seen.tokens[-1], tree.nodes, device
+        temperature, device = draws.processing.temperature if draws else 0.0, inputs.states_TSD.device
+        drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
+        return self.merged(drafted, self.copied(state, inputs), tree, temperature).tree(
+            inputs.tokens[-1], tree.nodes, device
         )
 
-    def copied(self, state: _State, seen: RoundInput) -> dict[str, Pool]:
+    def copied(self, state: _State, inputs: RoundInput) -> dict[str, Pool]:
         """What the secondary sources propose."""
         count = COPIED.nodes - 1
-        return {name: one.pool(state.secondary[name], seen, COPIED, count) for name, one in self.secondary.items()}
+        return {name: one.pool(state.secondary[name], inputs, COPIED, count) for name, one in self.secondary.items()}
 
     def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
         found = [(drafted, self._probabilities("draft", self.draft, drafted, tree, temperature))]

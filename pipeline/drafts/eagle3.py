@@ -4,7 +4,7 @@ With g_i = fc([a_i; b_i; c_i]) of the outputs of three decoder layers, and e the
 
     u = attention([norm(e); norm(g)]) + g,    f = u + MLP(norm(u)),    logits of t_{i+2} = head(norm(f))
 
-The next forward's feature is f. It is trained in up to 7 passes over its own features (the training-time test), pass s
+The next forward's feature is f. It is trained in up to 7 steps over its own features (the training-time test), step s
 weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before fc (`fc_norm`), and the normed f as the
 next feature (`norm_output`). What others publish beside: one norm for the three outputs together (`norm_before_fc`),
 biases of the attention, norms of its queries and keys, a sliding window. Tensor names are those that engines read.

@@ -128,18 +128,18 @@ class Gumiho(Dense, EagleFrame):
     # -- decoding: a carry is F and, behind it, fc of the node whose forward it was ---------------------------------
 
     @torch.inference_mode()
-    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        answer = super().start(state, seen, replace(wanted, levels=1), places)
-        return replace(answer, carry_WD=nn.functional.pad(answer.carry_WD, (0, answer.carry_WD.shape[1])))
+    def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        output = super().start(state, inputs, replace(request, levels=1), places)
+        return replace(output, carry_WD=nn.functional.pad(output.carry_WD, (0, output.carry_WD.shape[1])))
 
     @torch.inference_mode()
-    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         feature_WD, before_WD = frontier.carry_WD.chunk(2, dim=-1)
         joined_WD = self._joined(feature_WD, frontier.tokens_W)
         if frontier.depth < SERIAL:
-            answer = super().step(state, replace(frontier, carry_WD=feature_WD), replace(wanted, levels=1))
-            return replace(answer, carry_WD=torch.cat([answer.carry_WD, joined_WD], dim=-1))
-        found = self.mlp(torch.cat([before_WD, joined_WD], dim=-1), wanted.levels)
+            output = super().step(state, replace(frontier, carry_WD=feature_WD), replace(request, levels=1))
+            return replace(output, carry_WD=torch.cat([output.carry_WD, joined_WD], dim=-1))
+        found = self.mlp(torch.cat([before_WD, joined_WD], dim=-1), request.levels)
         return DraftOutput(frontier.carry_WD, list(self.logits(torch.stack(found))))
 
 

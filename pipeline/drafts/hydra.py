@@ -124,13 +124,13 @@ class Hydra(HeadsDraft):
     def open(self) -> HydraState:
         return HydraState()
 
-    def _answer(self, input_WD: Tensor, number: int) -> DraftOutput:
+    def _output(self, input_WD: Tensor, number: int) -> DraftOutput:
         """Of head `number`, from 0; its children's forward appends a token to the same input."""
         return DraftOutput(input_WD, [self.logits(self.heads[number](input_WD), number)])
 
     @torch.inference_mode()
-    def start(self, state: HydraState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        f_TD, past, mask = seen.states_TSD[:, 0], state.verified, None
+    def start(self, state: HydraState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        f_TD, past, mask = inputs.states_TSD[:, 0], state.verified, None
         count, device = len(f_TD), f_TD.device
         if past and count > 1:
             earlier = behind(past, count, device)
@@ -138,13 +138,13 @@ class Hydra(HeadsDraft):
         positions = torch.arange(past, past + count, device=device)[None]
         summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]
         state.verified = past + count
-        tokens_W = sent(seen.tokens[-places:], device)
-        return self._answer(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
+        tokens_W = sent(inputs.tokens[-places:], device)
+        return self._output(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
 
     @torch.inference_mode()
-    def step(self, state: HydraState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: HydraState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         embedded_WD = self._embedded(frontier.tokens_W, frontier.carry_WD)
-        return self._answer(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
+        return self._output(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
 
 
 def released_names(names: Collection[str]) -> Names:

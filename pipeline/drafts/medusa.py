@@ -60,12 +60,12 @@ class Medusa(HeadsDraft):
         return None
 
     @torch.inference_mode()
-    def start(self, state: None, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
-        f_WD = seen.states_TSD[-places:, 0]
-        features = [head(f_WD) for head in list(self.heads)[: wanted.levels]]
+    def start(self, state: None, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        f_WD = inputs.states_TSD[-places:, 0]
+        features = [head(f_WD) for head in list(self.heads)[: request.levels]]
         return DraftOutput(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
 
-    def step(self, state: None, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: None, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         raise AssertionError("its settings say that there is no second forward")
 
 

@@ -358,7 +358,7 @@ class Skipper(ReadsText, TrainedDraft):
         cache.length = past + count
         return out.last_hidden_state[0]
 
-    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+    def _output(self, hidden_WD: Tensor) -> DraftOutput:
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
 
 

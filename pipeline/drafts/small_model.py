@@ -117,7 +117,7 @@ class SmallLlama(ReadsText, TrainedDraft):
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
-    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+    def _output(self, hidden_WD: Tensor) -> DraftOutput:
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
 
 
@@ -180,6 +180,6 @@ class SmallModel(ReadsText, ByLevels):
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
         return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
-    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+    def _output(self, hidden_WD: Tensor) -> DraftOutput:
         size = self.target_vocabulary if self.token_ids_U is None else len(self.token_ids_U)
         return DraftOutput(hidden_WD, [self._reads().head(hidden_WD)[:, :size]])

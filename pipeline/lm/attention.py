@@ -128,43 +128,42 @@ def behind(past: int, count: int, device: torch.device, window: int | None = Non
     """What `count` tokens see that follow each other behind `past` cached ones: bool (count, past + count); of the last
     `window` ones, themselves included, where there is one.
     """
-    seen = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
-    return seen if window is None else seen.triu(past - window + 1)
+    visible = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+    return visible if window is None else visible.triu(past - window + 1)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, the most negative number where not: what every attention implementation accepts."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, the most negative number where not: what every attention implementation accepts."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def masks(
     kinds: dict[str, int | None],
-    seen_NC: Tensor,
+    visible_NC: Tensor,
     positions_N: Tensor,
     dtype: torch.dtype,
     shape: tuple[int, int] | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """The additive masks (1, 1, N, C) by layer kind, as a decoder takes them; of a decoder of one kind, the mask.
 
-    Parameters: `kinds` of `windows`; ``seen_NC`` (bool) says which of the C - N cached tokens, which lie at positions
-    0, 1, ..., and of the N new ones at ``positions_N`` are on each new token's path; `shape` what a mask is filled up
-    to.
+    Parameters: `kinds` of `windows`; ``visible_NC`` (bool): which of the C - N cached tokens, at positions 0, 1, ...,
+    and of the N new ones, at ``positions_N``, are on each new token's path; `shape`: what a mask is filled up to.
     """
-    cached = torch.arange(seen_NC.shape[1] - len(positions_N), device=seen_NC.device)
+    cached = torch.arange(visible_NC.shape[1] - len(positions_N), device=visible_NC.device)
     behind_NC = positions_N[:, None] - torch.cat([cached, positions_N])
     found = {}
     for kind, window in kinds.items():
-        seen = seen_NC if window is None else seen_NC & (behind_NC < window)
-        found[kind] = additive(seen if shape is None else _filled_up(seen, *shape), dtype)[None, None]
+        visible = visible_NC if window is None else visible_NC & (behind_NC < window)
+        found[kind] = additive(visible if shape is None else _filled_up(visible, *shape), dtype)[None, None]
     return found if len(found) > 1 else found.popitem()[1]
 
 
-def _filled_up(seen_NC: Tensor, width: int, capacity: int) -> Tensor:
+def _filled_up(visible_NC: Tensor, width: int, capacity: int) -> Tensor:
     """Over the whole capacity, for `width` tokens; those that only fill up see the first token, and nobody sees
     them.
     """
-    count, known = seen_NC.shape
-    whole = F.pad(seen_NC, (0, capacity - known, 0, width - count))
+    count, known = visible_NC.shape
+    whole = F.pad(visible_NC, (0, capacity - known, 0, width - count))
     whole[count:, 0] = True
     return whole
 
@@ -180,14 +179,16 @@ def require_tree(target: "Verifier", name: str) -> None:
     a, b, root, left, right, below = (target.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
     want_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
     want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
-    seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
-    seen[2:, 3] = False  # neither the second sibling nor its child sees the first
+    visible = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    visible[2:, 3] = False  # neither the second sibling nor its child sees the first
     on = {"device": target.device}
     try:
         cache = target.new_cache(6)
         target.forward(torch.tensor([a, b], **on), cache)
         tree = torch.tensor([root, left, right, below], **on)
-        got_ND = target.forward(tree, cache, torch.tensor([2, 3, 3, 4], **on), seen.to(target.device)).final_ND.float()
+        got_ND = target.forward(
+            tree, cache, torch.tensor([2, 3, 3, 4], **on), visible.to(target.device)
+        ).final_ND.float()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "

@@ -27,20 +27,20 @@ class ScriptedDraft:
         self.paths, self.lineage, self.steps, self.depths = [()], [set()], 0, []
         self.target_vocabulary, self.name = vocabulary, "scripted"
 
-    def _answer(self, numbers, wanted):
+    def _output(self, numbers, request):
         paths = [self.paths[number] for number in numbers]
-        ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits[: wanted.levels - 1]]
+        ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits[: request.levels - 1]]
         hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
         found = [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
         return DraftOutput(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *found)
 
-    def start(self, state, seen, wanted, places=1):
-        return self._answer([0], wanted)
+    def start(self, state, inputs, request, places=1):
+        return self._output([0], request)
 
-    def step(self, state, frontier, wanted):
+    def step(self, state, frontier, request):
         self.steps += 1
         last = frontier.depth == self.tree.forwards - 1
-        assert wanted.levels == (self.tree.parallel if last else 1)
+        assert request.levels == (self.tree.parallel if last else 1)
         self.depths.append(frontier.depth)
         numbers = []
         for token, hidden in zip(frontier.tokens_W.tolist(), frontier.carry_WD[:, 0].tolist(), strict=True):
@@ -48,9 +48,9 @@ class ScriptedDraft:
             self.lineage.append({*self.lineage[int(hidden)], len(self.paths)})
             self.paths.append((*self.paths[int(hidden)], token))
         expected = [[other in self.lineage[number] for other in range(1, len(self.paths))] for number in numbers]
-        assert frontier.seen_WC.tolist() == expected
+        assert frontier.visible_WC.tolist() == expected
         assert {len(self.paths[number]) for number in numbers} == {frontier.depth}
-        return self._answer(numbers, wanted)
+        return self._output(numbers, request)
 
     def grow(self, root=0, processing=None, chance=None, **spec):
         self.tree = TreeConfig(**{"parallel": 1, **spec})

@@ -293,8 +293,8 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
     Target(config, dtype)
     masks, forward = attention.masks, Target.forward
 
-    def causal(kinds, seen_NC, *rest):
-        return masks(kinds, torch.ones_like(seen_NC).tril(seen_NC.shape[1] - len(seen_NC)), *rest)
+    def causal(kinds, visible_NC, *rest):
+        return masks(kinds, torch.ones_like(visible_NC).tril(visible_NC.shape[1] - len(visible_NC)), *rest)
 
     def in_a_row(self, tokens_N, cache, positions_N=None, *rest):
         return forward(self, tokens_N, cache, torch.arange(len(tokens_N)) + cache.length, *rest)

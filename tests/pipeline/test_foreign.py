@@ -12,7 +12,7 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
 from pipeline.drafts.eagle3 import AUXILIARY, Eagle3Config
-from pipeline.drafts.parts.one_layer import ttt_sees
+from pipeline.drafts.parts.one_layer import ttt_visible
 from pipeline.lm.attention import additive
 from pipeline.recipe.recipe import Recipe
 from tests.pipeline.taught import make_draft, prompt_of
@@ -418,7 +418,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
     rope = draft._rope[0](embedded[None], torch.arange(len(tokens))[None])
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
-    mask = additive(ttt_sees(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
+    mask = additive(ttt_visible(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
     torch.testing.assert_close(draft.logits(draft.heads(u).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,7 @@ from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, Roun
 from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.one_layer import ttt_sees
+from pipeline.drafts.parts.one_layer import ttt_visible
 from pipeline.features.batch import collate
 from pipeline.features.positions import Horizons
 from pipeline.features.schema import Row
@@ -225,19 +225,19 @@ class Oracle:
         logits[known] = 40.0 if self.right(position, depth) else -1e9
         return logits
 
-    def _answer(self, width, position, depth, wanted):
-        levels = range(wanted.levels)
+    def _output(self, width, position, depth, request):
+        levels = range(request.levels)
         logits = [self._logits(position + level, depth + level).expand(width, -1) for level in levels]
         return DraftOutput(torch.zeros(width, 1), logits)
 
-    def start(self, state, seen, wanted, places=1):
-        assert seen.tokens == self.sequence[: len(seen.tokens)]
-        state.verified += len(seen.states_TSD)
-        assert state.verified == len(seen.tokens) - 1
-        return self._answer(1, state.verified + 1, 1, wanted)
+    def start(self, state, inputs, request, places=1):
+        assert inputs.tokens == self.sequence[: len(inputs.tokens)]
+        state.verified += len(inputs.states_TSD)
+        assert state.verified == len(inputs.tokens) - 1
+        return self._output(1, state.verified + 1, 1, request)
 
-    def step(self, state, frontier, wanted):
-        return self._answer(len(frontier.tokens_W), state.verified + 1 + frontier.depth, frontier.depth + 1, wanted)
+    def step(self, state, frontier, request):
+        return self._output(len(frontier.tokens_W), state.verified + 1 + frontier.depth, frontier.depth + 1, request)
 
 
 ORACLE_TREES = [
@@ -418,7 +418,7 @@ def training_time(draft, features_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
     places, mask = torch.arange(len(tokens_T)), None
     if draft.window:
-        mask = additive(ttt_sees(1, places, None, draft.window), torch.float32)[:, None]
+        mask = additive(ttt_visible(1, places, None, draft.window), torch.float32)[:, None]
     u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
     return [feature[0] for feature in draft.heads(u).ahead]
 
@@ -446,11 +446,11 @@ def test_starting_in_pieces_is_the_training_forward(loaded_target, embed_head, v
     whole, state, begin = training_time(draft, draft.features(states), tokens), draft.open(), 0
     levels = draft.config.levels
     for count in (7, 1, 4, 1, 1, 6):
-        wanted = DraftRequest(levels if count > 1 else 1)
-        answer = draft.start(state, seen_from(tokens, states, begin, begin + count), wanted)
+        request = DraftRequest(levels if count > 1 else 1)
+        answer = draft.start(state, seen_from(tokens, states, begin, begin + count), request)
         begin += count
         assert answer.carry_WD.shape == (1, 32) and state.verified == begin
-        assert len(answer.logits_LWU) == wanted.levels
+        assert len(answer.logits_LWU) == request.levels
         same_answer(draft, answer, 0, whole, begin - 1)
 
 
@@ -503,9 +503,9 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
     prompt, draft, fed = text[0], taught_drafts[variant], []
     start = draft.start
 
-    def spied(state, seen, *wanted):
-        fed.append((seen.states_TSD, seen.tokens[-len(seen.states_TSD) :]))
-        return start(state, seen, *wanted)
+    def spied(state, inputs, *request):
+        fed.append((inputs.states_TSD, inputs.tokens[-len(inputs.states_TSD) :]))
+        return start(state, inputs, *request)
 
     monkeypatch.setattr(draft, "start", spied)
     got = speculative(loaded_target, grown(draft, depth=3, top_k=4, nodes=12), prompt, Sampling(30, NEVER))

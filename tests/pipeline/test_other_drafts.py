@@ -62,8 +62,8 @@ def states_of(draft, text, begin, end):
 
 def fed(draft, state, text, begin, end, levels=1):
     """The inputs from `begin` to `end`: states, and the tokens after them."""
-    seen = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
-    return draft.start(state, seen, DraftRequest(levels))
+    inputs = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
+    return draft.start(state, inputs, DraftRequest(levels))
 
 
 def stepped(draft, state, answer, token, depth, levels=1):
@@ -111,10 +111,10 @@ def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
     tree = draft.config.resolve(TreeConfig(depth=3 if "medusa" not in name else 2, top_k=3, nodes=8))
     used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
-        seen = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
-        proposed = draft.propose(used, seen, tree, None)
+        inputs = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
+        proposed = draft.propose(used, inputs, tree, None)
         assert len(proposed.tokens) == 8
-        without = draft.start(clean, seen, DraftRequest())
+        without = draft.start(clean, inputs, DraftRequest())
     again, fresh = (
         draft.propose(s, RoundInput(text[0][:17], states_of(draft, text, 15, 16)), tree, None) for s in (used, clean)
     )
@@ -264,7 +264,7 @@ def test_a_small_model_never_guesses_what_the_tokenizer_lacks(tmp_path):
     draft = SmallModel(SmallModelConfig(model="me/small"), shapes_of(target.config))
     draft.read_by(reader, target.tokenizer, target.tokenizer)
     assert draft.token_ids_U.tolist() == list(range(260))
-    answer = draft._answer(torch.randn(3, 32))
+    answer = draft._output(torch.randn(3, 32))
     assert answer.logits_LWU[0].shape == (3, 260)
 
 
@@ -313,12 +313,12 @@ def test_what_is_borrowed_of_the_target_is_what_decoding_reads(drafts, text, nam
         "head": EmbeddingAndHead(embed_head.embedding_VD, nothing(embed_head.head), ""),
     }
     states = text[1][:8, None] if draft.needs.final else torch.randn(8, len(draft.needs.auxiliary), 32)
-    seen = RoundInput(text[0][:9], states)
-    before = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
+    inputs = RoundInput(text[0][:9], states)
+    before = draft.start(draft.open(), inputs, DraftRequest()).logits_LWU[0]
     try:
         for end, other in others.items():
             draft._embed_head = [other]
-            after = draft.start(draft.open(), seen, DraftRequest()).logits_LWU[0]
+            after = draft.start(draft.open(), inputs, DraftRequest()).logits_LWU[0]
             assert torch.equal(before, after) == (end not in borrowed), end
     finally:
         draft._embed_head = [embed_head]

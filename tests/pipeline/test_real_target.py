@@ -50,12 +50,12 @@ class Knowing:
     def open(self):
         return None
 
-    def start(self, state, seen, wanted, places=1):
-        first = len(seen.states_TSD) == len(seen.tokens) - 1  # of the answer's rounds
-        known = self._after.get(tuple(seen.tokens[-1:]) if first else None, self._unknown)
+    def start(self, state, inputs, request, places=1):
+        first = len(inputs.states_TSD) == len(inputs.tokens) - 1  # of the answer's rounds
+        known = self._after.get(tuple(inputs.tokens[-1:]) if first else None, self._unknown)
         return DraftOutput(torch.zeros(1, 1), [known[None]])
 
-    def step(self, state, frontier, wanted):
+    def step(self, state, frontier, request):
         return DraftOutput(torch.zeros(len(frontier.tokens_W), 1), [self._unknown.expand(len(frontier.tokens_W), -1)])
 
 
@@ -82,11 +82,11 @@ def test_the_first_two_tokens_of_drawn_trees_have_the_real_targets_distribution(
     cells = [pair for pair, p in expected.items() if p * RUNS >= 5]
     rest = [pair for pair in expected if pair not in cells]
     observed = [counts[pair] for pair in cells] + [sum(counts[pair] for pair in rest)]
-    wanted = [expected[pair] * RUNS for pair in cells] + [sum(expected[pair] for pair in rest) * RUNS]
+    request = [expected[pair] * RUNS for pair in cells] + [sum(expected[pair] for pair in rest) * RUNS]
     assert len(cells) > 3
-    keep = [place for place, w in enumerate(wanted) if w > 0]
-    total = sum(wanted[place] for place in keep)
-    assert chisquare([observed[p] for p in keep], [wanted[p] * RUNS / total for p in keep]).pvalue > 1e-3
+    keep = [place for place, w in enumerate(request) if w > 0]
+    total = sum(request[place] for place in keep)
+    assert chisquare([observed[p] for p in keep], [request[p] * RUNS / total for p in keep]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

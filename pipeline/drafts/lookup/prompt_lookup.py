@@ -89,18 +89,18 @@ class PromptLookup:
         return SuffixIndex(self.config.shortest, self.config.longest)
 
     def propose(
-        self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Any = None
+        self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Any = None
     ) -> Tree:
-        pool = self.pool(state, seen, tree, tree.nodes - 1)
-        return build_tree(seen.tokens[-1], pool.tokens, pool.parents, seen.states_TSD.device)
+        pool = self.pool(state, inputs, tree, tree.nodes - 1)
+        return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
 
-    def pool(self, state: SuffixIndex, seen: RoundInput, tree: TreeConfig, count: int, timer: Any = None) -> Pool:
+    def pool(self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, count: int, timer: Any = None) -> Pool:
         """A score is how many tokens agreed before the continuation; those that are not the first choice at some node
         have `longest` less, so that any first choice has more.
         """
         found = Pool([], [], [])
         children: list[dict[int, int]] = [{}]  # of each node: token -> its child
-        for text, place, length in self._matches(state, seen.tokens):
+        for text, place, length in self._matches(state, inputs.tokens):
             above, first = 0, True
             for token in text[place + 1 : place + 1 + tree.depth]:
                 if token not in children[above]:

@@ -117,12 +117,12 @@ class ByLevels:
     stepwise = True
 
     def propose(
-        self: Any, state: Any, seen: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        return grow(self, state, seen, tree, draws, timer)
+        return grow(self, state, inputs, tree, draws, timer)
 
-    def pool(self: Any, state: Any, seen: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
-        return best_pool(self, state, seen, tree, count, timer)
+    def pool(self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+        return best_pool(self, state, inputs, tree, count, timer)
 
     def accept_probability(self, depth: int, score: float) -> float:
         """Its own probability of the path: the score is that one's logarithm."""

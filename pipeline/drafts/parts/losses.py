@@ -31,8 +31,8 @@ DECAY = 3.0  # of an acceptance's weight of KL
 
 LossKind = Literal["soft-ce", "hard-ce", "acceptance"]
 # p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be less than 1.
-Answer = tuple[Tensor, Tensor, Tensor | None]
-Teacher = Callable[[Tensor], Answer]  # of features (m, D)
+SoftLabels = tuple[Tensor, Tensor, Tensor | None]
+Teacher = Callable[[Tensor], SoftLabels]  # of features (m, D)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def chunk_rows(widest: int, device: torch.device, gpu_bytes: int | None = None) 
 def renormalised(head: Callable[[Tensor], Tensor]) -> Teacher:
     """The distribution over the head's own tokens."""
 
-    def answer(labels_MD: Tensor) -> Answer:
+    def soft_labels(labels_MD: Tensor) -> SoftLabels:
         logits = head(labels_MD).float()
         return logits.softmax(-1), logits.argmax(-1), None
 
-    return answer
+    return soft_labels
 
 
 def of_whole_vocabulary(head: Callable[[Tensor], Tensor], ids_U: Tensor, masked: bool) -> Teacher:
@@ -86,7 +86,7 @@ def of_whole_vocabulary(head: Callable[[Tensor], Tensor], ids_U: Tensor, masked:
     `masked`, renormalised where the likeliest token of all is among them, and without mass elsewhere.
     """
 
-    def answer(labels_MD: Tensor) -> Answer:
+    def soft_labels(labels_MD: Tensor) -> SoftLabels:
         whole = head(labels_MD).float()
         logits = whole[:, ids_U]
         largest, best = logits.max(-1)
@@ -98,10 +98,10 @@ def of_whole_vocabulary(head: Callable[[Tensor], Tensor], ids_U: Tensor, masked:
         p = (logits - whole.logsumexp(-1, keepdim=True)).exp_()
         return p, best, p.sum(-1, keepdim=True)
 
-    return answer
+    return soft_labels
 
 
-def of_text(text_m: Tensor, size: int) -> Answer:
+def of_text(text_m: Tensor, size: int) -> SoftLabels:
     """What a teacher would answer that expects the text's own tokens and nothing else: numbers in a vocabulary of this
     size, -1 for a token that it does not have.
     """
@@ -119,7 +119,7 @@ class Asked:
 
     term: Term
     feature_MD: Tensor  # the draft's
-    rows_M: Tensor  # the labels that it answers, ascending
+    rows_M: Tensor  # the labels that it soft, ascending
     ends: list[int]  # how many of these lie before each chunk, and before the end
     share: float  # of its classification in the loss, but for a factor that all terms have
 
@@ -134,7 +134,7 @@ class Labels:
     vocabulary: int  # the draft's
     chunk: int  # rows
 
-    def answers(self, asked: Sequence[Asked], number: int) -> list[tuple[slice, Answer]]:
+    def soft(self, asked: Sequence[Asked], number: int) -> list[tuple[slice, SoftLabels]]:
         """By term, which of its rows lie in chunk `number`, and what these are told. The teacher is asked once."""
         here = slice(number * self.chunk, (number + 1) * self.chunk)
         of_all = self.teacher(self.features_MD[here]) if any(one.term.kind != "hard-ce" for one in asked) else None
@@ -182,14 +182,14 @@ class _Classification(torch.autograd.Function):
         if weight is not None and weight.requires_grad and differentiate:
             of_weight = torch.zeros(weight.shape, device=device)
         for number in range(-(-len(labels.features_MD) // labels.chunk)):
-            answers = labels.answers(asked, number)
-            parts = [x[place] for x, (place, _) in zip(features, answers, strict=True)]
+            soft = labels.soft(asked, number)
+            parts = [x[place] for x, (place, _) in zip(features, soft, strict=True)]
             sizes = [len(part) for part in parts]
             with torch.enable_grad():  # one call of the head for all terms
                 hidden = torch.cat(parts).detach().requires_grad_(differentiate)
                 logits = head(hidden) if weight is None else F.linear(hidden, weight.detach())
             whole = logits.detach().float().log_softmax(-1)
-            for n, (log_q, (_, (p, best, mass))) in enumerate(zip(whole.split(sizes), answers, strict=True)):
+            for n, (log_q, (_, (p, best, mass))) in enumerate(zip(whole.split(sizes), soft, strict=True)):
                 sums[1][n] += (log_q.argmax(-1) == best).sum()
                 loss, accept = _KINDS[asked[n].term.kind](log_q, p, mass, differentiate)  # log_q becomes its gradient
                 sums[0][n] += loss
@@ -198,7 +198,7 @@ class _Classification(torch.autograd.Function):
                 continue
             slope = whole.to(logits.dtype)
             (of_hidden,) = torch.autograd.grad(logits, hidden, slope)
-            for kept, (place, _), part in zip(slopes, answers, of_hidden.split(sizes), strict=True):
+            for kept, (place, _), part in zip(slopes, soft, of_hidden.split(sizes), strict=True):
                 kept[place] = part
             if of_weight is not None:
                 shared = [one.share * x for one, x in zip(asked, slope.split(sizes), strict=True)]

@@ -81,7 +81,7 @@ class DraftModule(nn.Module):
         return self.target_vocabulary if self.config.asks_whole_head else self.vocabulary_size
 
     @property
-    def passes(self) -> int:
+    def training_forwards(self) -> int:
         """How many forwards of the draft a training batch takes."""
         return 1
 
@@ -166,7 +166,7 @@ class TrainedDraft(ByLevels, DraftModule):
     def open(self) -> Any: ...
 
     @abstractmethod
-    def start(self, state: Any, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput: ...
+    def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput: ...
 
     @abstractmethod
-    def step(self, state: Any, frontier: Frontier, wanted: DraftRequest) -> DraftOutput: ...
+    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput: ...

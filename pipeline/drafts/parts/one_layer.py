@@ -1,4 +1,4 @@
-"""Drafts of one decoder layer over the target's features: cache, forwards, training's passes over their own features.
+"""Drafts of one decoder layer over the target's features: cache, forwards, training-time test.
 
 A frame (EAGLE's in eagle.py, EAGLE-3's in eagle3.py) makes the layer's input from features and embeddings. What follows
 the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
@@ -51,10 +51,10 @@ class OneLayerConfig(DraftConfig):
     objective: LossKind = "soft-ce"
     next: Weights = Weights(regression=1.0, classification=0.1)
     ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
-    # Training passes; from the second on, features are the draft's own (EAGLE-3's training-time test).
+    # Training-time test (EAGLE-3): forwards of a training batch; from the second on, features are the draft's own.
     ttt_steps: int = 1
-    ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these passes from the second on,
-    decay: float = 1.0  # times this for each pass before it
+    ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these forwards from the second on,
+    decay: float = 1.0  # times this for each forward before it
 
     def __post_init__(self):
         self.at_least(1, "vocabulary", "ttt_steps")
@@ -72,13 +72,13 @@ class OneLayerConfig(DraftConfig):
         return self.levels
 
     def terms(self, step: int) -> list[Term]:
-        """Of the next token, of those further ahead, of the passes on the draft's own features."""
+        """Of the next token, of those further ahead, of the forwards on the draft's own features."""
         ahead = zip(named(1, self.levels), [self.next, *[self.ahead] * (self.levels - 1)], strict=True)
         found = [Term(name, h, given.of(), self.objective) for h, (name, given) in enumerate(ahead, start=1)]
-        passes = range(2, self.ttt_steps + 1)
+        steps = range(2, self.ttt_steps + 1)
         return [
             *found,
-            *(Term(f"ttt_{n}", 1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in passes),
+            *(Term(f"ttt_{n}", 1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in steps),
         ]
 
 
@@ -162,43 +162,43 @@ class OneLayer(TrainedDraft):
         return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 
     @property
-    def passes(self) -> int:
+    def training_forwards(self) -> int:
         return self.config.ttt_steps
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], Any]:
-        """Of the next token and those ahead, then of each pass on own features; beside them the first pass's `routed`.
+        """Features of the next token and those ahead, then of each step on own features; and the first step's `routed`.
 
-        In pass s the feature before position i is what pass s - 1 predicted for it, and the attention sees what a node
-        at depth s sees: true features up to i - s + 1, then one own feature of each pass.
+        In step s the feature before position i is what step s - 1 predicted for it, and the attention sees what a node
+        at depth s sees: true features up to i - s + 1, then one own feature of each step.
         """
         given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
         true_BTD = self.features(given.of(self.needs))
-        first, keys_values = self._pass(1, batch, true_BTD, ())
+        first, keys_values = self._ttt_step(1, batch, true_BTD, ())
         heads, found = first, [*first.ahead, *self.further(first, batch)]
         for number in range(2, self.config.ttt_steps + 1):
             before_BTD = torch.cat([true_BTD[:, :1], self.carried(heads.ahead[0])[:, :-1]], dim=1)
             if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
                 begins = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
                 before_BTD = torch.where(begins[:, :, None], true_BTD, before_BTD)
-            heads, keys_values = self._pass(number, batch, before_BTD, keys_values)
+            heads, keys_values = self._ttt_step(number, batch, before_BTD, keys_values)
             found.append(heads.ahead[0])
         return found, first.routed
 
     def further(self, heads: Heads, batch: "Batch") -> list[Tensor]:
-        """More features of the first pass."""
+        """More features of the first step."""
         return []
 
-    def _pass(
+    def _ttt_step(
         self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: tuple[Tensor, ...]
     ) -> tuple[Heads, tuple[Tensor, ...]]:
-        """Pass `number` on the features `before_BTD`: its heads, keys and values of all passes so far."""
+        """Step `number` on the features `before_BTD`: its heads, keys and values of all steps so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
         if number > 1 or begins_BT is not None or self.window:
-            mask = additive(ttt_sees(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
+            mask = additive(ttt_visible(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
             cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new one: it may run twice
@@ -218,10 +218,10 @@ class OneLayer(TrainedDraft):
     def open(self) -> DraftState:
         return DraftState()
 
-    def _answer(self, u_WD: Tensor, wanted: DraftRequest) -> DraftOutput:
+    def _output(self, u_WD: Tensor, request: DraftRequest) -> DraftOutput:
         """One call of the head for all that the tree wants of this forward."""
         heads = self.heads(u_WD)
-        features, experts = heads.ahead[: wanted.levels], heads.experts if wanted.experts else []
+        features, experts = heads.ahead[: request.levels], heads.experts if request.experts else []
         several = len(features) + len(experts) > 1
         logits = self.logits(torch.stack([*features, *experts])) if several else self.logits(features[0])[None]
         own = logits[len(features) :].transpose(0, 1) if experts else None
@@ -229,23 +229,23 @@ class OneLayer(TrainedDraft):
         return DraftOutput(self.carried(heads.ahead[0]), list(logits[: len(features)]), own, weights)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
+    def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1})."""
-        past, count, device = state.verified, len(seen.states_TSD), seen.states_TSD.device
+        past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
         state.cache.keep(past)
-        features_TD = self.features(seen.states_TSD)
+        features_TD = self.features(inputs.states_TSD)
         mask = None
         if (past and count > 1) or self.window:
             earlier = behind(past, count, device, self.window)
             mask = additive(earlier, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
-        tokens_T = sent(seen.tokens[-count:], device)
+        tokens_T = sent(inputs.tokens[-count:], device)
         u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
-        return self._answer(u[0, -places:], wanted)
+        return self._output(u[0, -places:], request)
 
     @torch.inference_mode()
-    def step(self, state: DraftState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         """One forward for the frontier's W nodes; each sees its verified prefix, its ancestors and itself."""
         device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
         if prefix_W is None:
@@ -254,9 +254,9 @@ class OneLayer(TrainedDraft):
         prefix = places < prefix_W[:, None]
         if self.window:  # the tree itself is less deep
             prefix &= places > positions.T - self.window
-        mask = additive(torch.cat([prefix, frontier.seen_WC], dim=1), frontier.carry_WD.dtype)[None, None]
+        mask = additive(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
-        return self._answer(u[0], wanted)
+        return self._output(u[0], request)
 
 
 class Dense(OneLayer):
@@ -277,8 +277,8 @@ class Dense(OneLayer):
         return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
 
 
-def ttt_sees(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
-    """Bool (B or 1, T, number * T): what position i sees in pass `number`, over the keys of all passes so far; of its
+def ttt_visible(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
+    """Bool (B or 1, T, number * T): what position i sees in step `number`, over the keys of all steps so far; of its
     own dialogue only, where `begins_BT` says that a row holds several, and of the last `window` positions only.
     """
     behind = places_T[:, None] - places_T[None, :]  # i - j

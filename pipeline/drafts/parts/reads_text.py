@@ -21,7 +21,7 @@ class TextState:
 
 
 class ReadsText:
-    """`start` and `step`, from `_read` and `_answer`."""
+    """`start` and `step`, from `_read` and `_output`."""
 
     skipped = 0  # tokens at a text's beginning that it does not see
 
@@ -29,30 +29,30 @@ class ReadsText:
         """Appends tokens to the cache: their final states. What is None is as for `Verifier.forward`."""
         raise NotImplementedError
 
-    def _answer(self, hidden_WD: Tensor) -> DraftOutput:
+    def _output(self, hidden_WD: Tensor) -> DraftOutput:
         raise NotImplementedError
 
     def open(self) -> TextState:
         return TextState()
 
     @torch.inference_mode()
-    def start(self, state: TextState, seen: RoundInput, wanted: DraftRequest, places: int = 1) -> DraftOutput:
+    def start(self, state: TextState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         """Reads what is new of the text, its last token included."""
-        past, device = state.read, seen.states_TSD.device
-        tokens = seen.tokens[self.skipped + past :]
+        past, device = state.read, inputs.states_TSD.device
+        tokens = inputs.tokens[self.skipped + past :]
         state.cache.keep(past)
         mask = None
         if past and len(tokens) > 1:
             mask = behind(past, len(tokens), device)
         hidden_ND = self._read(sent(tokens, device), state.cache, None, mask)
         state.read = past + len(tokens)
-        return self._answer(hidden_ND[-places:])
+        return self._output(hidden_ND[-places:])
 
     @torch.inference_mode()
-    def step(self, state: TextState, frontier: Frontier, wanted: DraftRequest) -> DraftOutput:
+    def step(self, state: TextState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         prefix_W = frontier.prefix_W
         # It counts inputs, each a token with the state before it: there is none before t_0.
         prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped
         prefix = torch.arange(state.read, device=prefix_W.device) < prefix_W[:, None]
-        mask, positions_W = torch.cat([prefix, frontier.seen_WC], dim=1), prefix_W + (frontier.depth - 1)
-        return self._answer(self._read(frontier.tokens_W, state.cache, positions_W, mask))
+        mask, positions_W = torch.cat([prefix, frontier.visible_WC], dim=1), prefix_W + (frontier.depth - 1)
+        return self._output(self._read(frontier.tokens_W, state.cache, positions_W, mask))
