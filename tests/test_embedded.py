@@ -130,10 +130,8 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     draft.bind(load_embed_head(TARGET))
     objective = objective_of(draft.config)
     totals = counts([objective.positions(row.input_ids, row.loss_mask) for row in rows])
-    batch, optimizer = (
-        collate(rows, objective, totals),
-        torch.optim.AdamW(draft.parameters(), lr=2e-3),
-    )
+    batch = collate(rows, objective, totals).to(torch.device("cpu"), torch.float32)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3)
     for _ in range(40):
         optimizer.zero_grad()
         objective.loss(draft, batch)[0].backward()

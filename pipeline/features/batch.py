@@ -15,8 +15,10 @@ from pipeline.features.schema import Row, decoded
 
 @dataclass(frozen=True)
 class Noise:
-    """What an accelerator adds to one dialogue's input features: uniform, drawn there from a seed. Devices of another
-    kind may draw other numbers from it.
+    """What is added to one dialogue's input features, never to its labels: uniform within +-half_width.
+
+    It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch. Devices of
+    another kind may draw other numbers from the seed.
     """
 
     row: int
@@ -25,13 +27,21 @@ class Noise:
     half_width: float
     seed: tuple[int, ...]
 
+    def drawn(self, width: int, device: torch.device) -> Tensor:
+        """float32 [inputs, width]"""
+        shape = self.inputs, width
+        if device.type == "cpu":
+            values = torch.from_numpy(np.random.default_rng(self.seed).random(shape, dtype=np.float32))
+        else:
+            mixed = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)[0]
+            generator = torch.Generator(device).manual_seed(int(mixed >> np.uint64(1)))
+            values = torch.rand(shape, generator=generator, device=device)
+        return values.mul_(2).sub_(1).mul_(float(np.float32(self.half_width)))
+
     def add_to(self, hidden_BTD: Tensor) -> None:
-        """In float32; then rounded as the features are."""
-        mixed = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(hidden_BTD.device).manual_seed(int(mixed >> np.uint64(1)))
+        """To float32."""
         part_TD = hidden_BTD[self.row, self.first : self.first + self.inputs]
-        drawn_TD = torch.rand(part_TD.shape, generator=generator, device=part_TD.device)
-        part_TD.copy_(part_TD.float() + (2 * drawn_TD - 1) * self.half_width)
+        part_TD += self.drawn(part_TD.shape[1], part_TD.device)
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Batch:
     less than a dialogue's tokens.
     """
 
-    hidden_BTD: Tensor  # f_i, with noise
+    hidden_BTD: Tensor  # f_i
     tokens_BT: Tensor  # t_{i+1}
     labels_BTD: Tensor  # f_{i+1}
     # These stay on the host, wherever the rest is: nobody has to ask a device which positions are trained, or how many.
@@ -61,7 +71,7 @@ class Batch:
     before_BT: Tensor | None = None  # t_i
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
-    # What is left to the device that the batch goes to: float8 to be multiplied, by name of its states; noise.
+    # What `to` does: float8 is multiplied, by name of its states; noise is added.
     scales: dict[str, Tensor] = field(default_factory=dict)
     noise: list[Noise] = field(default_factory=list)
 
@@ -71,14 +81,15 @@ class Batch:
         return replace(self, **tensors, scales={name: change(scale) for name, scale in self.scales.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """There, whole: decoded, with its noise, floating numbers in `dtype`."""
+        """There, whole: decoded, with its noise, then floating numbers rounded to `dtype`."""
         there = self._each(lambda x: x.to(device, non_blocking=True))
         states: Any = {name: decoded(getattr(there, name), scale) for name, scale in there.scales.items()}
         there = replace(there, **states, scales={}, noise=[])
-        there = there._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        if self.noise:
+            there.hidden_BTD = there.hidden_BTD.to(torch.float32, copy=True)
         for one in self.noise:
             one.add_to(there.hidden_BTD)
-        return there
+        return there._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def pinned(self) -> "Batch":
         """In memory that a GPU reads by itself, so that `to` does not wait."""
@@ -134,50 +145,39 @@ class Batch:
 
 
 def collate(
-    rows: Sequence[Row],
-    objective: ChoosesPositions,
-    totals: dict[Group, int],
-    noises: Sequence[Tensor] | None = None,
-    auxiliary: Sequence[int] = (),
-    dtype: torch.dtype = torch.float32,
+    rows: Sequence[Row], objective: ChoosesPositions, totals: dict[Group, int], auxiliary: Sequence[int] = ()
 ) -> Batch:
-    """A batch of one dialogue a row. `noises`: a T-1 x D tensor for each dialogue."""
+    """A batch of one dialogue a row."""
     positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
-    given = None if noises is None else iter(noises)
-    batch = collate_packed([[row] for row in rows], positions, totals, given, dtype=dtype, auxiliary=auxiliary)
-    return replace(batch, begins_BT=None)
+    return replace(collate_packed([[row] for row in rows], positions, totals, auxiliary), begins_BT=None)
 
 
 def collate_packed(
     packed: list[list[Row]],
     positions: Iterator[dict[Group, Positions]],
     totals: dict[Group, int],
-    noises: Iterator[Tensor] | None = None,
-    width: int = 0,
-    dtype: torch.dtype = torch.float32,
     auxiliary: Sequence[int] = (),
+    width: int = 0,
 ) -> Batch:
-    """Pads, to at least `width` inputs, and shifts. `positions` yields each dialogue's. `noises` yields what is added,
-    in float32, to each dialogue's input features, never to its labels; then all is rounded to `dtype`. `auxiliary`:
-    which of the rows' auxiliary states.
+    """Pads, to at least `width` inputs, and shifts. States stay as they are stored. `positions` yields each dialogue's.
+    `auxiliary`: which of the rows' auxiliary states.
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
-    shape = len(packed), inputs
-    stored = packed[0][0].scales_TS is not None  # float8, which the device decodes
-    dtype = packed[0][0].hidden_TD.dtype if stored else dtype
-    hidden = torch.zeros(*shape, packed[0][0].hidden_TD.shape[1], dtype=dtype)
+    shape, one = (len(packed), inputs), packed[0][0]
+    hidden = torch.zeros(*shape, one.hidden_TD.shape[1], dtype=one.hidden_TD.dtype)
     labels = torch.zeros_like(hidden)
-    states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=dtype) if auxiliary else None
-    scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)} if stored else {}
-    scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if stored and auxiliary else {}
+    states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=hidden.dtype) if auxiliary else None
+    scales = {}
+    if one.scales_TS is not None:  # float8, which `Batch.to` decodes
+        scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)}
+        scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     chosen: dict[Group, list[tuple[Tensor, Tensor]]] = {}
     for b, rows in enumerate(packed):
         begin = 0
         for row in rows:
             here = slice(begin, begin + len(row.input_ids) - 1)
-            hidden[b, here] = row.hidden_TD[:-1] if noises is None else row.hidden_TD[:-1] + next(noises)
-            labels[b, here] = row.hidden_TD[1:]
+            hidden[b, here], labels[b, here] = row.hidden_TD[:-1], row.hidden_TD[1:]
             if row.scales_TS is not None:
                 scales["hidden_BTD"][b, here] = row.scales_TS[:-1, 0]
                 scales["labels_BTD"][b, here] = row.scales_TS[1:, 0]
@@ -185,31 +185,15 @@ def collate_packed(
                     scales["auxiliary_BTSD"][b, here] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
             if states is not None:
                 assert row.auxiliary_TKD is not None
-                states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)].to(dtype)
-            before[b, here], tokens[b, here] = (
-                torch.from_numpy(ids.astype(np.int64)) for ids in (row.input_ids[:-1], row.input_ids[1:])
-            )
-            for group, one in next(positions).items():
+                states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)]
+            ids = torch.from_numpy(row.input_ids.astype(np.int64))
+            before[b, here], tokens[b, here] = ids[:-1], ids[1:]
+            for group, found in next(positions).items():
                 at = b * inputs + begin
-                chosen.setdefault(group, []).append((one.inputs + at, one.labels + (at - 1)))
+                chosen.setdefault(group, []).append((found.inputs + at, found.labels + (at - 1)))
             begins[b, here] = begin
             begin = here.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
     flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}
     return Batch(hidden, tokens, labels, flat, totals, begins, states, before, documents=documents, scales=scales)
-
-
-def uniform_noise(row: Row, half_width: float, scaling: str, seed: tuple[int, ...]) -> Tensor:
-    """U(-half_width, half_width) for the T-1 inputs of one dialogue; "legacy" scales it by 512 / T (EAGLE's code).
-
-    It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch.
-    """
-    length, width = row.hidden_TD.shape
-    values = np.random.default_rng(seed).random((length - 1, width), dtype=np.float32)
-    return torch.from_numpy(values).mul_(2).sub_(1).mul_(float(np.float32(scaled(half_width, length, scaling))))
-
-
-def scaled(half_width: float, length: int, scaling: str) -> float:
-    """Of the noise of a dialogue of so many tokens."""
-    return half_width * (512 / length if scaling == "legacy" else 1.0)

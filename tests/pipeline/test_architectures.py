@@ -89,7 +89,7 @@ def trained(recipe: Recipe, target: Target, name: str):
     draft.bind(embed_head)
     count = sum(int(row.loss_mask.sum()) for row in rows)
     totals, auxiliary = dict.fromkeys(objective_of(draft.config).groups, count), range(len(draft.needs.auxiliary))
-    batch = collate(rows, objective_of(draft.config), totals, auxiliary=auxiliary)
+    batch = collate(rows, objective_of(draft.config), totals, auxiliary).to(torch.device("cpu"), torch.float32)
     optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
     for _ in range(5):
         optimizer.zero_grad()

@@ -10,11 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from pipeline.features.batch import Batch, Noise, collate, collate_packed, scaled, uniform_noise
-from pipeline.features.positions import ChoosesPositions, Group, Positions, counts
-from pipeline.features.schema import Row
+from pipeline.features.batch import Batch, Noise, collate, collate_packed
+from pipeline.features.positions import ChoosesPositions, counts
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
@@ -46,58 +44,33 @@ class Batches:
         self.order = Order(store.texts, config, seed)
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
-        """This rank's, as `Batch.to` takes them to a device: to an accelerator from pinned memory, with what it decodes
-        and draws itself. (Its noise is its own generator's, from the same seeds.)
-        """
-        rows = self.order.rows_of(step)
-        positions = {number: self._positions(number, step) for row in rows for number in row}
+        """This rank's: on a CPU whole, for an accelerator in pinned memory, as `Batch.to` takes them there."""
+        rows, texts = self.order.rows_of(step), self._store.texts
+        seeds = {number: (self._seed, step, number) for row in rows for number in row}  # whichever rank asks
+        positions = {n: self._objective.positions(texts.ids(n), texts.mask(n), seed) for n, seed in seeds.items()}
         totals = counts(list(positions.values()))
-        size, epoch = self._config.micro_batch, step // self.order.steps_per_epoch
+        width, size = self._config.pack_tokens or 0, self._config.micro_batch
         out = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
-            here = device.type == "cpu"
-            batch = replace(self._collate(rows[first : first + size], positions, totals, epoch, here), step=step)
-            out.append(batch if here else batch.pinned())
+            mine = rows[first : first + size]
+            read = [[self._store.row(number, decode=False) for number in row] for row in mine]
+            chosen = (positions[number] for row in mine for number in row)
+            batch = collate_packed(read, chosen, totals, self._auxiliary, width)
+            noise = list(self._noise(mine, step // self.order.steps_per_epoch)) if self._config.noise else []
+            batch = replace(batch, step=step, noise=noise, begins_BT=batch.begins_BT if width else None)
+            out.append(_ready(batch, self._config, device))
         return out
 
-    def _positions(self, number: int, step: int) -> dict[Group, Positions]:
-        """A dialogue's at this step, whichever rank asks."""
-        texts = self._store.texts
-        return self._objective.positions(texts.ids(number), texts.mask(number), (self._seed, step, number))
-
-    def _collate(
-        self,
-        rows: list[list[int]],
-        positions: dict[int, dict[Group, Positions]],
-        totals: dict[Group, int],
-        epoch: int,
-        here: bool,
-    ) -> Batch:
-        """`positions`: by dialogue. `here`: with noise, and decoded."""
-        read = [[self._store.row(number, here) for number in row] for row in rows]
-        noises = None
-        if self._config.noise and here:
-            pairs = [pair for row in zip(rows, read, strict=True) for pair in zip(*row, strict=True)]
-            noises = (self._noise(number, row, epoch) for number, row in pairs)
-        width = self._config.pack_tokens or 0
-        dtype = DTYPES[self._config.dtype]
-        chosen = (positions[number] for row in rows for number in row)
-        batch = collate_packed(read, chosen, totals, noises, width, dtype, self._auxiliary)
-        if self._config.noise and not here:
-            batch.noise = [noise for b, row in enumerate(rows) for noise in self._noise_there(b, row, read[b], epoch)]
-        return batch if width else replace(batch, begins_BT=None)
-
-    def _noise(self, number: int, row: Row, epoch: int) -> Tensor:
-        return uniform_noise(row, self._config.noise, self._config.noise_scaling, (self._seed, epoch, number))
-
-    def _noise_there(self, b: int, numbers: list[int], rows: list[Row], epoch: int) -> Iterator[Noise]:
-        first = 0
-        for number, row in zip(numbers, rows, strict=True):
-            inputs = len(row.input_ids) - 1
-            half_width = scaled(self._config.noise, inputs + 1, self._config.noise_scaling)
-            yield Noise(b, first, inputs, half_width, (self._seed, epoch, number))
-            first += inputs
+    def _noise(self, rows: list[list[int]], epoch: int) -> Iterator[Noise]:
+        """Of each dialogue, by its epoch; "legacy" scales it by 512 / T (EAGLE's code)."""
+        for b, numbers in enumerate(rows):
+            first = 0
+            for number in numbers:
+                inputs = len(self._store.texts.ids(number)) - 1
+                scale = 512 / (inputs + 1) if self._config.noise_scaling == "legacy" else 1.0
+                yield Noise(b, first, inputs, self._config.noise * scale, (self._seed, epoch, number))
+                first += inputs
 
     def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:
         """(step, micro-batches) from `first` to the end."""
@@ -134,17 +107,19 @@ def validation_batches(
     Where a share is short, a batch without a trained position fills in.
     """
     size, auxiliary = config.micro_batch, auxiliary_of(store, needs)
-    here, dtype = device.type == "cpu", DTYPES[config.dtype]
 
     def made(first: int) -> Batch:
         begin = first + rank * size
-        rows = [store.row(number, here) for number in range(begin, min(begin + size, len(store)))]
-        batch = collate(rows or [store.row(0, here)], objective, {}, auxiliary=auxiliary, dtype=dtype)
+        rows = [store.row(number, decode=False) for number in range(begin, min(begin + size, len(store)))]
+        batch = collate(rows or [store.row(0, decode=False)], objective, {}, auxiliary)
         batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
-        batch = batch if rows else batch.emptied()
-        return batch if here else batch.pinned()
+        return _ready(batch if rows else batch.emptied(), config, device)
 
     return read_ahead(made, range(0, len(store), size * ranks))
+
+
+def _ready(batch: Batch, config: TrainConfig, device: torch.device) -> Batch:
+    return batch.to(CPU, DTYPES[config.dtype]) if device.type == "cpu" else batch.pinned()
 
 
 def auxiliary_of(store: FeatureStore, needs: Needs) -> list[int]:
