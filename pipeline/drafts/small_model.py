@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import ByLevels, DraftConfig
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.drafting import Drafting
 from pipeline.drafts.parts.losses import LossKind, OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.reads_text import ReadsText
@@ -143,7 +144,7 @@ class SmallModelConfig(DraftConfig):
         return Needs(final=False)
 
 
-class SmallModel(ReadsText, ByLevels):
+class SmallModel(ReadsText, Drafting):
     """It guesses from the tokens that both vocabularies have."""
 
     def __init__(self, config: SmallModelConfig, shapes: dict[str, Any]):

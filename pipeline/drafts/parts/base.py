@@ -1,16 +1,12 @@
-"""What a draft is beside its weights: its settings, which a recipe and a tree ask, and how its trees grow."""
+"""The settings of a draft, which a recipe and a tree ask."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draws, Pool, RoundInput, Timer, untimed
-from pipeline.decoding.grow import best_pool, grow
-from pipeline.decoding.tree import Tree
 from pipeline.drafts.parts.losses import Term
 from pipeline.lm.states import Needs
 
@@ -109,21 +105,3 @@ class DraftConfig(Settings):
                 "draft has them not: use 'plain'"
             )
         return replace(tree, parallel=parallel)
-
-
-class ByLevels:
-    """A draft that answers level by level: its trees grow from `start` and `step`."""
-
-    stepwise = True
-
-    def propose(
-        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
-    ) -> Tree:
-        return grow(self, state, inputs, tree, draws, timer)
-
-    def pool(self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
-        return best_pool(self, state, inputs, tree, count, timer)
-
-    def accept_probability(self, depth: int, score: float) -> float:
-        """Its own probability of the path: the score is that one's logarithm."""
-        return math.exp(min(score, 0.0))

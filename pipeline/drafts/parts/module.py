@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parts.base import ByLevels
+from pipeline.drafts.parts.drafting import Drafting
 from pipeline.drafts.parts.layers import initialise
 from pipeline.drafts.parts.losses import OwnHead
 from pipeline.lm.embedding_head import EmbeddingAndHead
@@ -159,14 +158,5 @@ class DraftModule(nn.Module):
         return self.own_heads[number] if self.own_heads else self.embed_head.head
 
 
-class TrainedDraft(ByLevels, DraftModule):
+class TrainedDraft(Drafting, DraftModule):
     """A draft with weights, which drafts, too; what it is trained on stands apart (objective.py)."""
-
-    @abstractmethod
-    def open(self) -> Any: ...
-
-    @abstractmethod
-    def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput: ...
-
-    @abstractmethod
-    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput: ...
