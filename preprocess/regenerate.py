@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from pipeline.artifacts.provenance import write_provenance
 from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed, write_text
+from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed
 from pipeline.basics.journal import Journal
 from pipeline.basics.progress import Progress
 from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
@@ -36,7 +36,7 @@ from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
-from preprocess.dump.driver import REJECTED, require_lasting
+from preprocess.dump.driver import listed, require_lasting, torn_tail, write_rejected
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
@@ -95,84 +95,65 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
     intake, skipped, journal = Intake(recipe.data), Counter(), Journal(folder / PARTS, digest(made_by))
     write_provenance(folder, recipe)
     write_sealed(folder / MANIFEST, {"made_by": made_by})
-    total = _Total()
-    for index in journal:
-        total.add(Part(**journal[index]))
-    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(total.parts.get(task.index), recipe))
-    start = total.answered + len(total.rejected)
+
+    def finished(index: int) -> Part | None:
+        return Part(**journal[index]) if index in journal else None
+
+    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished(task.index), recipe))
+    start = sum(_count(Part(**journal[index])) for index in journal)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
         for part in records(recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch"):
             journal.add(part.index, asdict(part))
-            total.add(part)
-            progress.advance(len(part.dialogues) + len(part.rejected), parts=len(total.parts))
-    rejected = [*intake.rejected, *total.rejected]
-    if total.answered + len(rejected) + sum(skipped.values()) != intake.records:
-        raise PipelineError(
-            f"{total.answered} answered, {len(rejected)} rejected and {sum(skipped.values())} skipped dialogues are "
-            f"not the {intake.records} records of {recipe.data.source}: use another output"
-        )
-    if not total.answered:
-        raise PipelineError(f"data.source {recipe.data.source} holds no dialogue that the target answers")
-    lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
-    write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
-    with atomic_path(folder / DIALOGUES) as temporary, temporary.open("w", encoding="utf-8") as whole:
-        for index in sorted(journal):
-            whole.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in journal[index]["dialogues"])
+            progress.advance(_count(part), parts=len(journal))
+    counts, edits, rejected = Counter(), Counter(), list(intake.rejected)
+    with atomic_path(folder / DIALOGUES) as temporary:
+        with temporary.open("w", encoding="utf-8") as file:
+            for index in sorted(journal):
+                part = Part(**journal[index])
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in part.dialogues)
+                counts += Counter(answered=len(part.dialogues), answers=part.answers, tokens=part.tokens)
+                edits.update(part.edits)
+                rejected += part.rejected.items()
+        _require_accounted(recipe, intake.records, counts["answered"], len(rejected), skipped.total())
+    write_rejected(folder, rejected)
     accounting = {
         "records": intake.records,
-        "answered": total.answered,
-        "answers": total.answers,
-        "tokens": total.tokens,
+        "answered": counts["answered"],
+        "answers": counts["answers"],
+        "tokens": counts["tokens"],
         "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
         "skipped": dict(skipped),
-        "edits": dict(sorted(total.edits.items())),
+        "edits": dict(sorted(edits.items())),
         "torn_tail_after": intake.tail.torn_after,
     }
     checksum = sha256(folder / DIALOGUES)
     write_sealed(folder / MANIFEST, {"made_by": made_by, "accounting": accounting, "dialogues_sha256": checksum})
 
 
-class _Total:
-    """What the finished parts add up to; of their dialogues the number only."""
+def _count(part: Part) -> int:
+    return len(part.dialogues) + len(part.rejected)
 
-    def __init__(self):
-        self.parts: dict[int, Part] = {}  # by index, without their dialogues
-        self.edits: Counter[str] = Counter()
-        self.answered = self.answers = self.tokens = 0
 
-    def add(self, part: Part) -> None:
-        self.parts[part.index] = replace(part, dialogues=[])
-        self.edits.update(part.edits)
-        self.answered += len(part.dialogues)
-        self.answers += part.answers
-        self.tokens += part.tokens
-
-    @property
-    def rejected(self) -> list[tuple[str, str]]:
-        """(document id, reason) in the source's order."""
-        return [pair for index in sorted(self.parts) for pair in self.parts[index].rejected.items()]
+def _require_accounted(recipe: Recipe, records: int, answered: int, rejected: int, skipped: int) -> None:
+    if answered + rejected + skipped != records:
+        raise PipelineError(
+            f"{answered} answered, {rejected} rejected and {skipped} skipped dialogues are not the {records} records "
+            f"of {recipe.data.source}: use another output"
+        )
+    if not answered:
+        raise PipelineError(f"data.source {recipe.data.source} holds no dialogue that the target answers")
 
 
 def _report(folder: Path, counts: dict[str, Any]) -> list[str]:
-    def listed(fates: dict[str, int]) -> str:
-        return ", ".join(f"{reason} {count}" for reason, count in fates.items()) or "none"
-
-    lines = []
-    if counts["torn_tail_after"] is not None:
-        lines.append(
-            f"the source ends in the middle of a record: its {counts['torn_tail_after']} whole records are used"
-        )
     total = sum(counts["rejected"].values())
-    lines.append(
+    return [
+        *torn_tail(counts),
         f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
-        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})"
-    )
-    lines.append(
+        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})",
         f"{counts['answers']:,} answers, {counts['tokens']:,} tokens generated; dialogues changed: "
-        f"{listed(counts['edits'])}"
-    )
-    lines.append(f"train on them with data.source = {str(folder / DIALOGUES)!r}")
-    return lines
+        f"{listed(counts['edits'])}",
+        f"train on them with data.source = {str(folder / DIALOGUES)!r}",
+    ]
 
 
 if __name__ == "__main__":

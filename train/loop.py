@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     return draft
 
 
+@dataclass
+class Done:
+    """What a training has behind it: saved with its resume state."""
+
+    trained_tokens: int = 0
+    seconds: float = 0.0  # of the steps, without validations
+    left_out: int = 0  # turns whose micro-batches were not finite
+    validation: dict[str, float] = field(default_factory=dict)  # the last one
+    best: dict[str, Any] | None = None  # tau, step, trained tokens, seconds and validation of the best weights
+    stale: int = 0  # validations since these
+
+
 class _Run:
     """The loop and its bookkeeping."""
 
@@ -131,12 +144,7 @@ class _Run:
         self._engine, self._draft, self._batches = engine, draft, batches
         self._objective = objective_of(draft.config, recipe.train.mask)
         self._name, self._heldout, self._answers, self._tree = name, heldout, answers, recipe.tree(name)
-        self._trained_tokens = engine.progress.get("trained_tokens", 0)
-        self._seconds = engine.progress.get("seconds", 0.0)  # of the steps so far, without validations
-        self._left_out = engine.progress.get("left_out", 0)  # turns whose micro-batches were not finite
-        self._validation: dict[str, float] = engine.progress.get("validation", {})
-        self._best: dict[str, Any] | None = engine.progress.get("best")
-        self._stale = engine.progress.get("stale", 0)  # validations since the best one
+        self._done = Done(**engine.progress)
         self._decoder: acceptance.Decoder | None = None
         self._validation_copy: TrainedDraft | None = None  # validates; made once
         self._watched: dict[str, LoadedMethod] = {}  # of the twin, whose tau is estimated
@@ -150,7 +158,7 @@ class _Run:
     def _is_done(self) -> bool:
         """At the last step, or where no more is to be had."""
         patience = self._config.patience
-        return self._engine.step == self._batches.order.steps or (patience is not None and self._stale >= patience)
+        return self._engine.step == self._batches.order.steps or (patience is not None and self._done.stale >= patience)
 
     def to_the_end(self) -> None:
         """Trains, and decodes with the weights that are kept where the recipe says so."""
@@ -165,47 +173,37 @@ class _Run:
     def _steps(self) -> None:
         quiet, first = self._engine.rank != 0, self._engine.step
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
-            begin, before = time.monotonic(), self._trained_tokens
+            begin, before = time.monotonic(), self._done.trained_tokens
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
                     break
                 shown = self._one_step(micro_batches)
-                speed = (self._trained_tokens - before) / (time.monotonic() - begin)
+                speed = (self._done.trained_tokens - before) / (time.monotonic() - begin)
                 progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}"})
 
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()
         sums = self._engine.advance(micro_batches)
-        self._seconds += time.monotonic() - begin
+        self._done.seconds += time.monotonic() - begin
         values, step = self._averages(sums), self._engine.step
         main = self._terms[0].name
-        self._trained_tokens += int(sums[main]["positions"])
+        self._done.trained_tokens += int(sums[main]["positions"])
         if self._engine.left_out:
-            self._left_out += self._engine.turns_left_out
+            self._done.left_out += self._engine.turns_left_out
             self._write("left_out", {"what": self._engine.left_out})
         if sums[main]["positions"]:  # else all of the step was left out: there is no loss to speak of
-            self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._trained_tokens})
+            self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._done.trained_tokens})
         validated = step == self._batches.order.steps or step % self._config.validate_every == 0
         if validated:
             self._validate()
         if self._is_done or step % self._config.checkpoint_every == 0:
-            self._engine.save_resume(self._progress())
+            self._engine.save_resume(asdict(self._done))
         if validated and self._config.decode == "always":
-            self._decode(self._whole().state_dict(), self._validation, quiet=True)
+            self._decode(self._whole().state_dict(), self._done.validation, quiet=True)
         shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['agreement']:.3f}"}
-        if "estimated_tau" in self._validation:
-            shown["tau"] = f"{self._validation['estimated_tau']:.2f}"
+        if "estimated_tau" in self._done.validation:
+            shown["tau"] = f"{self._done.validation['estimated_tau']:.2f}"
         return shown
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "trained_tokens": self._trained_tokens,
-            "seconds": self._seconds,
-            "left_out": self._left_out,
-            "validation": self._validation,
-            "best": self._best,
-            "stale": self._stale,
-        }
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._metrics:
@@ -246,13 +244,13 @@ class _Run:
         )
         for batch in share:
             add_sums(pooled, self._engine.measure(batch))
-        self._validation = self._averages(self._engine.total(pooled))
+        self._done.validation = self._averages(self._engine.total(pooled))
         if self._answers is not None:
-            self._validation |= self._acceptance()
-        self._validation["trained_tokens"] = self._trained_tokens
-        if self._best is not None and self._best["step"] == self._engine.step:
-            self._best["validation"] = self._validation
-        self._write("validation", self._validation)
+            self._done.validation |= self._acceptance()
+        self._done.validation["trained_tokens"] = self._done.trained_tokens
+        if self._done.best is not None and self._done.best["step"] == self._engine.step:
+            self._done.best["validation"] = self._done.validation
+        self._write("validation", self._done.validation)
 
     def _whole(self) -> TrainedDraft:
         """The draft beside the one that trains, with its weights of now, whole whatever ZeRO does with them. All ranks
@@ -290,17 +288,18 @@ class _Run:
         self._write("decoded", shown)
 
     def _remember(self, tau: float, weights: dict) -> None:
-        if self._best is not None and not tau > self._best["tau"]:
-            self._stale += 1
+        done = self._done
+        if done.best is not None and not tau > done.best["tau"]:
+            done.stale += 1
             return
-        self._stale = 0
-        self._best = {"tau": tau, "step": self._engine.step, "trained_tokens": self._trained_tokens}
-        self._best["seconds"] = self._seconds
+        done.stale = 0
+        tokens, seconds = done.trained_tokens, done.seconds
+        done.best = {"tau": tau, "step": self._engine.step, "trained_tokens": tokens, "seconds": seconds}
         if self._config.keep == "best" and self._engine.rank == 0:
             checkpoint.write_weights(self._best_file(), weights)
 
     def _best_file(self) -> Path:
-        return self._recipe.resume_dir(self._folder.name) / BEST.format(step=self._best["step"])
+        return self._recipe.resume_dir(self._folder.name) / BEST.format(step=self._done.best["step"])
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
@@ -314,10 +313,11 @@ class _Run:
 
     @property
     def _kept(self) -> dict[str, Any]:
-        """Step, trained tokens and validation of the weights that are kept."""
-        last = {"step": self._engine.step, "trained_tokens": self._trained_tokens, "validation": self._validation}
-        last["seconds"] = self._seconds
-        return self._best if self._config.keep == "best" else last
+        """Step, trained tokens, seconds and validation of the weights that are kept."""
+        done, step = self._done, self._engine.step
+        if self._config.keep == "best":
+            return done.best
+        return {"step": step, **{key: getattr(done, key) for key in ("trained_tokens", "seconds", "validation")}}
 
     def facts(self) -> dict[str, Any]:
         """What was done, for the checkpoint and its card; of the kept weights where these are not the last."""
@@ -328,11 +328,11 @@ class _Run:
             "trained_tokens": kept["trained_tokens"],
             "dialogues": self._batches.order.dialogues,
             "ranks": self._engine.ranks,
-            "seconds": round(kept.get("seconds", self._seconds), 1),
+            "seconds": round(kept["seconds"], 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
         facts |= {"cut_short": self.cut_short} if self.cut_short else {}
-        return facts | ({"left_out": self._left_out} if self._left_out else {})
+        return facts | ({"left_out": self._done.left_out} if self._done.left_out else {})
 
     @property
     def cut_short(self) -> str | None:

@@ -64,14 +64,18 @@ def store_of(recipe: Recipe) -> Store | None:
 def fetch(
     recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True, folder: Path | None = None
 ) -> None:
-    """Where the recipe's features are in a store, brings them to `folder`, by default the run's own; what is there
-    already is kept.
+    """Brings the recipe's features to `folder`, by default the run's own, from its store, or else from the run's own
+    folder to another one. What is there already is kept.
 
     Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before
     anything is fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError,
     also for a dump that is not finished.
     """
-    store, folder = store_of(recipe), folder or recipe.features_dir
+    own, store = recipe.features_dir.resolve(), store_of(recipe)
+    folder = folder or recipe.features_dir
+    elsewhere = folder.resolve() != own
+    if store is None and elsewhere:
+        store = Store(own.as_uri(), name=str(recipe.features_dir))
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +90,9 @@ def fetch(
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
                 progress.advance(1)
-        store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
-        store.get(RECIPE, folder)
+        if not elsewhere:  # what evaluation and `verify` read
+            store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
+            store.get(RECIPE, folder)
         manifest.save(folder)
 
 

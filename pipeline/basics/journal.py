@@ -46,6 +46,9 @@ class Journal:
     def __contains__(self, task: Hashable) -> bool:
         return task in self._places
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._places)
 

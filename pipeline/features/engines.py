@@ -80,17 +80,17 @@ class TransformersSource:
         fill = stops[0] if stops else 0
         width = max(len(prompt.tokens) for prompt in prompts)
         tokens_BT = torch.full((len(prompts), width), fill)
-        seen_BT = torch.zeros_like(tokens_BT)
+        mask_BT = torch.zeros_like(tokens_BT)
         for b, prompt in enumerate(prompts):
             tokens_BT[b, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-            seen_BT[b, width - len(prompt.tokens) :] = 1
+            mask_BT[b, width - len(prompt.tokens) :] = 1
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=fill
         )
         finite = _Finite()
         out_BT = self._target.model.generate(
             input_ids=tokens_BT.to(device),
-            attention_mask=seen_BT.to(device),
+            attention_mask=mask_BT.to(device),
             generation_config=config,
             logits_processor=LogitsProcessorList([finite, *self._processors(prompts, sampling)]),
             stopping_criteria=StoppingCriteriaList([_Alive(alive)]),

@@ -111,30 +111,31 @@ class Manifest:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
-        names = set()
-        for set_name, record in found._listed():
-            if not _is_named_rightly(record, set_name) or record.name in names:
+        names = set[str]()
+        sets_fit = all(split in SPLITS for split in (*found.text, *(shard.split for shard in found.shards)))
+        sets_fit &= all(shard.split == ANSWERS for shard in found.answers)
+        for split, index, record in found._listed():
+            if not sets_fit or not _is_right(split, index, record) or record.name in names:
                 raise PipelineError(
-                    f"{path}: {record.name!r} (of {set_name!r}) is not one that a dump writes, or is there twice. "
+                    f"{path}: {record.name!r} (of {split!r}) is not one that a dump writes, or is there twice. "
                     f"{UNREADABLE}"
                 )
             names.add(record.name)
         return found
 
-    def _listed(self) -> Iterator[tuple[str, Record]]:
-        """Every file of the folder with the name of its set."""
-        yield from self.text.items()
-        for shard in self.shards:
-            yield shard.split if shard.split in SPLITS else "", shard
-        for shard in self.answers:
-            yield ANSWERS, shard
+    def _listed(self) -> Iterator[tuple[str, int | None, Record]]:
+        """(its set, its number there or None for a whole table, itself) of every file."""
+        for split, table in self.text.items():
+            yield split, None, table
+        for shard in (*self.shards, *self.answers):
+            yield shard.split, shard.index, shard
             if shard.text is not None:
-                yield ANSWERS, shard.text
+                yield shard.split, shard.index, shard.text
 
     @property
     def files(self) -> list[Record]:
         """Tables and shards."""
-        return [record for _, record in self._listed()]
+        return [record for _, _, record in self._listed()]
 
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
@@ -177,19 +178,16 @@ def text_name(split: str, index: int | None = None) -> str:
     return f"text-{split}.arrow" if index is None else f"text-{split}-{index:06d}.arrow"
 
 
-def _is_named_rightly(record: Record, set_name: str) -> bool:
-    """Whether it names the file that its set and index make, and no other place; and whether its counts are such."""
+def _is_right(split: str, index: int | None, record: Record) -> bool:
+    """Whether it names the file that its set and number make, and no other place; and whether its counts are such."""
     counts: list[Any] = [record.rows, record.bytes]
-    if isinstance(record, TextRecord):
-        here = set_name in SPLITS and record.name == text_name(set_name)
-        index = record.name.removeprefix(f"text-{ANSWERS}-").removesuffix(".arrow")
-        here |= set_name == ANSWERS and index.isdecimal() and record.name == text_name(ANSWERS, int(index))
-    else:
+    if isinstance(record, ShardRecord):
         counts += [record.index, record.tokens, record.trained_tokens]
-        here = set_name == record.split != ""
-    if not here or not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and count >= 0 for count in counts):
         return False
-    return isinstance(record, TextRecord) or record.name == shard_name(record.split, record.index)
+    if isinstance(record, ShardRecord):
+        return record.name == shard_name(split, record.index)
+    return record.name == text_name(split, index)
 
 
 def write_shard(
@@ -256,19 +254,14 @@ def prompts_damage(folder: Path, manifest: Manifest) -> str | None:
     return None if sha256(path) == manifest.prompts_sha256 else _OTHER
 
 
-def require_whole(folder: Path, record: ShardRecord, checksum: bool = True) -> None:
-    reason = damage(folder, record, checksum)
-    if reason:
-        raise PipelineError(
-            f"{kind_of(record)} {folder / record.name}: {reason}. It can be dumped again: "
-            f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
-        )
-
-
 def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.RecordBatchFileReader:
     """The shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
-    require_whole(folder, record, checksum=False)
     path = folder / record.name
+    if reason := damage(folder, record, checksum=False):
+        raise PipelineError(
+            f"{kind_of(record)} {path}: {reason}. It can be dumped again: "
+            f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+        )
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -286,7 +279,7 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
-        """Opens the table and every shard and checks size, structure and origin (not checksums: see `require_whole`).
+        """Opens the table and every shard and checks size, structure and origin (not checksums: see `checked.py`).
 
         Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged file.
         """

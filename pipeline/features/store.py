@@ -1,4 +1,4 @@
-"""Feature folders in an object store: s3://, gs://, abfs://, hdfs:// through pyarrow, anything else through fsspec.
+"""Feature folders elsewhere: s3://, gs://, abfs://, hdfs://, file:// through pyarrow, anything else through fsspec.
 
 A dump's worker writes a shard on its own disk and sends it off; a trainer's node fetches what it lacks to its own disk
 and maps it from there. The manifest in the store is the truth: an object that it does not list does not count, so a
@@ -13,24 +13,17 @@ from pyarrow import fs
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256, unsealed
-from pipeline.features.shards import (
-    MANIFEST,
-    UNREADABLE,
-    Manifest,
-    Record,
-    damage,
-)
+from pipeline.features.shards import MANIFEST, UNREADABLE, Manifest, Record, damage
 
 
 class Store:
     """One folder of a store. Every method raises PipelineError when the store cannot be reached or refuses."""
 
-    def __init__(self, url: str):
-        self.name = url
+    def __init__(self, url: str, name: str = ""):
+        """`name`: what messages call it."""
+        self.name = name or f"features.store {url}"
         if "://" not in url:
-            raise PipelineError(
-                f"features.store={self.name!r} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ..."
-            )
+            raise PipelineError(f"{self.name} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ...")
         try:
             try:
                 self._fs, root = fs.FileSystem.from_uri(url)
@@ -45,7 +38,7 @@ class Store:
 
     def _failed(self, what: str, error: Exception) -> PipelineError:
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        return PipelineError(f"features.store {self.name}: {what} failed: {why}")
+        return PipelineError(f"{self.name}: {what} failed: {why}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every object of the folder, by name."""
@@ -72,8 +65,8 @@ class Store:
                 raise self._unreadable(name, error) from None
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
-                    f"features.store {self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it "
-                    f"again: python -m preprocess.verify {folder} --recipe RECIPE --repair"
+                    f"{self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
+                    "python -m preprocess.verify OUTPUT/features --recipe RECIPE --repair"
                 )
 
     def manifest(self) -> Manifest:
@@ -88,9 +81,7 @@ class Store:
     def _unreadable(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):
             return self._failed(f"reading {name}", error)
-        return PipelineError(
-            f"features.store {self.name} has no {name}: dump the features first, or dump again what is missing"
-        )
+        return PipelineError(f"{self.name} has no {name}: dump the features first, or dump again what is missing")
 
     def _missing(self, name: str) -> bool:
         try:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
@@ -104,11 +105,9 @@ def record_of(path: Path, file: ArrowFile) -> TextRecord:
 class TextTable:
     """Some rows of a text table, numbered from 0 in its order. Ids and masks are views into the mapped file."""
 
-    def __init__(self, parts: list[pa.RecordBatch]):
-        self._parts = parts
-        self._starts = np.cumsum([0, *(part.num_rows for part in parts)])
-        self._ends = [part.column("input_ids").offsets.to_numpy() for part in parts]
-        self.rows_N = np.arange(self._starts[-1])  # number -> row of the table
+    def __init__(self, table: pa.Table, rows_N: np.ndarray | None = None):
+        self._table = table
+        self.rows_N = np.arange(table.num_rows) if rows_N is None else rows_N  # number -> row of the table
 
     @classmethod
     def open(cls, folder: Path, records: list[TextRecord], spec: FeatureSpec) -> "TextTable":
@@ -127,42 +126,31 @@ class TextTable:
             if not whole or not reader.schema.equals(text_schema(spec), check_metadata=True):
                 raise PipelineError(f"text table {path} is not the one of the manifest. {REMEDY}")
             parts += found
-        return cls(parts)
+        return cls(pa.Table.from_batches(parts, text_schema(spec)))
 
     def only(self, rows_N: np.ndarray) -> "TextTable":
         """The same table, of which only these rows are numbered."""
-        found = TextTable(self._parts)
-        found.rows_N = rows_N
-        return found
+        return TextTable(self._table, rows_N)
 
     def __len__(self) -> int:
         return len(self.rows_N)
 
-    def _at(self, number: int) -> tuple[int, int]:
-        row = int(self.rows_N[number])
-        part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return part, row - int(self._starts[part])
+    def _cell(self, name: str, number: int) -> pa.Scalar:
+        return self._table.column(name)[int(self.rows_N[number])]
 
     def doc_id(self, number: int) -> str:
-        part, at = self._at(number)
-        return self._parts[part].column("doc_id")[at].as_py()
-
-    def _column(self, name: str, number: int) -> np.ndarray:
-        part, at = self._at(number)
-        begin, end = self._ends[part][at : at + 2]
-        return self._parts[part].column(name).values.to_numpy(zero_copy_only=True)[begin:end]
+        return self._cell("doc_id", number).as_py()
 
     def ids(self, number: int) -> np.ndarray:
-        return self._column("input_ids", number)
+        return self._cell("input_ids", number).values.to_numpy(zero_copy_only=True)
 
     def mask(self, number: int) -> np.ndarray:
-        return self._column("loss_mask", number)
+        return self._cell("loss_mask", number).values.to_numpy(zero_copy_only=True)
 
     @property
     def lengths_N(self) -> np.ndarray:
         """Tokens of each numbered row."""
-        every = np.concatenate([np.empty(0, np.int64), *(np.diff(ends) for ends in self._ends)])
-        return every[self.rows_N]
+        return pc.list_value_length(self._table.column("input_ids")).to_numpy()[self.rows_N]
 
 
 def some_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:

@@ -35,7 +35,7 @@ class Part:
 
 @dataclass
 class Conversation:
-    """A dialogue while it is had again."""
+    """A dialogue while its questions are asked again."""
 
     doc_id: str
     messages: Messages  # so far
@@ -149,8 +149,8 @@ class AnswerWorker:
 
     def _seed(self, conversation: Conversation) -> int:
         """Of the recipe's seed, the dialogue and the question's number."""
-        mark = f"{self._recipe.seed}\0{conversation.doc_id}\0{conversation.answers}"
-        return int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big")
+        question = f"{self._recipe.seed}\0{conversation.doc_id}\0{conversation.answers}"
+        return int.from_bytes(hashlib.sha256(question.encode()).digest()[:7], "big")
 
     def _take(self, conversation: Conversation, answer: list[int]) -> None:
         """Adds an answer, or ends the conversation: before one that the target could not give, an empty one, a loop or

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.features import feature_spec, store_of
 from pipeline.artifacts.provenance import PROVENANCE, RECIPE, write_own_recipe, write_provenance
@@ -184,8 +185,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         for record in manifest.text.values():
             _move(folder / record.name, store)
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
-    lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
-    write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
+    write_rejected(folder, rejected)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
     known = {record.name for record in manifest.files}
@@ -226,6 +226,22 @@ def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, Arr
             yield task
 
 
+def write_rejected(folder: Path, rejected: list[tuple[str, str]]) -> None:
+    """(document id, reason) of each dialogue that is not used."""
+    lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
+    write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
+
+
+def listed(fates: dict[str, int]) -> str:
+    return ", ".join(f"{fate} {count}" for fate, count in fates.items()) or "none"
+
+
+def torn_tail(counts: dict[str, Any]) -> list[str]:
+    """A report's line on a source that was cut; none where it was not."""
+    whole = counts["torn_tail_after"]
+    return [] if whole is None else [f"the source ends in the middle of a record: its {whole} whole records are used"]
+
+
 def _count(manifest: Manifest) -> int:
     return len(manifest.shards) + len(manifest.answers)
 
@@ -238,21 +254,13 @@ def _together(manifest: Manifest) -> str:
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     counts = manifest.accounting
-    lines = []
-    if counts["torn_tail_after"] is not None:
-        lines.append(
-            f"the source ends in the middle of a record: its {counts['torn_tail_after']} whole records are used"
-        )
-    rejected = ", ".join(f"{reason} {count}" for reason, count in counts["rejected"].items()) or "none"
-    skipped = ", ".join(f"{reason}: {count}" for reason, count in counts["skipped"].items()) or "none"
-    total = sum(counts["rejected"].values())
+    lines, total = torn_tail(counts), sum(counts["rejected"].values())
     further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(
-        f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected ({rejected}) + "
-        f"skipped ({skipped})"
+        f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "
+        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})"
     )
-    edits = ", ".join(f"{edit} {count}" for edit, count in counts["edits"].items()) or "none"
-    lines.append(f"edits: {edits}; chat template: {manifest.spec.template_settings or 'no settings'}")
+    lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
     if together := _together(manifest):
         lines.append(f"split: {together}, each on one side")
     for split in SPLITS:

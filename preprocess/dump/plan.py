@@ -50,25 +50,26 @@ def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
     return encode_pieces(_here["tokenizer"], dialogue, data)
 
 
-class _Encoding:
+def _begin(processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig) -> Callable[[], Encoded]:
     """Call it for the result. Raises what `encode_pieces` does."""
+    with _alive(), deaf_children():  # it may start the process
+        future = processes.submit(_encode_there, dialogue, data)
 
-    def __init__(self, processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig):
-        with self._alive(), deaf_children():  # it may start the process
-            self._future = processes.submit(_encode_there, dialogue, data)
+    def result() -> Encoded:
+        with _alive():
+            return future.result()
 
-    def __call__(self) -> Encoded:
-        with self._alive():
-            return self._future.result()
+    return result
 
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenProcessPool:
-            raise PipelineError(
-                "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
-            ) from None
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise PipelineError(
+            "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
+        ) from None
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Plan:
     calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training's sake
     _open: dict[str, list[Document]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
-    _train_tokens: int = 0
+    train_tokens: int = 0  # so far; the last dialogue may go beyond ``data.max_tokens``
     _unusable: list[tuple[str, str]] = field(default_factory=list)
     _intake: Intake = field(init=False)
 
@@ -95,11 +96,6 @@ class Plan:
     @property
     def records(self) -> int:
         return self._intake.records
-
-    @property
-    def train_tokens(self) -> int:
-        """So far; the last dialogue may go beyond ``data.max_tokens``."""
-        return self._train_tokens
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
@@ -121,7 +117,7 @@ class Plan:
                 self._open[split].append(document)
                 self.accepted[split] += 1
                 if split == "train":
-                    self._train_tokens += len(document.input_ids)
+                    self.train_tokens += len(document.input_ids)
                 if len(self._open[split]) == self.recipe.features.rows_per_shard:
                     yield self._close(split)
         for split, documents in self._open.items():
@@ -149,8 +145,7 @@ class Plan:
             waiting: deque = deque()
             for dialogue in self._intake:
                 wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                job = _Encoding(processes, dialogue, data) if wanted else None
-                waiting.append((dialogue, job))
+                waiting.append((dialogue, _begin(processes, dialogue, data) if wanted else None))
                 if len(waiting) > AHEAD * planners:
                     yield waiting.popleft()
             yield from waiting
@@ -179,7 +174,7 @@ class Plan:
         data = self.recipe.data
         if split == "validation":
             return self.accepted[split] >= data.validation_dialogues
-        tokens = data.max_tokens is not None and self._train_tokens >= data.max_tokens
+        tokens = data.max_tokens is not None and self.train_tokens >= data.max_tokens
         return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
 
     def _offer_prompt(self, dialogue) -> None:
@@ -214,11 +209,10 @@ class Plan:
         late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)
-        if accepted + len(rejected) + sum(self.skipped.values()) != self.records + self.further:
+        if accepted + len(rejected) + self.skipped.total() != self.records + self.further:
             raise PipelineError(
-                f"{accepted} accepted, {len(rejected)} rejected and {sum(self.skipped.values())} skipped dialogues "
-                "are not the "
-                f"{self.records} records of {self.recipe.data.source}: dump again into another folder"
+                f"{accepted} accepted, {len(rejected)} rejected and {self.skipped.total()} skipped dialogues are not "
+                f"the {self.records} records of {self.recipe.data.source}: dump again into another folder"
             )
         return {
             "records": self.records,

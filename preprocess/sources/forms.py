@@ -59,11 +59,11 @@ def _prompted(record: dict) -> list | None:
 
 
 def _instructed(record: dict) -> list | None:
-    instruction, output, beside = (record.get(name) for name in ("instruction", "output", "input"))
+    instruction, output, context = (record.get(name) for name in ("instruction", "output", "input"))
     if instruction is None or output is None:
         return None
-    if isinstance(instruction, str) and isinstance(beside, str) and beside.strip():
-        instruction = f"{instruction}\n\n{beside}" if instruction.strip() else beside
+    if isinstance(instruction, str) and isinstance(context, str) and context.strip():
+        instruction = f"{instruction}\n\n{context}" if instruction.strip() else context
     return [*_turns(instruction, "user"), *_turns(output, "assistant")]
 
 
@@ -79,13 +79,13 @@ def _has_exchange(column: Any) -> bool:
     return "user" in roles and "assistant" in roles[roles.index("user") :]
 
 
-def _tokens(ids: Any, mask: Any, seen: Any) -> Encoded:
-    """Whether the ids are the target's, `raw.py` sees."""
-    columns = [ids, mask] if seen is None else [ids, mask, seen]
+def _tokens(ids: Any, mask: Any, attended: Any) -> Encoded:
+    """Whether the ids are the target's, `pieces.py` sees."""
+    columns = [ids, mask] if attended is None else [ids, mask, attended]
     whole = all(isinstance(column, list) and len(column) == len(ids) > 0 for column in columns)
     if not whole or any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
         raise Unusable("malformed_tokens")
-    if any(type(mark) not in (int, bool) or mark not in (0, 1) for column in columns[1:] for mark in column):
+    if any(type(flag) not in (int, bool) or flag not in (0, 1) for column in columns[1:] for flag in column):
         raise Unusable("malformed_tokens")
-    kept = np.ones(len(ids), bool) if seen is None else np.asarray(seen, bool)
+    kept = np.ones(len(ids), bool) if attended is None else np.asarray(attended, bool)
     return Encoded(np.asarray(ids, np.int32)[kept], np.asarray(mask, np.uint8)[kept])

@@ -1,26 +1,73 @@
-"""The source's usable dialogues: clean, of a wanted language, not there before. What became of the others is
-counted.
+"""The source's usable dialogues: clean, of a wanted language, not there before (by id, by content, nearly by MinHash).
+What became of the others is counted.
 """
 
+import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.lm import chat
+import py3langid
+from rensa import RMinHash, RMinHashLSH
+
+from pipeline.lm.chat import Encoded, Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue, clean, record_id
-from preprocess.sources.duplicates import Duplicates
 from preprocess.sources.groups import Groups
-from preprocess.sources.pieces import language
 from preprocess.sources.read import Tail, read_records
+
+LOOKED_AT = 4000  # characters of a dialogue whose language is judged
+PERMUTATIONS, BANDS, SHINGLE = 128, 32, 5  # words a shingle
+
+
+def language(dialogue: Dialogue) -> str:
+    """ISO 639-1 code."""
+    return str(py3langid.classify(dialogue.text[:LOOKED_AT])[0])
 
 
 def clean_in_language(record: Any, data: DataConfig, groups: Groups) -> Dialogue:
-    """Raises chat.Unusable by the rules of `dialogues.clean`, or as "language": that of mere tokens is not known."""
+    """Raises Unusable by the rules of `dialogues.clean`, or as "language": that of mere tokens is not known."""
     dialogue = clean(record, data.repeated)
-    if data.languages and (isinstance(dialogue.raw, chat.Encoded) or language(dialogue) not in data.languages):
-        raise chat.Unusable("language")
+    if data.languages and (isinstance(dialogue.raw, Encoded) or language(dialogue) not in data.languages):
+        raise Unusable("language")
     return replace(dialogue, group=groups.of(record, dialogue.doc_id))
+
+
+class Duplicates:
+    """Remembers what there was: 16 bytes a dialogue, and with `near` about 2 KB more."""
+
+    def __init__(self, near: float | None):
+        """`near`: the estimated Jaccard similarity of word 5-grams from which two dialogues count as one; None: off."""
+        self._near, self._ids, self._texts = near, set(), set()
+        self._signatures: list[RMinHash] = []
+        self._index = RMinHashLSH(threshold=near, num_perm=PERMUTATIONS, num_bands=BANDS) if near else None
+
+    def refuse_repeated(self, dialogue: Dialogue) -> None:
+        """Remembers the dialogue, or raises Unusable("duplicate" | "duplicate_text" | "near_duplicate")."""
+        self._refuse(self._ids, dialogue.doc_id, "duplicate")
+        self._refuse(self._texts, dialogue.text, "duplicate_text")
+        if self._index is not None:
+            signature = RMinHash(num_perm=PERMUTATIONS, seed=0)
+            signature.update(shingles(dialogue.text))
+            for number in self._index.query(signature):
+                if signature.jaccard(self._signatures[number]) >= self._near:
+                    raise Unusable("near_duplicate")
+            self._index.insert(len(self._signatures), signature)
+            self._signatures.append(signature)
+
+    @staticmethod
+    def _refuse(before: set[bytes], text: str, reason: str) -> None:
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+        if digest in before:
+            raise Unusable(reason)
+        before.add(digest)
+
+
+def shingles(text: str) -> list[str]:
+    """Runs of five words, in lower case; the whole text where it is shorter."""
+    words = re.findall(r"\w+", text.lower())
+    return [" ".join(words[at : at + SHINGLE]) for at in range(max(len(words) - SHINGLE + 1, 1))]
 
 
 @dataclass
@@ -41,7 +88,7 @@ class Intake:
             try:
                 dialogue = clean_in_language(record, self.data, groups)
                 duplicates.refuse_repeated(dialogue)
-            except chat.Unusable as reason:
+            except Unusable as reason:
                 self.rejected.append((record_id(record), str(reason)))
                 continue
             groups.count(dialogue.group, dialogue.doc_id)

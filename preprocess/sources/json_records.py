@@ -92,45 +92,11 @@ _TOO_LONG = b"(a line that is too long)\n"
 
 
 def holds_lines(file: Watched) -> bool:
-    """Whether a file is JSON lines, by its first lines: one that begins with an object is, and one that begins
-    otherwise but holds a line with an object of its own is, too, unless it begins as a list. A list that is whole on
-    its line and has an object on the next one is garbage before lines.
+    """Whether a file is JSON lines: one that begins with an object is, and one that does not begin as a list, but has a
+    line with an object of its own.
     """
-    begin = file.peek(BLOCK // 2).lstrip()
-    if begin[:1] == b"{":
-        return True
-    if begin[:1] == b"[" and _is_list_before_object(begin):
-        return True
-    if begin[:1] == b"[" and _begins_list(begin.decode(errors="replace")):
-        return False
-    return any(_is_object(line) for line in file.peek(AHEAD).split(b"\n")[1:])
-
-
-def _is_list_before_object(begin: bytes) -> bool:
-    line, _, rest = begin.partition(b"\n")
-    if rest.lstrip()[:1] != b"{":
-        return False
-    try:
-        json.loads(line)
-    except RecursionError:
-        return line.rstrip().endswith(b"]") and line.count(b"[") == line.count(b"]")
-    except ValueError:
-        return False
-    return True
-
-
-def _begins_list(text: str) -> bool:
-    at = _SPACE.match(text, 1).end()
-    first_line = len(text.partition("\n")[0])
-    try:
-        _, end = _parse(text, at)
-    except RecursionError:
-        return True
-    except json.JSONDecodeError as error:
-        return _ends_in(text, error) or error.pos >= first_line
-    except ValueError:  # a number of thousands of digits
-        return True
-    return text[_SPACE.match(text, end).end() :][:1] in ("", ",", "]")
+    begin = file.peek(BLOCK).lstrip()[:1]
+    return begin == b"{" or (begin != b"[" and any(_is_object(line) for line in file.peek(AHEAD).split(b"\n")[1:]))
 
 
 def _is_object(line: bytes) -> bool:

@@ -2,40 +2,36 @@
 
 cut       the first `max_length` tokens
 turns     as many whole exchanges as fit; "too_long" when the first one does not
-windows   several documents ID#0, ID#1, ...: each holds the system turn and as many further exchanges as fit; an
-exchange
+windows   several documents ID#0, ID#1, ...: each holds the system turn and as many further exchanges as fit; one
           that does not fit by itself is cut; one whose question does not fit is dropped and counted
 
 A dialogue, or a window of it, is one sequence. Where the target's template shows earlier answers otherwise than the
 last one, it is a sequence for every answer, each a document of its own ("one_sequence_per_answer"); these are as long
-as their longest. A record without turns is `raw.py`'s.
+as their longest.
+
+A text without turns is what the target reads before it goes on: its tokenizer's tokens (with what that puts in front),
+all trained but the first, which nothing comes before. It has no turns to cut at ("too_long"), and its windows are of
+`max_length` tokens each; so are those of tokens that come with their mask.
 """
 
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-import py3langid
+import numpy as np
 
 from pipeline.lm import chat
 from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.raw import encode_raw
 
 Encode = Callable[[Messages, int | None], list[Encoded]]  # `chat.encode` of one dialogue's tools and the recipe's rules
-LOOKED_AT = 4000  # characters of a dialogue whose language is judged
-
-
-def language(dialogue: Dialogue) -> str:
-    """ISO 639-1 code."""
-    return str(py3langid.classify(dialogue.text[:LOOKED_AT])[0])
 
 
 def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
     """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
     if dialogue.raw is not None:
-        pieces, edits = encode_raw(tokenizer, dialogue.raw, data)
+        pieces, edits = _encode_raw(tokenizer, dialogue.raw, data)
     else:
         pieces, edits = _encode_turns(tokenizer, dialogue, data)
     kept = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
@@ -196,3 +192,42 @@ def _windows(encode: Encode, messages: Messages, limit: int) -> tuple[list[list[
     if not windows:
         raise Unusable("no_assistant_token")
     return windows, dropped
+
+
+# -- records without turns -------------------------------------------------------------------------------------------
+
+
+def _encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[Encoded], list[str]]:
+    """``(sequences, edits)``. Raises Unusable("tokens_outside_vocabulary" | "no_assistant_token" |
+    "only_assistant_tokens" | "too_long").
+    """
+    whole, edits = _whole_of(tokenizer, raw), ["text" if isinstance(raw, str) else "tokens"]
+    if len(whole.input_ids) <= data.max_length or data.long == "cut":
+        sequences = [_part(whole, 0, data.max_length)]
+    elif data.long == "turns":
+        raise Unusable("too_long")
+    else:
+        sequences = [_part(whole, at, data.max_length) for at in range(0, len(whole.input_ids), data.max_length)]
+        edits.append("cut_into_windows")
+    trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
+    if not trained:
+        raise Unusable("no_assistant_token")
+    return trained, [*edits, *["window_without_answer"] * (len(sequences) - len(trained))]
+
+
+def _whole_of(tokenizer, raw: str | Encoded) -> Encoded:
+    if isinstance(raw, str):
+        ids = np.asarray(tokenizer(raw)["input_ids"], np.int32)
+        return Encoded(ids, np.ones(len(ids), np.uint8))
+    if len(raw.input_ids) and raw.input_ids.max() >= len(tokenizer):
+        raise Unusable("tokens_outside_vocabulary")
+    if len(raw.loss_mask) and raw.loss_mask.all():
+        raise Unusable("only_assistant_tokens")
+    return raw
+
+
+def _part(whole: Encoded, at: int, length: int) -> Encoded:
+    """Nothing comes before a part's first token, so nothing is trained on it."""
+    ids, mask = whole.input_ids[at : at + length], whole.loss_mask[at : at + length].copy()
+    mask[:1] = 0
+    return Encoded(ids, mask)

@@ -45,8 +45,8 @@ def name_results(messages: Messages) -> None:
         if message["role"] == "assistant":
             waiting = list(message.get("tool_calls", []))
         elif message["role"] == "tool" and waiting:
-            mark = message.get("tool_call_id")
-            call = next((call for call in waiting if mark is None or call.get("id", mark) == mark), None)
+            asked = message.get("tool_call_id")
+            call = next((call for call in waiting if asked is None or call.get("id", asked) == asked), None)
             if call is not None:
                 waiting.remove(call)
                 message.setdefault("name", call["function"]["name"])
@@ -97,5 +97,5 @@ def _call(call: Any) -> dict:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise Unusable(BAD_CALL)
-    mark = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**mark, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -33,6 +33,8 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
     ]
     assert clean(asked(messages=messages)) == expected
     assert clean(asked(conversations=messages)) == expected  # some data sets mix the two
+    kept = clean(record(("user", " q\n"), ("bing", "\ta "))).messages  # white space is
+    assert kept == [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\ta "}]
     nulls = [{"from": None, "value": None, **message} for message in messages]  # and fill absent columns
     assert clean(asked(conversations=None, messages=nulls)) == expected
 
@@ -66,11 +68,11 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
         ("text", "malformed"),
         ([], "malformed"),
         ({"id": "x"}, "malformed"),
-        ({"id": "x", "conversations": {}}, "malformed"),
-        ({"id": "x", "conversations": ["hi"]}, "malformed"),
-        ({"id": "x", "conversations": [{"from": "human"}]}, "malformed"),
-        ({"id": "x", "conversations": [{"from": "human", "value": 3}]}, "malformed"),
-        ({"id": "x", "conversations": [{"from": None, "value": "hi"}]}, "malformed"),
+        ({"conversations": {}}, "malformed"),
+        ({"conversations": ["hi"]}, "malformed"),
+        ({"conversations": [{"from": "human"}]}, "malformed"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "malformed"),
+        ({"conversations": [{"from": None, "value": "hi"}]}, "malformed"),
         (record(Q, ("critic", "x"), A), "unknown_role"),
         (record(Q, ("tool", "x"), A), "stray_tool_result"),
         (asked(messages=[{"role": "user"}]), "malformed"),
@@ -84,10 +86,7 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
         (record(("human", " \n\t"), A), "blank_turn"),
         (record(Q, ("gpt", "")), "blank_turn"),
         (record(), "no_exchange"),
-        (record(Q), "no_exchange"),
-        (record(A), "no_exchange"),
         (record(A, Q), "no_exchange"),
-        (record(("system", "x")), "no_exchange"),
         (record(("system", "x"), Q), "no_exchange"),
     ],
 )
@@ -120,17 +119,15 @@ TURNS = {Q: "Q", A: "A", B: "B", S: "S"}
         ([Q, Q, A], "user:why?/why? A", None, "repeated_role"),
         ([Q, A, B], "Q assistant:because./more.", "Q A", "repeated_role"),
         ([Q, A, B, B, Q, A], "Q assistant:because./more./more. Q A", "Q A", "repeated_role"),
-        ([Q, A, Q, Q], "Q A", "Q A", "repeated_role"),
         ([S, S, Q, A], "system:s/s Q A", None, "repeated_role"),
         ([Q, S, A], "Q S A", "Q S A", "repeated_role"),
-        ([Q, A, S, Q, A], "Q A S Q A", "Q A S Q A", "repeated_role"),
         ([S, A, S, Q, A], "system:s/s Q A", None, "repeated_role"),
         ([("system", " "), Q, A], "Q A", "Q A", "blank_turn"),
         ([Q, A, ("human", " ")], "Q A", "Q A", "blank_turn"),
         ([Q, A, Q, ("gpt", "\n"), Q, A], "Q A", "Q A", "blank_turn"),
         ([Q, ("gpt", " "), Q, A], None, None, "blank_turn"),
         ([Q, A, Q, ("tool", "x"), A], "Q A", "Q A", "stray_tool_result"),
-        ([("developer", "s"), Q, A], "S Q A", "S Q A", None),
+        ([("developer", "s"), ("user", "why?"), ("bard", "because.")], "S Q A", "S Q A", None),
     ],
 )
 def test_a_turn_out_of_order_is_joined_or_costs_what_follows_or_the_record(pairs, join, cut, reject):
@@ -164,27 +161,13 @@ def test_a_joined_answer_keeps_its_thoughts_and_its_call():
     assert dialogue.messages[1:] == [joined | {"tool_calls": [{"type": "function", **call}]}]
 
 
-@pytest.mark.parametrize("asker", ["human", "user"])
-@pytest.mark.parametrize("answerer", ["gpt", "chatgpt", "bing", "bard", "assistant"])
-def test_every_known_role_has_one_of_three_names(asker, answerer):
-    dialogue = clean(record(("system", "s"), (asker, " q\n"), (answerer, "\ta ")))  # white space is kept
-    assert dialogue.messages == [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": " q\n"},
-        {"role": "assistant", "content": "\ta "},
-    ]
-    assert dialogue.edits == ()
-
-
 @pytest.mark.parametrize(
     ("pairs", "kept", "edits"),
     [
         ([A, Q, A], [Q, A], ("leading_assistant_dropped",)),
-        ([A, A, Q, A], [Q, A], ("leading_assistant_dropped",)),
         ([("gpt", " "), Q, A], [Q, A], ("leading_assistant_dropped",)),
         ([("tool", "x"), Q, A], [Q, A], ("leading_tool_dropped",)),
         ([("system", "s"), A, Q, A], [("system", "s"), Q, A], ("leading_assistant_dropped",)),
-        ([Q, A, Q], [Q, A], ("trailing_user_dropped",)),
         ([A, Q, A, Q], [Q, A], ("leading_assistant_dropped", "trailing_user_dropped")),
         ([Q, A, Q, A], [Q, A, Q, A], ()),
     ],

@@ -12,7 +12,6 @@ from preprocess.sources.groups import LONGEST, held_out
 from preprocess.sources.intake import Intake
 from tests.kit import ROOT
 from tests.preprocess.test_dialogues import turns
-from tests.preprocess.test_plan import planned, recipe_for
 
 SHAREGPT = [f"{stem:07d}_{part}" for stem in range(300) for part in (0, 11, 7)[: 1 + stem % 3]]
 
@@ -28,7 +27,7 @@ def groups_of(tmp_path, ids: list[str], group: str | None = None, **columns) -> 
     return {dialogue.doc_id: dialogue.group for dialogue in intake}, intake.grouped
 
 
-@pytest.mark.parametrize("form", ["row_{}", "example_{}", "{}", "train-{}", "a/b_{}"])
+@pytest.mark.parametrize("form", ["example_{}", "{}", "a/b_{}"])
 def test_ids_that_only_count_are_no_parts(tmp_path, form):
     """The whole source was one conversation: all held out, or nothing."""
     groups, counts = groups_of(tmp_path, [form.format(number) for number in range(1000)])
@@ -59,15 +58,6 @@ def test_ids_that_count_behind_the_first_records_are_no_parts(tmp_path, before, 
 def test_parts_follow_each_other(tmp_path):
     groups, _ = groups_of(tmp_path, ["aaaaaaa_0", "aaaaaaa_2", "bbbbbbb_0", "aaaaaaa_5", "aaaaaaa_7"])
     assert list(groups.values()) == ["aaaaaaa", "aaaaaaa", "bbbbbbb", "aaaaaaa_5", "aaaaaaa_7"]
-
-
-def test_the_report_says_how_many_are_parts(tmp_path):
-    source = tmp_path / "data.json"
-    two = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(9)]
-    ids = ["hRPPgZT_0", "hRPPgZT_11", *(f"other_{n}" for n in range(7))]
-    source.write_text(json.dumps([{"id": i, "conversations": c} for i, c in zip(ids, two, strict=True)]))
-    plan, _ = planned(recipe_for(source, data={"heldout_fraction": 0.0}))
-    assert plan._intake.grouped == {"conversations": 1, "dialogues": 2}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.duplicates import Duplicates, shingles
-from preprocess.sources.pieces import accepted_messages, encode_pieces, language
+from preprocess.sources.intake import Duplicates, language, shingles
+from preprocess.sources.pieces import accepted_messages, encode_pieces
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, LLAMA_2, MISTRAL, QWEN_2_5, tokenizer_with
 from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled

@@ -121,8 +121,7 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.parametrize("ascii_only", [True, False])
-@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(("ascii_only", "indent"), [(True, 1), (False, None)])
 def test_every_cut_of_a_list_is_a_torn_tail(tmp_path, ascii_only, indent):
     text = json.dumps(AWKWARD, ensure_ascii=ascii_only, indent=indent).encode()
     ends = [
@@ -137,9 +136,8 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-@pytest.mark.parametrize("depth", [json_records.DEEPEST, 1_100, 200_000])
+@pytest.mark.parametrize(("depth", "place"), [(json_records.DEEPEST, 2), (1_100, 0), (200_000, 2), (200_000, 5)])
 @pytest.mark.parametrize("form", ["list", "lines"])
-@pytest.mark.parametrize("place", [0, 2, 5])
 def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, form, place):
     deep = f'{{"id": "deep \\"]}}\\\\", "conversations": {nested(depth)}}}'
     items = [json.dumps(item) for item in RECORDS]
@@ -147,6 +145,10 @@ def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, f
     got, tail = read(write(tmp_path, f"[{', '.join(items)}]" if form == "list" else "\n".join(items) + "\n"))
     assert got[:place] + got[place + 1 :] == RECORDS and tail == Tail(None)
     assert isinstance(got[place], str) and len(got[place]) <= json_records.SHOWN and fate(got[place]) == "malformed"
+    if form == "list" and depth > 1_100:  # a file that ends in such a record is torn
+        assert read(write(tmp_path, f"[{json.dumps(RECORDS[0])}, {deep[: depth + 400]}")) == (RECORDS[:1], Tail(1))
+        with pytest.raises(PipelineError, match="it ends in its first record"):
+            read(write(tmp_path, f"[{deep[:depth]}"))
     item = {"id": "x", "conversations": json.loads(nested(json_records.DEEPEST - 1))}  # as deep as allowed
     assert read(write(tmp_path, json.dumps([item] if form == "list" else item)))[0] == [item]
 
@@ -170,14 +172,6 @@ def test_a_record_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path, mo
     assert max(longest, default=0) < 1_200_000 < len(long)
 
 
-@pytest.mark.parametrize("cut", [1_000, 400_000])
-def test_a_file_that_ends_in_a_record_that_is_passed_over_is_torn(tmp_path, cut):
-    text = f"[{json.dumps(RECORDS[0])}, {nested(200_000)}"
-    assert read(write(tmp_path, text[: -400_000 + cut - 1])) == (RECORDS[:1], Tail(1))
-    with pytest.raises(PipelineError, match="it ends in its first record"):
-        read(write(tmp_path, f"[{nested(200_000)[: cut - 1]}"))
-
-
 def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
     items = [json.dumps(RECORDS[0]), "9" * 5000, f'{{"id": {"9" * 5000}}}', json.dumps(RECORDS[1])]
     for text in (f"[{', '.join(items)}]", "\n".join(items)):
@@ -190,14 +184,9 @@ def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
     "garbage",
     [
         "hello",
-        "<html></html>",
-        "[INFO] fetched",
-        "[2024-01-01] fetched",
         "null",
         "3",
         "\udcff\udc89PNG",
-        "[1,2]",
-        "[" * 1100 + "]" * 1100,
     ],
 )
 def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage):
@@ -205,8 +194,15 @@ def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage)
     assert got[1:] == RECORDS and tail == Tail(None) and fate(got[0]) == "malformed"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-@pytest.mark.parametrize("text", [TEXT, LINES], ids=["list", "lines"])
+@pytest.mark.parametrize("garbage", ["[INFO] fetched", "[1, 2]", "[[1], [2]]", "[]"])
+def test_lines_behind_what_begins_as_a_list_are_refused(tmp_path, garbage):
+    with pytest.raises(PipelineError, match=r"its first record cannot be parsed|it is damaged after 2|no list of rec"):
+        read(write(tmp_path, f"{garbage}\n{LINES}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"), [(TEXT, "utf-16"), (LINES, "utf-16-le"), (TEXT, "utf-16-be"), (LINES, "utf-32")]
+)
 def test_text_of_two_bytes_a_character_is_refused_with_what_to_do(tmp_path, text, encoding):
     with pytest.raises(PipelineError, match="convert it"):
         read(write(tmp_path, text.encode(encoding)))
@@ -247,11 +243,6 @@ def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
     got, tail = read(write(tmp_path, LINES.replace('{"id": "doc2"', '@{"id": "doc2"')))
     assert [item for item in got if isinstance(item, dict)] == [*RECORDS[:2], *RECORDS[3:]]
     assert got[2].startswith('@{"id": "doc2"') and tail == Tail(None)
-
-
-def test_long_lines_cross_the_readers_blocks(tmp_path):
-    items = [record(("human", "q" * 700_000), A, doc_id=str(number)) for number in range(5)]
-    assert read(write(tmp_path, "\n".join(map(json.dumps, items))))[0] == items
 
 
 # -- compressed files ------------------------------------------------------------------------------------------------

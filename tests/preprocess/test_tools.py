@@ -79,15 +79,11 @@ def test_a_call_is_trained_as_the_assistants_words_and_its_result_is_not(templat
         record["tools"] = json.dumps([WEATHER])
     found, _, tokenizer = pieces(record, template)
     assert [run for piece in found for run in masked_runs(tokenizer, piece)] == TRAINED[template]
+    last, _, _ = pieces(record, template, train_turns="last")
+    assert [run for piece in last for run in masked_runs(tokenizer, piece)] == TRAINED[template][1:]
     whole = text_of(tokenizer, found[-1].input_ids)
     assert "city" in whole[: whole.index("Rain?")] or template == LLAMA_3_1  # the tool's description
     assert "12 C" in whole and whole.index("12 C") < whole.index("Yes.")
-
-
-@FORMS
-def test_only_the_last_turn_is_trained_where_the_recipe_says_so(template):
-    found, _, tokenizer = pieces(asked(QUESTION, CALL, RESULT, ANSWER), template, train_turns="last")
-    assert [run for piece in found for run in masked_runs(tokenizer, piece)] == TRAINED[template][1:]
 
 
 @pytest.mark.parametrize("template", [LLAMA_3_1, HERMES], ids=["llama-3.1", "hermes"])

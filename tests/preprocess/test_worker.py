@@ -107,15 +107,6 @@ def test_features_are_the_targets_own_hidden_states(
         torch.testing.assert_close(logits, out.logits[0], rtol=0, atol=20 * tolerance)
 
 
-def test_features_are_stored_in_the_recipes_dtype(tmp_path, source, tiny_target):
-    single, half = (
-        dumped(recipe, tmp_path / recipe.features.stored_dtype, first_task(recipe))
-        for recipe in (float_recipe(tiny_target, source, stored_dtype=dtype) for dtype in ("float32", "bfloat16"))
-    )
-    for index in range(len(single)):
-        assert torch.equal(half.row(index).hidden_TD, single.row(index).hidden_TD.bfloat16())
-
-
 def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_target):
     recipe = float_recipe(tiny_target, source)
     task = first_task(recipe)

@@ -79,7 +79,7 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (1, 2), (2, 1), (8, 1)])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (1, 2), (8, 1)])
 def test_ranks_and_micro_batches_share_out_exactly_the_global_batch(store, ranks, micro):
     reference = batches(store)
     shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
@@ -131,14 +131,6 @@ def test_totals_count_the_whole_global_batch(store, rule):
             assert sum(len(part.positions[horizon]) for part in parts) == want
 
 
-def test_totals_by_hand(tmp_path):
-    masks = [[0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1], [0, 0, 0]]
-    rows = [dialogue(number, mask=mask, tokens=[number] * len(mask)) for number, mask in enumerate(masks)]
-    one = batches(store_of(tmp_path, rows), global_batch=4, micro_batch=1)
-    # t_2 and later count for horizon 1: 2 + 3; t_3 and later for horizon 2: 1 + 2
-    assert [part.totals for part in one.micro_batches(0)] == [{1: 5, 2: 3}] * 4
-
-
 def test_noise_differs_by_epoch_and_can_be_switched_off(store):
     noisy, clean = batches(store, noise=0.5), batches(store, noise=0)
 
@@ -153,6 +145,9 @@ def test_noise_differs_by_epoch_and_can_be_switched_off(store):
     common = first.keys() & later.keys()
     assert common and all(not np.array_equal(first[number], later[number]) for number in common)
     assert all(0.1 < np.abs(offset).max() <= 0.5 + 1e-6 for offset in first.values())
+    noisy = batches(store, noise=0.5, noise_scaling="legacy")  # EAGLE's code
+    for number, offset in offsets(0).items():
+        np.testing.assert_allclose(offset, first[number] * 512 / len(dialogue(number).input_ids), rtol=1e-4, atol=1e-5)
     for number, (hidden, *_) in contents(clean.micro_batches(0)).items():
         assert hidden == tuple(dialogue(number).hidden_TD[:-1].flatten().tolist())
 
@@ -165,12 +160,6 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(store):
         assert all(contents(parts) == contents(one.micro_batches(step)) for step, parts in got)
 
 
-def test_a_batch_names_its_dialogues(store):
-    one = batches(store)
-    named = [ids for part in one.micro_batches(3) for ids in part.documents]
-    assert named == [[f"doc{row}"] for row in dialogues_of(one, 3)]
-
-
 # -- packed rows ----------------------------------------------------------------------------------------------------
 
 
@@ -181,11 +170,6 @@ def test_packed_rows_hold_every_dialogue_once_and_overflow_never(store):
     filled = [sum(inputs[n] for n in row) for row in rows]
     assert max(filled) <= 20 and len(rows) <= sum(inputs.values()) / 20 * 11 / 9 + 1  # first-fit decreasing's bound
     assert rows == packed(store.texts, 20, seed=3) != packed(store.texts, 20, seed=4)
-
-
-def test_a_dialogue_longer_than_a_row_is_refused_by_name(store):
-    with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
-        packed(store.texts, 6, seed=0)
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
@@ -227,7 +211,9 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
     assert one.order.dialogues == sum(len(dialogues_of(one, step)) for step in range(one.order.steps_per_epoch))
 
 
-def test_too_few_dialogues_are_refused(tmp_path):
+def test_too_few_dialogues_and_one_longer_than_a_row_are_refused(tmp_path, store):
+    with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
+        packed(store.texts, 6, seed=0)
     few = store_of(tmp_path, [dialogue(number) for number in range(7)])
     with pytest.raises(PipelineError, match=r"7 training dialogues do not fill one global batch of 8"):
         batches(few)
@@ -245,8 +231,8 @@ def test_a_global_batch_that_cannot_be_shared_out_is_refused(store, ranks, micro
 # -- validation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 17])
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize("count", [1, 8, 17])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (3, 2), (4, 1)])
 def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, count, ranks, micro):
     store = store_of(tmp_path, [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)])
     shares = [
@@ -263,14 +249,6 @@ def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, 
             assert trained_rows.all() or not (mask_of(batch, 1).any() or mask_of(batch, 2).any())
             seen += torch.tensor(numbers_in(batch))[trained_rows].tolist()
     assert sorted(seen) == list(range(count))
-
-
-def test_validation_has_no_noise(tmp_path):
-    store = store_of(tmp_path, [dialogue(0), dialogue(1)], "train")
-    (batch,) = validation_batches(store, config(noise=0.5), Horizons([1]), Needs(), 0, 0, 1)
-    for b in (0, 1):
-        clean = dialogue(b).hidden_TD[:-1]
-        assert torch.equal(batch.hidden_BTD[b, : len(clean)], clean)
 
 
 # -- the reduced vocabulary -----------------------------------------------------------------------------------------
@@ -293,10 +271,7 @@ def counted(tmp_path):
     ("size", "want"),
     [
         (1, [7]),
-        (2, [2, 7]),  # 2, 5 and 9 tie: the smaller id goes first
-        (3, [2, 5, 7]),
-        (4, [2, 5, 7, 9]),
-        (5, [2, 3, 5, 7, 9]),
+        (3, [2, 5, 7]),  # 2, 5 and 9 tie: the smaller id goes first
         (7, [0, 1, 2, 3, 5, 7, 9]),  # those that never occur tie, too
         (12, list(range(12))),
     ],

@@ -16,9 +16,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features import checked as remembering
 from pipeline.features.shards import Manifest
+from pipeline.features.store import Store
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from tests.kit import change_sealed
+from tests.kit import change_sealed, flip
 from tests.train.runs import losses, run_training
 from train import main
 from train.engine import ranks
@@ -36,19 +37,13 @@ def content(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in folder.glob("*.arrow")}
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
 # -- bringing --------------------------------------------------------------------------------------------------------
 
 
 def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
     spec, brought = Manifest.load(shared.features_dir).spec, []
-    one = features._copy_one
-    monkeypatch.setattr(features, "_copy_one", lambda *given: brought.append(given[2].name) or one(*given))
+    get = Store.get
+    monkeypatch.setattr(Store, "get", lambda *given: brought.append(given[1]) or get(*given))
     with ThreadPoolExecutor(4) as node:
         list(node.map(lambda _: features.bring(shared, spec), range(4)))
     assert content(shared.shards_dir) == content(shared.features_dir)
@@ -76,21 +71,22 @@ def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
         features.bring(recipe, replace(spec, template="1" * 16))
 
 
-def test_nothing_is_brought_where_no_place_is_named(dumped, monkeypatch):
+def test_nothing_is_brought_where_no_place_is_named(dumped):
     recipe = load_recipe(dumped[0])
-    monkeypatch.setattr(features, "_copy", None)
+    before = {path: path.stat() for path in recipe.features_dir.iterdir()}
     features.bring(recipe, Manifest.load(recipe.features_dir).spec)
     assert recipe.shards_dir == recipe.features_dir
+    assert before == {path: path.stat() for path in recipe.features_dir.iterdir()}
 
 
 def test_what_is_damaged_in_the_shared_folder_does_not_arrive(shared):
     name = min(content(shared.features_dir))
     flip(shared.features_dir / name)
-    with pytest.raises(PipelineError, match=rf"{shared.features_dir}/{name}: its SHA-256 is not the manifest's"):
+    with pytest.raises(PipelineError, match=rf"{shared.features_dir}: {name} is damaged there, its SHA-256 is not"):
         features.bring(shared, Manifest.load(shared.features_dir).spec)
     assert not (shared.shards_dir / name).exists() and not list(shared.shards_dir.glob(".features*"))
     (shared.features_dir / name).unlink()
-    with pytest.raises(PipelineError, match=f"{name}: it is missing"):
+    with pytest.raises(PipelineError, match=f"{shared.features_dir} has no {name}"):
         features.bring(shared, Manifest.load(shared.features_dir).spec)
 
 

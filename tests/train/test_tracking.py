@@ -97,18 +97,11 @@ def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
         open_tracker(tracked(tiny_recipe, "wandb"), "jakiro", tmp_path)
 
 
-def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
-    lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tr']))
-    with Metrics(tmp_path, 2, None):
-        pass
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
-
-
-def test_a_line_that_cannot_be_read_is_dropped_by_training_and_refused_by_who_draws_it(tmp_path):
-    path, good = tmp_path / "metrics.jsonl", b'{"kind": "train", "step": 1}'
-    for bad in (b'{"kind": "\xff"}', b"[" * 2000, b"[]"):
-        path.write_bytes(good + b"\n" + bad + b"\n")
+def test_lines_beyond_the_resumed_step_and_what_cannot_be_read_are_dropped_by_training(tmp_path):
+    """Who draws them refuses what cannot be read."""
+    path, good = tmp_path / "metrics.jsonl", b'{"kind": "train", "step": 2}'
+    for bad in (b'{"kind": "\xff"}', b"[" * 2000, b"[]", b'{"kind": "tr'):
+        path.write_bytes(good + b"\n" + bad + b"\n" + good.replace(b"2", b"3") + b"\n")
         with pytest.raises(PipelineError, match=r"metrics\.jsonl, line 2 is (not|a) JSON"):
             read_metrics(path)
         with Metrics(tmp_path, 2, None):

@@ -15,7 +15,6 @@ from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from train import acceptance
 from train.engine.engine import Engine
-from train.loop import _Run
 
 
 @pytest.fixture(params=["jakiro", "eagle"])
@@ -103,12 +102,6 @@ def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_o
     assert {name: value.data_ptr() for name, value in twin.state_dict().items()} == places
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in draft.state_dict().items())
     assert gathering == [1] * 2 * len(list(draft.parameters()))
-
-
-def test_a_run_makes_one_validation_copy(draft):
-    run, filled = object.__new__(_Run), []
-    run._draft, run._validation_copy, run._engine = draft, None, SimpleNamespace(fill=filled.append)
-    assert run._whole() is run._whole() and filled == [run._validation_copy] * 2
 
 
 def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):

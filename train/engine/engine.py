@@ -337,10 +337,10 @@ class Engine:
         folder = self._folder
         with together():
             state = read_state(folder)
-        seen = self.gathered(state and state["tag"])
-        if len(set(seen)) > 1:
+        tags = self.gathered(state and state["tag"])
+        if len(set(tags)) > 1:
             raise PipelineError(
-                f"the ranks see different resume states in {folder} ({', '.join(map(str, seen))}): `output`, or "
+                f"the ranks see different resume states in {folder} ({', '.join(map(str, tags))}): `output`, or "
                 "`train.resume`, has to be one folder that all nodes see"
             )
         if state is None:

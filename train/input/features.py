@@ -6,27 +6,20 @@ one that is damaged anywhere ends all ranks by name, before the first step.
 """
 
 import logging
-import shutil
 import socket
 import uuid
 from pathlib import Path
 
-from filelock import FileLock
-
 from pipeline.artifacts.features import fetch
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, sha256
-from pipeline.basics.progress import Progress
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
-from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, Record, damage, kind_of
-from pipeline.features.store import lacking
+from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, kind_of
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, place_on_host, together
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
-LOCK = ".fetch.lock"  # as `fetch` has it
 
 
 def bring(recipe: Recipe, expected: FeatureSpec) -> None:
@@ -38,10 +31,7 @@ def bring(recipe: Recipe, expected: FeatureSpec) -> None:
     """
     if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
         require_same(_held(recipe.shards_dir).spec, expected, recipe.shards_dir)
-    if recipe.features.store:
-        fetch(recipe, expected, folder=recipe.shards_dir)
-    elif recipe.shards_dir.resolve() != recipe.features_dir.resolve():
-        _copy(recipe.features_dir, recipe.shards_dir, expected)
+    fetch(recipe, expected, folder=recipe.shards_dir)
 
 
 def _held(copy: Path) -> Manifest:
@@ -53,35 +43,6 @@ def _held(copy: Path) -> Manifest:
             f"train.shards {copy}: its {MANIFEST} is damaged, or of another version of this project. Remove that "
             "folder if it holds copies only, and run again: the features are brought anew; else name another"
         ) from None
-
-
-def _copy(source: Path, folder: Path, expected: FeatureSpec) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCK):
-        manifest = Manifest.load(source)
-        require_same(manifest.spec, expected, source)
-        if not manifest.complete:
-            raise PipelineError(f"{source}: the dump is not finished. Run it again: it continues where it stopped")
-        wanted = lacking(folder, manifest)
-        with Progress("copy", len(wanted), "shards", quiet=not wanted) as progress:
-            for record in wanted:
-                _copy_one(source, folder, record)
-                progress.advance(1)
-        manifest.save(folder)
-
-
-def _copy_one(source: Path, folder: Path, record: Record) -> None:
-    reason = damage(source, record, checksum=False)
-    with atomic_path(folder / record.name) as temporary:
-        if not reason:
-            shutil.copyfile(source / record.name, temporary)
-            if sha256(temporary) != record.sha256:
-                reason = "its SHA-256 is not the manifest's: its content was changed or damaged"
-        if reason:
-            raise PipelineError(
-                f"{kind_of(record)} {source / record.name}: {reason}. It can be dumped again: "
-                f"python -m preprocess.verify {source} --recipe RECIPE --repair"
-            )
 
 
 def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:

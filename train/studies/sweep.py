@@ -20,24 +20,17 @@ from pipeline.running.variants import run_until, train_variant
 SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification": "cross-entropy"}
 
 
-def results(recipe: Recipe, rate: float) -> list[Row]:
-    """What each draft's last validation measured."""
-    out = []
+def measured(recipe: Recipe, rate: float) -> list[dict]:
+    """What each draft's last validation measured, a line a draft; adds it to the run's table of results."""
+    lines, rows = [], []
     for name in recipe.to_train:
-        measured = checkpoint.require_trained_under(recipe, name).training["validation"]
-        shown = {figure: measured[key] for key, figure in SHOWN.items() if key in measured}
+        validation = checkpoint.require_trained_under(recipe, name).training["validation"]
+        shown = {figure: validation[key] for key, figure in SHOWN.items() if key in validation}
+        lines.append({"draft": name, "rate": rate, **shown})
         what = {"setting": {"learning_rate": rate}, "origin": origin_of(recipe, name)}
-        out += [Row("trained", name, figure, value, **what) for figure, value in shown.items()]
-    return out
-
-
-def grouped(rows: list[Row]) -> list[dict]:
-    """One line a draft and rate."""
-    out: dict[tuple[str, float], dict] = {}
-    for row in sorted(rows, key=lambda row: (row.method, row.setting["learning_rate"])):
-        rate = row.setting["learning_rate"]
-        out.setdefault((row.method, rate), {"draft": row.method, "rate": rate})[row.figure] = row.value
-    return list(out.values())
+        rows += [Row("trained", name, figure, value, **what) for figure, value in shown.items()]
+    put_rows(recipe.eval_dir, rows, whole=True)
+    return lines
 
 
 def best_of(lines: list[dict]) -> dict[str, float]:
@@ -62,14 +55,11 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", required=True)
     arguments = parser.parse_args()
     run_until(arguments.recipe, arguments.overrides, "preprocess")
-    source, found = load_recipe(arguments.recipe, arguments.overrides), []
+    source, lines = load_recipe(arguments.recipe, arguments.overrides), []
     for rate in arguments.rates:
         changes = [f"train.learning_rate={rate}", "train.learning_rates={}"]
-        recipe = train_variant(arguments, changes, f"rate-{rate:g}", source)
-        rows = results(recipe, rate)
-        put_rows(recipe.eval_dir, rows, whole=True)
-        found += rows
-    lines = grouped(found)
+        lines += measured(train_variant(arguments, changes, f"rate-{rate:g}", source), rate)
+    lines.sort(key=lambda line: (line["draft"], line["rate"]))
     print(table(lines))
     print(json.dumps({"best": best_of(lines), "results": lines}))
 
