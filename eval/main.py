@@ -22,7 +22,7 @@ from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
-from pipeline.artifacts.reports import REPORT, origin_of, put_rows, read_report, read_rows
+from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
@@ -71,7 +71,7 @@ def settings_of(recipe: Recipe) -> dict:
 
 
 def measure(job: Job) -> dict:
-    """Runs the benchmarks and writes report.json, table.md and the plots into the run's eval folder."""
+    """Runs the benchmarks and writes rows, report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
     read_rows(recipe.eval_dir)  # a damaged table is told now, not after all decoding
     if recipe.eval.workers > 1:
@@ -79,11 +79,16 @@ def measure(job: Job) -> dict:
     outcomes = decode_all(job, fleet)
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
-    folder, entries = recipe.eval_dir, report.results(records, gates)
+    folder, settings = recipe.eval_dir, settings_of(recipe)
+    origins = {
+        name: origin_of(recipe, one.draft, hardware=where, settings=settings, tree=one.resolved_tree.to_json())
+        for name, one in methods.items()
+    }
+    rows = report.rows(records, gates, origins)
     metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
     trees = {name: method.resolved_tree for name, method in methods.items()}
     own = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
-    drawn = plots.draw(entries, own, metrics, folder)
+    drawn = plots.draw(rows, own, metrics, folder)
     tokenizer = load_tokenizer(recipe.target)
     measured = {
         "name": recipe.name,
@@ -91,20 +96,20 @@ def measure(job: Job) -> dict:
         "code": code_of("eval.main"),
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
-        "settings": settings_of(recipe),
+        "settings": settings,
         "template": template_settings(tokenizer, recipe.target),
         "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),
         "drafts": {name: facts_of(job, method) for name, method in methods.items()},
         "tuned": read_tuned(recipe),
-        "results": entries,
+        "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
         "samples": samples(job, records, tokenizer),
-        "table": report.table(entries),
+        "table": report.table(rows),
         "plots": {path.name: sha256(path) for path in drawn},
     }
-    origins = {name: origin_of(recipe, method.draft, hardware=where) for name, method in methods.items()}
-    put_rows(folder, report.rows(entries, records, origins), whole=True)
+    (folder / REPORT).unlink(missing_ok=True)  # no report stands beside another one's rows
+    put_rows(folder, rows, whole=True)
     write_provenance(folder, recipe)
     write_text(folder / "table.md", measured["table"] + "\n")
     write_sealed(folder / REPORT, measured)

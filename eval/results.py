@@ -26,13 +26,12 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from eval.measure import plots
+from eval.measure.report import USUAL, said
 from eval.studies.differences import Table, differences, slopes
 from pipeline.artifacts.reports import ROWS, Row, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-
-USUAL = ["tau", "speedup"]
 
 
 @dataclass(frozen=True)
@@ -104,16 +103,6 @@ def chosen(found: list[Found], instruments: list[str] | None) -> list[Found]:
     if unknown := wanted - known:
         raise PipelineError(f"--instrument {unknown.pop()!r}: the runs have rows of {', '.join(sorted(known))}")
     return [one for one in found if one.row.instrument in wanted]
-
-
-def said(figure: str, value: float | None, interval: list[float] | None = None) -> str:
-    """One figure as a table shows it."""
-    if value is None:
-        return "withheld"
-    digits, unit = (
-        (".2f", "x" if figure == "speedup" else "") if figure.startswith(("tau", "speedup")) else (",.6g", "")
-    )
-    return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + unit
 
 
 def table(found: list[Found], figures: list[str] | None = None) -> str:

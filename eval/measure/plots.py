@@ -10,14 +10,16 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from eval.measure.report import Place, by_place, rates
 from pipeline.artifacts.curves import COLOURS, draw_training
 from pipeline.artifacts.reports import Row
 
 
-def draw(entries: list[dict], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
+def draw(rows: list[Row], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
     """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_plot_depth(entries, parallel, folder), _plot_bars(entries, folder)]
+    found = by_place(rows)
+    drawn = [_plot_depth(found, parallel, folder), _plot_bars(found, folder)]
     drawn.append(draw_training(metrics, folder / "loss_curves.png"))
     plt.close("all")
     return drawn
@@ -37,20 +39,22 @@ def _close(figure, path: Path) -> Path:
     return path
 
 
-def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> Path:
-    """`parallel`: method -> the depth below which levels come without a draft forward of their own."""
-    shown = [entry for entry in entries if entry["temperature"] == min(e["temperature"] for e in entries)]
-    benchmarks = sorted({entry["benchmark"] for entry in shown})
-    drafts = sorted({entry["draft"] for entry in shown})
+def _plot_depth(found: dict[Place, dict[str, Row]], parallel: dict[str, int], folder: Path) -> Path:
+    """At the lowest temperature. `parallel`: method -> the depth below which levels come without a draft forward of
+    their own.
+    """
+    lowest = min(temperature for _, temperature, _ in found)
+    benchmarks = sorted({benchmark for benchmark, _, _ in found})
+    methods = sorted({method for _, _, method in found})
     figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.9), sharey=True, squeeze=False)
     figure.set_layout_engine("constrained")
     for axis, benchmark in zip(axes[0], benchmarks, strict=True):
-        for entry in (e for e in shown if e["benchmark"] == benchmark):
-            rates, colour = entry["acceptance_by_depth"], COLOURS[drafts.index(entry["draft"]) % 6]
-            axis.plot(range(1, len(rates) + 1), rates, "o-", label=entry["draft"], color=colour)
-            free = range(parallel.get(entry["draft"], len(rates)) + 1, len(rates) + 1)
-            axis.plot(free, [rates[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
-        axis.set(title=f"{benchmark}, T = {shown[0]['temperature']:g}", xlabel="depth in the tree", ylim=(0, 1.05))
+        for method in [name for where, t, name in found if (where, t) == (benchmark, lowest)]:
+            shown, colour = rates(found[benchmark, lowest, method]), COLOURS[methods.index(method) % 6]
+            axis.plot(range(1, len(shown) + 1), shown, "o-", label=method, color=colour)
+            free = range(parallel.get(method, len(shown)) + 1, len(shown) + 1)
+            axis.plot(free, [shown[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
+        axis.set(title=f"{benchmark}, T = {lowest:g}", xlabel="depth in the tree", ylim=(0, 1.05))
         axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accepted, given the depth before")
@@ -60,23 +64,23 @@ def _plot_depth(entries: list[dict], parallel: dict[str, int], folder: Path) -> 
     return _save(figure, folder / "acceptance_by_depth.png")
 
 
-def _plot_bars(entries: list[dict], folder: Path) -> Path:
-    drafts = sorted({entry["draft"] for entry in entries})
-    groups = list(dict.fromkeys((entry["benchmark"], entry["temperature"]) for entry in entries))
+def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
+    methods = sorted({method for _, _, method in found})
+    groups = list(dict.fromkeys((benchmark, temperature) for benchmark, temperature, _ in found))
     figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 4.1), layout="constrained")
-    width = 0.8 / len(drafts)
+    width = 0.8 / len(methods)
     labels = {"tau": "tau (tokens per target pass)", "speedup": "speed-up over plain"}
-    for axis, (value, label) in zip(axes, labels.items(), strict=True):
-        for number, draft in enumerate(drafts):
-            chosen = {(e["benchmark"], e["temperature"]): e for e in entries if e["draft"] == draft}
-            heights = [chosen[g][value] or 0 for g in groups]
-            bounds = [chosen[g].get(f"{value}_interval") or [h, h] for g, h in zip(groups, heights, strict=True)]
+    for axis, (figure_name, label) in zip(axes, labels.items(), strict=True):
+        for number, method in enumerate(methods):
+            chosen = [found[*group, method][figure_name] for group in groups]
+            heights = [row.value or 0 for row in chosen]
+            bounds = [row.interval or [height, height] for row, height in zip(chosen, heights, strict=True)]
             errors = np.maximum((np.array(bounds) - np.array(heights)[:, None]).T * [[-1], [1]], 0)
             places = np.arange(len(groups)) + number * width
-            axis.bar(places, heights, width * 0.92, label=draft, color=COLOURS[number % 6])
+            axis.bar(places, heights, width * 0.92, label=method, color=COLOURS[number % 6])
             axis.errorbar(places, heights, errors, fmt="none", ecolor="black", capsize=3, lw=1)
         axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
-        axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(drafts) - 1) / 2)
+        axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(methods) - 1) / 2)
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
     _legend_above(figure, axes[0])
     return _save(figure, folder / "tau_and_speed.png")

@@ -1,4 +1,4 @@
-"""Raw records -> pooled figures with intervals -> the report's entries and its table. Ratios are formed here, once.
+"""Raw records -> pooled figures with intervals -> rows, and the tables that show them. Ratios are formed here, once.
 
 Definitions, repeated in every report: tau is `pipeline.decoding.accept.Acceptance.tau`, pooled over all answers.
 Speed-up is plain decoding's seconds per token over the draft's, pooled over the same prompts and repeats of the same
@@ -9,9 +9,8 @@ failed.
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
 from pipeline.running import markdown
+
+USUAL = ("tau", "speedup")
+DEPTH = "accepted at depth "  # and the depth: a figure's name
+Figures = dict[str, dict[str, Any]]  # by figure, what its row holds of it
+Place = tuple[str, float, str]  # benchmark, temperature, method
 
 
 def interval(statistic, *samples: np.ndarray) -> list[float] | None:
@@ -42,55 +46,31 @@ def interval(statistic, *samples: np.ndarray) -> list[float] | None:
     return [round(float(found.low), 4), round(float(found.high), 4)]
 
 
-def results(records: list[Record], gates: dict[tuple[str, str, float], Gate]) -> list[dict[str, Any]]:
-    """One entry per benchmark, temperature and method (its key is "draft")."""
+def rows(
+    records: list[Record], gates: dict[tuple[str, str, float], Gate], origins: dict[str, dict[str, Any]]
+) -> list[Row]:
+    """The figures of each benchmark, temperature and method; `origins` by method. tau has its counts by prompt, and
+    with them a digest of plain decoding's answers, by which others know that they may be compared.
+    """
     grouped: dict[tuple, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         grouped[record.benchmark, record.temperature][record.method].append(record)
     out = []
     for (benchmark, temperature), by_method in grouped.items():
-        circling = {_place(r) for r in by_method[PLAIN] if repeats_itself(r.generation.tokens)}
+        baseline = by_method.pop(PLAIN)
+        circling = {_place(r) for r in baseline if repeats_itself(r.generation.tokens)}
+        answers = {
+            question: digest([r.generation.tokens for r in answered if r.repeat == 0])
+            for question, answered in _per_prompt(baseline).items()
+        }
         for method, drafted in by_method.items():
-            if method != PLAIN:
-                gate = gates[benchmark, method, temperature]
-                figures = _figures(drafted, by_method[PLAIN], gate)
-                figures |= _without(circling, drafted, by_method[PLAIN], gate)
-                out.append({"benchmark": benchmark, "temperature": temperature, "draft": method, **figures})
-    return out
-
-
-FIGURES = ("tau", "speedup", "tau_legacy", "draft_forwards_per_pass", "ms_per_token", "plain_ms_per_token")
-
-
-def rows(entries: list[dict], records: list[Record], origins: dict[str, dict[str, Any]]) -> list[Row]:
-    """The figures of `results`, one a row; `origins` by method. tau has its counts by prompt, and with them a digest of
-    plain decoding's answers, by which others know that they may be compared.
-    """
-    answers: dict[tuple, list] = defaultdict(list)
-    counts: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
-    for record in records:
-        place = record.benchmark, record.temperature, record.method
-        if record.method != PLAIN:
-            found = counts[place][record.question_id]
-            found[0] += record.generation.acceptance.tokens
-            found[1] += record.generation.acceptance.passes
-        elif record.repeat == 0:
-            answers[*place[:2], record.question_id].append(record.generation.tokens)
-    out = []
-    for entry in entries:
-        where = entry["benchmark"], entry["temperature"]
-        what: dict[str, Any] = {"benchmark": where[0], "temperature": where[1], "origin": origins[entry["draft"]]}
-        for figure in FIGURES:
-            value = entry.get(figure)
-            if value is None and figure != "speedup":
-                continue
-            more: dict[str, Any] = {"interval": entry.get(f"{figure}_interval")}
-            if figure == "tau":
-                mine = dict(counts[*where, entry["draft"]])
-                more |= {"counts": mine, "answers": {q: digest(answers[*where, q]) for q in mine}}
-            out.append(Row("decoded", entry["draft"], figure, value, **what, **more))
-        rates = enumerate(entry["acceptance_by_depth"], start=1)
-        out += [Row("decoded", entry["draft"], f"accepted at depth {depth}", rate, **what) for depth, rate in rates]
+            gate = gates[benchmark, method, temperature]
+            figures = _figures(drafted, baseline, gate)
+            figures |= _without(circling, drafted, baseline, gate)
+            figures["tau"] |= {"answers": {question: answers[question] for question in figures["tau"]["counts"]}}
+            figures["tau"]["details"]["answers_in_circles"] = sum(_place(r) in circling for r in drafted)
+            where = {"benchmark": benchmark, "temperature": temperature, "origin": origins[method]}
+            out += [Row("decoded", method, figure, **found, **where) for figure, found in figures.items()]
     return out
 
 
@@ -103,16 +83,13 @@ def _place(record: Record) -> tuple[str, int, int]:
     return record.question_id, record.turn, record.repeat
 
 
-def _without(circling: set, drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[str, Any]:
-    """How many answers run in circles, where copying is easy, and the figures of the others: None where there are
-    none.
-    """
+def _without(circling: set, drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
+    """The figures without the answers that run in circles, where copying is easy; none where all do, or none does."""
     kept, plain_kept = ([r for r in records if _place(r) not in circling] for records in (drafted, baseline))
-    out: dict[str, Any] = {"answers_in_circles": len(drafted) - len(kept), "without_circles": None}
-    if out["answers_in_circles"] and any(r.generation.acceptance.passes for r in kept):
-        found = _figures(kept, plain_kept, gate)
-        out["without_circles"] = {key: found.get(key) for key in ("tau", "tau_interval", "speedup", "speedup_interval")}
-    return out
+    if len(kept) == len(drafted) or not any(r.generation.acceptance.passes for r in kept):
+        return {}
+    found = _figures(kept, plain_kept, gate)
+    return {f"{key} without circles": {k: found[key].get(k) for k in ("value", "interval")} for key in USUAL}
 
 
 def _per_prompt(records: list[Record]) -> dict[str, list[Record]]:
@@ -142,7 +119,7 @@ def _sum(records: list[Record], what) -> float:
     return sum(what(record.generation) for record in records)
 
 
-def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[str, Any]:
+def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
     pooled = Acceptance()
     for record in drafted:
         pooled.merge(record.generation.acceptance)
@@ -151,80 +128,57 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> dict[
             f"benchmark {drafted[0].benchmark}: no answer is longer than one token, so there is no pass to measure: "
             "raise eval.max_new_tokens, or look at what the target answers"
         )
-    prompts, plain_prompts = _per_prompt(drafted), _per_prompt(baseline)
-    passes = np.array([_sum(r, lambda g: g.acceptance.passes) for r in prompts.values()], float)
-    emitted = np.array([_sum(r, lambda g: g.acceptance.tokens) for r in prompts.values()], float)
-    decoded = passes > 0
-    figures: dict[str, Any] = {
-        "prompts": len(prompts),
-        "answers": len(drafted),
-        "passes": pooled.passes,
-        "tokens": pooled.tokens,
-        "tau": round(pooled.tau, 4),
-        "tau_interval": interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted[decoded], passes[decoded]),
-        "tau_mean_over_prompts": round(float((emitted[decoded] / passes[decoded]).mean()), 4),
-        "tau_legacy": _number(round(legacy_tau(_turns(drafted)), 4)),
-        "acceptance_by_depth": [round(rate, 4) for rate in pooled.rate_by_depth()],
-        "draft_forwards_per_pass": round(_sum(drafted, lambda g: g.draft_forwards) / pooled.passes, 4),
-        "gate": {
-            "passed": gate.passed,
-            "fit": gate.fit if gate.drawn else None,
-            "drift_ratio": _number(gate.drift_ratio),
-        }
-        | {key: _number(value) for key, value in asdict(gate).items() if key != "places"},
-        "speedup": None,
+    prompts = _per_prompt(drafted)
+    counts = {
+        question: [_sum(r, lambda g: g.acceptance.tokens), _sum(r, lambda g: g.acceptance.passes)]
+        for question, r in prompts.items()
     }
-    if gate.passed:
-        figures |= _speed(prompts, plain_prompts)
-    return figures
+    emitted, passes = np.array([pair for pair in counts.values() if pair[1]], float).T
+    forwards = _sum(drafted, lambda g: g.draft_forwards) / pooled.passes
+    figures: Figures = {
+        "tau": {
+            "value": round(pooled.tau, 4),
+            "interval": interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted, passes),
+            "counts": counts,
+            "details": {
+                "prompts": len(prompts),
+                "answers": len(drafted),
+                "passes": pooled.passes,
+                "tokens": pooled.tokens,
+            },
+        },
+        "speedup": {"value": None},
+        "draft_forwards_per_pass": {"value": round(forwards, 4)},
+    }
+    if (legacy := _number(round(legacy_tau(_turns(drafted)), 4))) is not None:
+        figures["tau_legacy"] = {"value": legacy}
+    for depth, rate in enumerate(pooled.rate_by_depth(), start=1):
+        figures[f"{DEPTH}{depth}"] = {"value": round(rate, 4)}
+    proof = {key: _number(value) for key, value in asdict(gate).items() if key != "places"}
+    proof |= {"fit": gate.fit if gate.drawn else None, "drift_ratio": _number(gate.drift_ratio)}
+    figures["lossless"] = {"value": int(gate.passed), "details": proof}
+    return figures | (_speed(prompts, _per_prompt(baseline)) if gate.passed else {})
 
 
-def _speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Record]]) -> dict[str, Any]:
+def _speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Record]]) -> Figures:
     def per_prompt(groups: dict[str, list[Record]], what) -> np.ndarray:
         return np.array([_sum(groups[key], what) for key in prompts], float)
-
-    plain_s, plain_n = (
-        per_prompt(plain_prompts, _seconds),
-        per_prompt(plain_prompts, _tokens),
-    )
-    spec_s, spec_n = per_prompt(prompts, _seconds), per_prompt(prompts, _tokens)
-
-    longer = (plain_n > 0) & (spec_n > 0)  # a resample of answers of one token only would have no ratio
 
     def ratio(a, b, c, d, axis=0):
         return (a.sum(axis) / b.sum(axis)) / (c.sum(axis) / d.sum(axis))
 
-    seconds = spec_s.sum()
-    laps = {name: sum(_sum(r, partial(_lap, name)) for r in prompts.values()) for name in ("draft", "verify")}
-    draft, verify = (laps[name] / seconds for name in ("draft", "verify"))
-    repeats = sorted({record.repeat for records in prompts.values() for record in records})
-    by_repeat = []
-    for repeat in repeats:
-        chosen = [
-            {key: [r for r in records if r.repeat == repeat] for key, records in groups.items()}
-            for groups in (plain_prompts, prompts)
-        ]
-        sums = [sum(_sum(r, what) for r in groups.values()) for groups in chosen for what in (_seconds, _tokens)]
-        if all(sums):  # a repeat of answers of one token only has no ratio
-            by_repeat.append(round((sums[0] / sums[1]) / (sums[2] / sums[3]), 4))
+    plain_s, plain_n, spec_s, spec_n = (
+        per_prompt(groups, what) for groups in (plain_prompts, prompts) for what in (_seconds, _tokens)
+    )
+    longer = (plain_n > 0) & (spec_n > 0)  # a resample of answers of one token only would have no ratio
     return {
-        "speedup": round(float(ratio(plain_s, plain_n, spec_s, spec_n)), 4),
-        "speedup_interval": interval(ratio, *(x[longer] for x in (plain_s, plain_n, spec_s, spec_n))),
-        "speedup_by_repeat": by_repeat,
-        "plain_ms_per_token": round(1e3 * plain_s.sum() / plain_n.sum(), 3),
-        "ms_per_token": round(1e3 * seconds / spec_n.sum(), 3),
-        "time_shares": {  # not known where nobody waited for the GPU between the parts of a round
-            "draft": round(draft, 4),
-            "verify": round(verify, 4),
-            "bookkeeping": round(1 - draft - verify, 4),
-        }
-        if laps["verify"]
-        else None,
+        "speedup": {
+            "value": round(float(ratio(plain_s, plain_n, spec_s, spec_n)), 4),
+            "interval": interval(ratio, *(x[longer] for x in (plain_s, plain_n, spec_s, spec_n))),
+        },
+        "plain_ms_per_token": {"value": round(1e3 * plain_s.sum() / plain_n.sum(), 3)},
+        "ms_per_token": {"value": round(1e3 * spec_s.sum() / spec_n.sum(), 3)},
     }
-
-
-def _lap(name: str, generation) -> float:
-    return generation.split.get(name, 0.0)
 
 
 def _seconds(generation) -> float:
@@ -236,49 +190,67 @@ def _tokens(generation) -> int:
     return len(generation.tokens) - 1
 
 
-def lossless(entries: list[dict]) -> bool:
-    return all(entry["gate"]["passed"] for entry in entries)
+# -- views of rows -----------------------------------------------------------------------------------------------------
 
 
-def tau_said(entry: dict) -> str:
-    return _with_interval(entry["tau"], entry["tau_interval"])
+def by_place(rows: Iterable[Row], first: Sequence[str] = ()) -> dict[Place, dict[str, Row]]:
+    """The rows of each benchmark, temperature and method by figure; of each benchmark and temperature with the methods
+    of `first` before all others.
+    """
+    found: dict[Place, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row.benchmark, row.temperature or 0.0, row.method), {})[row.figure] = row
+    places = list(dict.fromkeys(place[:2] for place in found))
+    order = {method: number for number, method in enumerate(first)}
+    return dict(sorted(found.items(), key=lambda one: (places.index(one[0][:2]), order.get(one[0][2], len(order)))))
 
 
-def speed_said(entry: dict) -> str:
-    if entry["speedup"] is None:
+def lossless(rows: Iterable[Row]) -> bool:
+    return all(row.value for row in rows if row.figure == "lossless")
+
+
+def said(figure: str, value: float | None, interval: list[float] | None = None) -> str:
+    """One figure as a table shows it."""
+    if value is None:
         return "withheld"
-    return _with_interval(entry["speedup"], entry.get("speedup_interval")) + "x"
+    digits, unit = ".2f" if figure.startswith(USUAL) else ",.6g", "x" if figure.startswith("speedup") else ""
+    return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + unit
 
 
-def rates_said(entry: dict) -> str:
-    return ", ".join(f"{rate:.2f}" for rate in entry["acceptance_by_depth"])
+def usual_said(found: dict[str, Row]) -> list[str]:
+    """tau and speed-up, with their intervals."""
+    return [said(figure, found[figure].value, found[figure].interval) for figure in USUAL]
 
 
-def verdict(entry: dict) -> str:
+def rates(found: dict[str, Row]) -> list[float]:
+    """Accepted at each depth, given the one before."""
+    return [row.value or 0.0 for figure, row in found.items() if figure.startswith(DEPTH)]
+
+
+def rates_said(found: dict[str, Row]) -> str:
+    return ", ".join(f"{rate:.2f}" for rate in rates(found))
+
+
+def verdict(found: dict[str, Row]) -> str:
     """The gate's, in a few words."""
-    gate = entry["gate"]
-    if not gate["passed"]:
+    gate = found["lossless"].details
+    if not found["lossless"].value:
         return "NO"
     same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
     return same + (f", {gate['near_ties']} near ties" if gate["near_ties"] else "")
 
 
-def _with_interval(value: float, bounds: list[float] | None) -> str:
-    return f"{value:.2f}" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
-
-
-def table(entries: list[dict]) -> str:
+def table(rows: list[Row]) -> str:
     """Markdown; one line per benchmark, temperature and method."""
     heads = ["benchmark", "T", "method", "prompts", "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless"]
     heads.append("tau, legacy count")
-    circles = any(entry.get("answers_in_circles") for entry in entries)
-    return markdown.table(
-        [*heads, *["answers in circles; without them"] * circles], (_row(e, circles) for e in entries)
-    )
+    circles = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
+    lines = (_line(place, found, circles) for place, found in by_place(rows).items())
+    return markdown.table([*heads, *["answers in circles; without them"] * circles], lines)
 
 
-def _row(entry: dict, circles: bool) -> list[Any]:
-    gate, legacy = entry["gate"], entry["tau_legacy"]
+def _line(place: Place, found: dict[str, Row], circles: bool) -> list[Any]:
+    gate, passed = found["lossless"].details, found["lossless"].value
     proof = f"{gate['identical']} of {gate['checked']} identical"
     if gate["drawn"]:
         proof = f"fit p = {gate['fit']:.2g}"
@@ -286,38 +258,30 @@ def _row(entry: dict, circles: bool) -> list[Any]:
     if gate["rounds"]:
         ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
         proof += f", drift {ratio} in {gate['rounds']} rounds"
-    is_paid = entry["speedup"] is not None
-    paid = f"{entry['ms_per_token']:.1f}, {entry['plain_ms_per_token']:.1f}" if is_paid else "withheld"
-    cells = [entry["benchmark"], f"{entry['temperature']:g}", entry["draft"], entry["prompts"]]
-    cells += [tau_said(entry), speed_said(entry), paid, f"{'' if gate['passed'] else 'NO: '}{proof}"]
-    cells.append("-" if legacy is None else f"{legacy:.2f}")
-    return [*cells, *([_circles_said(entry)] if circles else [])]
+    times = [f"{found[key].value:.1f}" for key in ("ms_per_token", "plain_ms_per_token") if key in found]
+    cells = [place[0], f"{place[1]:g}", place[2], found["tau"].details["prompts"], *usual_said(found)]
+    cells += [", ".join(times) or "withheld", f"{'' if passed else 'NO: '}{proof}"]
+    cells.append(f"{found['tau_legacy'].value:.2f}" if "tau_legacy" in found else "-")
+    return [*cells, *([_circles_said(found)] if circles else [])]
 
 
-def together(entries: list[dict], shown: Sequence[str]) -> list[dict]:
-    """The entries with these methods first at each benchmark and temperature, in this order."""
-    places = list(dict.fromkeys((e["benchmark"], e["temperature"]) for e in entries))
-    order = {method: number for number, method in enumerate(shown)}
-    return sorted(
-        entries, key=lambda e: (places.index((e["benchmark"], e["temperature"])), order.get(e["draft"], len(order)))
-    )
-
-
-def headline(entries: list[dict]) -> str:
+def headline(found: dict[Place, dict[str, Row]]) -> str:
     """Markdown: a release's figures, a line per benchmark, temperature and method."""
     heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
-    rows = (
-        [e["benchmark"], f"{e['temperature']:g}", e["draft"], tau_said(e), speed_said(e), rates_said(e), verdict(e)]
-        for e in entries
+    lines = (
+        [benchmark, f"{temperature:g}", method, *usual_said(of), rates_said(of), verdict(of)]
+        for (benchmark, temperature, method), of in found.items()
     )
-    return markdown.table(heads, rows)
+    return markdown.table(heads, lines)
 
 
-def _circles_said(entry: dict) -> str:
-    said, rest = f"{entry['answers_in_circles']} of {entry['answers']}", entry["without_circles"]
-    if rest is None:
-        return said
-    return f"{said}; tau {rest['tau']:.2f}" + (f", {rest['speedup']:.2f}x" if rest["speedup"] else "")
+def _circles_said(found: dict[str, Row]) -> str:
+    counts, tau = found["tau"].details, found.get("tau without circles")
+    shown = f"{counts['answers_in_circles']} of {counts['answers']}"
+    if tau is None:
+        return shown
+    speed = found["speedup without circles"].value
+    return f"{shown}; tau {tau.value:.2f}" + (f", {speed:.2f}x" if speed else "")
 
 
 def explain() -> str:

@@ -1,5 +1,6 @@
-"""README.md of a release: a YAML head for the Hub, and a body that states only what the report holds."""
+"""README.md of a release: a YAML head for the Hub, and a body that states only what was measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,9 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
-from eval.release.elsewhere import by_origin
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.regenerated import are_of
-from pipeline.artifacts.reports import method_of
+from pipeline.artifacts.reports import Row, method_of
 from pipeline.basics import embedded
 from pipeline.basics.public import public_name
 from pipeline.drafts import kind_of
@@ -46,25 +46,29 @@ def card(
     saved: checkpoint.Saved,
     measured: Facts,
     who: Facts,
+    rows: list[Row],
+    elsewhere: list[Row],
     plots: list[Path],
-    elsewhere: list[Facts],
     engines: dict[str, list[str]],
 ) -> str:
-    """The file's text. `who`: its `identity`; `elsewhere`: what the same weights measured before; `engines`: how to
-    serve them, by engine.
+    """The file's text. `who`: its `identity`; `rows`: the report's; `elsewhere`: what the same weights measured before;
+    `engines`: how to serve them, by engine.
     """
+    shown = (who["alone"], who["method"])  # the draft alone, and the method that the release decodes with
+    own = report.by_place([row for row in rows if row.method in shown], first=shown)
     facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, who)
     facts |= {
+        "headline": report.headline(own),
         "plots": plots,
         "engines": engines,
-        "elsewhere": [one | {"rows": [_shown(row) for row in one["rows"]]} for one in by_origin(elsewhere)],
+        "elsewhere": by_origin(elsewhere),
     }
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
     body = environment.from_string(TEMPLATE.read_text()).render(facts)
-    return f"---\n{_head(recipe, who, _rows(measured, who)).to_yaml()}\n---\n\n{body}"
+    return f"---\n{_head(recipe, who, own).to_yaml()}\n---\n\n{body}"
 
 
-def _head(recipe: Recipe, who: Facts, entries: list[Facts]) -> ModelCardData:
+def _head(recipe: Recipe, who: Facts, own: dict[report.Place, dict[str, Row]]) -> ModelCardData:
     return ModelCardData(
         language=list(recipe.publish.language),
         license=recipe.publish.license,
@@ -72,7 +76,7 @@ def _head(recipe: Recipe, who: Facts, entries: list[Facts]) -> ModelCardData:
         base_model=hub_name(recipe.target.model),
         base_model_revision=recipe.target.revision,
         model_name=who["name"],
-        eval_results=[found for entry in entries for found in _index(entry, who)],
+        eval_results=[result for place, found in own.items() for result in _index(place, found, who)],
         tags=["speculative-decoding", "draft-model", "custom_generate", who["kind"]],
     )
 
@@ -114,7 +118,6 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
 def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
     config, methods, method = recipe.eval, measured["drafts"], who["method"]
     return {
-        "headline": report.headline(_rows(measured, who)),
         "secondary": method_of(methods[method]).secondary,
         "table": measured["table"],
         "explanation": report.explain(),
@@ -135,12 +138,6 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
             if name != method
         ],
     }
-
-
-def _rows(measured: Facts, who: Facts) -> list[Facts]:
-    """Of the draft alone and of the method that the release decodes with."""
-    shown = (who["alone"], who["method"])
-    return [entry for entry in report.together(measured["results"], shown) if entry["draft"] in shown]
 
 
 def settings_said(recipe: Recipe) -> str:
@@ -185,22 +182,39 @@ def hub_name(model: str) -> str | None:
     return model if model.count("/") == 1 and public_name(model) == model else None
 
 
-def _shown(row: dict[str, Any]) -> str:
-    """A row of figures as Markdown."""
-    tree = f"depth {row['tree']['depth']}, {row['tree']['nodes']} nodes"
-    cells = [row["benchmark"], f"{row['temperature']:g}", row["draft"], tree, str(row["prompts"])]
-    return f"| {' | '.join([*cells, report.tau_said(row), report.speed_said(row)])} |"
+def by_origin(rows: list[Row]) -> list[Facts]:
+    """What was measured on each machine, with each settings and code: a line of Markdown a benchmark, temperature,
+    method and tree.
+    """
+    sections: dict[str, Facts] = {}
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        origin = {key: row.origin[key] for key in ("hardware", "settings", "code_revision")}
+        section = json.dumps(origin, sort_keys=True)
+        sections.setdefault(section, origin | {"rows": []})
+        line = json.dumps([section, row.benchmark, row.temperature, row.method, row.origin["tree"]])
+        if line not in found:
+            found[line] = {}
+            sections[section]["rows"].append(found[line])
+        found[line][row.figure] = row
+    return [one | {"rows": list(map(_shown, one["rows"]))} for one in sections.values()]
 
 
-def _index(entry: dict[str, Any], who: Facts) -> list[EvalResult]:
+def _shown(found: dict[str, Row]) -> str:
+    tau = found["tau"]
+    tree = f"depth {tau.origin['tree']['depth']}, {tau.origin['tree']['nodes']} nodes"
+    cells = [tau.benchmark, f"{tau.temperature:g}", tau.method, tree, str(tau.details["prompts"])]
+    return f"| {' | '.join([*cells, *report.usual_said(found)])} |"
+
+
+def _index(place: report.Place, found: dict[str, Row], who: Facts) -> list[EvalResult]:
     """The Hub's model-index of one row: what was measured, by which method, and nothing else."""
-    benchmark, temperature = entry["benchmark"], entry["temperature"]
-    place = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
-    place["dataset_name"] = f"{benchmark}, T = {temperature:g}, {entry['prompts']} prompts"
-    figures = {"tau": entry["tau"], "speed-up": entry["speedup"]}
-    by = f"{entry['draft']} ({'the draft alone' if entry['draft'] == who['alone'] else 'as released'})"
+    benchmark, temperature, method = place
+    facts = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
+    facts["dataset_name"] = f"{benchmark}, T = {temperature:g}, {found['tau'].details['prompts']} prompts"
+    by = f"{method} ({'the draft alone' if method == who['alone'] else 'as released'})"
     return [
-        EvalResult(**place, metric_type=key, metric_name=f"{key} of {by}", metric_value=value)
-        for key, value in figures.items()
-        if value
+        EvalResult(**facts, metric_type=key, metric_name=f"{key} of {by}", metric_value=row.value)
+        for key, row in (("tau", found["tau"]), ("speed-up", found["speedup"]))
+        if row.value
     ]

@@ -10,6 +10,7 @@ import jinja2
 from eval.measure import report
 from eval.measure.harness import Record
 from eval.measure.tasks import Job
+from pipeline.artifacts.reports import Row
 from pipeline.lm.chat import pieces_of
 from pipeline.recipe.sections import BenchmarkConfig
 
@@ -46,14 +47,14 @@ def _is_public(benchmark: BenchmarkConfig) -> bool:
     return named and benchmark.path is None
 
 
-def page(measured: dict[str, Any], identity: dict[str, Any], plots: list[Path]) -> str:
-    """HTML. `identity`: what the head says (card.py)."""
+def page(measured: dict[str, Any], rows: list[Row], identity: dict[str, Any], plots: list[Path]) -> str:
+    """HTML. `rows`: the report's; `identity`: what the head says (card.py)."""
     method = identity["method"]
-    results = report.together(measured["results"], (identity["alone"], method))
+    found = report.by_place(rows, first=(identity["alone"], method))
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         **identity,
-        rows=[{"released": entry["draft"] == method, "cells": _cells(entry)} for entry in results],
+        rows=[{"released": place[2] == method, "cells": _cells(place, of)} for place, of in found.items()],
         plots=[{"alt": plot.stem.replace("_", " "), "data": _encoded(plot)} for plot in plots],
         samples=[sample for sample in measured["samples"] if sample["method"] == method],
         colours=COLOURS,
@@ -61,10 +62,10 @@ def page(measured: dict[str, Any], identity: dict[str, Any], plots: list[Path]) 
     )
 
 
-def _cells(entry: dict[str, Any]) -> list[Any]:
-    where = [entry["benchmark"], f"{entry['temperature']:g}", entry["draft"]]
-    figures = [report.tau_said(entry), report.speed_said(entry), entry["prompts"], report.rates_said(entry)]
-    return [*where, *figures, report.verdict(entry)]
+def _cells(place: report.Place, of: dict[str, Row]) -> list[Any]:
+    benchmark, temperature, method = place
+    figures = [*report.usual_said(of), of["tau"].details["prompts"], report.rates_said(of)]
+    return [benchmark, f"{temperature:g}", method, *figures, report.verdict(of)]
 
 
 def _encoded(plot: Path) -> str:

@@ -1,22 +1,31 @@
 """The release folder: one draft's checkpoint, what was measured of exactly these weights, a card."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval.measure import report
 from eval.release.card import card, identity
-from eval.release.elsewhere import earlier
 from eval.release.folder import CARD, install
 from eval.release.page import PAGE, page
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.artifacts.published import ELSEWHERE
-from pipeline.artifacts.reports import REPORT, method_of, read_report
+from pipeline.artifacts.reports import (
+    REPORT,
+    ROWS,
+    Row,
+    measured_rows,
+    method_of,
+    read_report,
+    read_rows,
+    write_rows,
+)
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, sha256, write_sealed, write_text
+from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
@@ -38,12 +47,14 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
             f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before "
             "releasing"
         )
-    if not report.lossless(measured["results"]):
+    rows = measured_rows(recipe.eval_dir, measured)
+    if not report.lossless(rows):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
-    chosen = released_method(recipe, measured)
+    chosen = released_method(recipe, measured, rows)
     method = method_of(measured["drafts"][chosen])
-    who = identity(recipe, saved, measured, chosen, alone(recipe, measured))
+    who = identity(recipe, saved, measured, chosen, alone(recipe, measured, rows))
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
+    elsewhere = earlier([release, source], weights, rows)
     with exclusive(recipe.eval_dir, "evaluation"):
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -53,15 +64,39 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         bundle(building)
         if recipe.target.chat_template:
             shutil.copyfile(recipe.target.chat_template, building / TEMPLATE_FILE)
-        others, old = earlier([release, source], weights, measured)
-        if others:
-            write_sealed(building / ELSEWHERE, {"rows": others})
+        # whose prompts they are of is nobody else's business
+        write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
-        write_text(building / CARD, card(recipe, saved, measured, who, drawn, others, tried(building)))
-        write_text(building / PAGE, page(measured, who, drawn))
+        write_text(building / CARD, card(recipe, saved, measured, who, rows, elsewhere, drawn, tried(building)))
+        write_text(building / PAGE, page(measured, rows, who, drawn))
         notes = install(building, release)
         shutil.rmtree(building)
-    return release, notes + old
+    return release, notes
+
+
+def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
+    """The rows of these weights in earlier releases that `now` does not replace: a release adds figures and loses none.
+    `folders`: where such releases are, the newest first. Of two measurements of the same benchmark, temperature,
+    method, machine, settings and tree the newer one stays. Raises PipelineError for figures that are damaged, or of
+    another version.
+    """
+    known, kept = set(map(_measurement, now)), []
+    for folder in folders:
+        old = [folder / name for name in (REPORT, "elsewhere.json") if (folder / name).exists()]
+        if old and not (folder / ROWS).exists():
+            raise PipelineError(
+                f"{' and '.join(map(str, old))}: a version before this one wrote these figures, and they cannot be "
+                "carried on. Move them away and run again"
+            )
+        found = [row for row in read_rows(folder) if row.origin.get("weights_sha256") == weights]
+        kept += [row for row in found if _measurement(row) not in known]
+        known |= set(map(_measurement, found))
+    return kept
+
+
+def _measurement(row: Row) -> str:
+    where = [row.origin.get(key) for key in ("hardware", "settings", "tree")]
+    return json.dumps([row.instrument, row.benchmark, row.temperature, row.method, where], sort_keys=True)
 
 
 def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Path]:
@@ -78,21 +113,21 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
     return [folder / name for name in plots]
 
 
-def released_method(recipe: Recipe, measured: dict[str, Any]) -> str:
+def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
     """How the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources and
     without, what was measured to be fastest. What copies from a text that is not released cannot be.
     """
-    return _fastest(recipe, measured, lambda facts: not facts["corpora"])
+    return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
 
 
-def alone(recipe: Recipe, measured: dict[str, Any]) -> str:
+def alone(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
     """The released draft's fastest method without secondary sources: what its own figures are."""
-    return _fastest(recipe, measured, lambda facts: not method_of(facts).secondary)
+    return _fastest(recipe, measured, rows, lambda facts: not method_of(facts).secondary)
 
 
-def _fastest(recipe: Recipe, measured: dict[str, Any], may: Callable[[dict[str, Any]], bool]) -> str:
+def _fastest(recipe: Recipe, measured: dict[str, Any], rows: list[Row], may: Callable[[dict[str, Any]], bool]) -> str:
     own = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
     both = [name for each in own for name in (each, each + TUNED) if name in measured["drafts"]]
     both = [name for name in both if may(measured["drafts"][name])]
-    speeds = {m: [math.log(e["speedup"]) for e in measured["results"] if e["draft"] == m] for m in both}
+    speeds = {m: [math.log(r.value) for r in rows if (r.figure, r.method) == ("speedup", m) and r.value] for m in both}
     return max(speeds, key=lambda method: sum(speeds[method]))

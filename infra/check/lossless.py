@@ -10,6 +10,7 @@ from eval.measure import report
 from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from infra.check.shapes import Given, new_methods, save_small_target
+from pipeline.artifacts import reports
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
@@ -43,10 +44,13 @@ def lossless(given: Given) -> dict[str, Any]:
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
                 methods["eagle-drawn"] = LoadedMethod(methods["eagle"].draft, tree)
-            for one in decoded(recipe, target, methods, given.shape.prompts):
-                kept = {key: one[key] for key in ("draft", "temperature", "tau", "gate")}
+            measured = report.by_place(decoded(recipe, target, methods, given.shape.prompts))
+            for (_, temperature, method), found in measured.items():
+                gate = {"passed": bool(found["lossless"].value), **found["lossless"].details}
+                kept = {"draft": method, "temperature": temperature, "tau": found["tau"].value, "gate": gate}
                 results.append({"dtype": dtype, "compiled": compiled, **kept})
-    return {"passed": report.lossless(results), "proofs": dict(map(proof, results)), "results": results}
+    passed = all(one["gate"]["passed"] for one in results)
+    return {"passed": passed, "proofs": dict(map(proof, results)), "results": results}
 
 
 def proof(one: dict[str, Any]) -> tuple[str, str]:
@@ -61,12 +65,12 @@ def proof(one: dict[str, Any]) -> tuple[str, str]:
     return what, f"{verdict}: {shown}; tau {one['tau']:.2f}"
 
 
-def decoded(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[dict[str, Any]]:
-    """The report's entries for so many random prompts."""
+def decoded(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[reports.Row]:
+    """The rows of so many random prompts."""
     harness = Harness(recipe, target, methods)
     tasks = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
     records, gates, _ = pooled([(task.benchmark, harness.decode(task)) for task in tasks])
-    return report.results(records, gates)
+    return report.rows(records, gates, {name: {} for name in methods})
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -14,14 +14,11 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.reports import REPORT
+from pipeline.artifacts.reports import REPORT, ROWS
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
-
-ELSEWHERE = "elsewhere.json"  # a release's figures of other machines
-CARRIED = (REPORT, ELSEWHERE)  # what a release of ours says of itself
 
 
 def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
@@ -39,6 +36,8 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             else:
                 import_draft(folder, recipe, name, facts)
             say(f"{name}: fetched from {given.repository}, revision {given.revision}")
+            if (folder / REPORT).is_file() and not (folder / ROWS).is_file():
+                say(f"{name}: its figures are in the form of a version before this one, and are not carried on")
 
 
 def is_ours(folder: Path) -> bool:
@@ -62,17 +61,15 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft.bind(embed_head)
     training: dict[str, Any] = saved.training | {"published": published}
     with exclusive(folder, "import"):
-        for file in CARRIED:
-            if (source / file).is_file():
-                folder.mkdir(parents=True, exist_ok=True)
-                with atomic_path(folder / file) as temporary:
-                    temporary.write_bytes((source / file).read_bytes())
+        if (source / ROWS).is_file():
+            with atomic_path(folder / ROWS) as temporary:
+                temporary.write_bytes((source / ROWS).read_bytes())
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
 
 
 def _download(repository: str, revision: str) -> Path:
     """A folder of the cache. Raises PipelineError where the Hub does not give it."""
-    found = _fetched(repository, revision, ["*.json", *WEIGHTS])
+    found = _fetched(repository, revision, ["*.json", ROWS, *WEIGHTS])
     if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):
         return found
     return _fetched(repository, revision, names)

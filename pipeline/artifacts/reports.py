@@ -1,5 +1,5 @@
-"""What is known of a finished run by its files: the report that was measured, the rows of all its instruments, the
-trees that were tuned, the release's own list.
+"""What is known of a finished run by its files: the rows of all its instruments, the report of what else a reader of
+them wants, the trees that were tuned, the release's own list.
 
 Guarantee: what was changed or damaged after it was written is refused by name, and names of files lead to no place
 outside the folder where they are.
@@ -15,7 +15,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_line, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.recipe import Recipe, digest
 
 REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
 _AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
@@ -26,7 +26,7 @@ _KEYS = (
     "provenance",
     "target",
     "drafts",
-    "results",
+    "rows",
     "table",
     "plots",
     "samples",
@@ -50,6 +50,9 @@ class Row:
     answers: dict[str, str] = field(default_factory=dict)  # by prompt: a digest of the target's own answers
     setting: dict[str, Any] = field(default_factory=dict)  # what else it depends on: learning rate, concurrency, ...
     origin: dict[str, Any] = field(default_factory=dict)  # run, seed, hardware, draft, its weights, recipe, code
+    details: dict[str, Any] = field(
+        default_factory=dict
+    )  # of "lossless": what the gate counted; of "tau": answers, ...
 
 
 def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
@@ -73,7 +76,12 @@ def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
     with in_turn(folder / ROWS):
         before = read_rows(folder)
         kept = [row for row in before if row.instrument not in instruments or not (whole or row.method in methods)]
-        write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in [*kept, *rows]))
+        write_rows(folder, [*kept, *rows])
+
+
+def write_rows(folder: Path, rows: list[Row]) -> None:
+    """The whole table anew."""
+    write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in rows))
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -93,8 +101,24 @@ def read_rows(folder: Path) -> list[Row]:
     return [Row(**{key: value for key, value in line.items() if key in Row.__dataclass_fields__}) for line in lines]
 
 
+def digest_of(rows: list[Row]) -> str:
+    """By it a report knows the rows that were measured with it."""
+    return digest([asdict(row) for row in rows])
+
+
+def measured_rows(folder: Path, report: dict[str, Any]) -> list[Row]:
+    """The figures of a report. Raises PipelineError where the table holds others, or not all."""
+    rows = [row for row in read_rows(folder) if row.instrument == "decoded"]
+    if digest_of(rows) != report["rows"]:
+        raise PipelineError(
+            f"{folder / ROWS} does not hold the rows that {REPORT} was written with. Restore it, or remove both and "
+            "run python eval/main.py RECIPE again: prompts that are decoded are kept"
+        )
+    return rows
+
+
 def read_report(path: Path) -> dict[str, Any]:
-    """What eval/main.py measured. Raises PipelineError."""
+    """What eval/main.py wrote beside its rows. Raises PipelineError."""
     found = read_sealed(path, _AGAIN)
     if missing := [key for key in _KEYS if key not in found]:
         raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {_AGAIN}")

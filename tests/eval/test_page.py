@@ -12,6 +12,7 @@ from eval.measure.harness import PLAIN, EvalTask, Record
 from eval.measure.prompts import Prompt
 from eval.measure.tasks import Job
 from eval.release.page import page, samples
+from pipeline.artifacts.reports import Row
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
@@ -74,11 +75,15 @@ def test_an_answer_without_depths_is_no_sample(job):
 @pytest.fixture
 def written(job, tmp_path) -> Path:
     """The page of a report with two methods."""
-    gate = {"passed": True, "drawn": False, "identical": 9, "checked": 10, "near_ties": 1}
-    row = {"benchmark": "humaneval", "temperature": 0.0, "prompts": 10, "tau": 2.5, "tau_interval": [2.25, 2.75]}
-    row |= {"speedup": 1.5, "speedup_interval": None, "acceptance_by_depth": [0.5, 0.25] * 9, "gate": gate}
-    rows = [row | {"draft": "jakiro"}, row | {"draft": "eagle", "speedup": None, "gate": gate | {"passed": False}}]
-    measured = {"results": rows, "samples": samples(job, records(job), byte_tokenizer())}
+    gate = {"drawn": False, "identical": 9, "checked": 10, "near_ties": 1}
+    rows = []
+    for method, speed, lossless in (("jakiro", 1.5, 1), ("eagle", None, 0)):
+        what = {"benchmark": "humaneval", "temperature": 0.0}
+        rows.append(Row("decoded", method, "tau", 2.5, interval=[2.25, 2.75], details={"prompts": 10}, **what))
+        rows.append(Row("decoded", method, "speedup", speed, **what))
+        rows += [Row("decoded", method, f"accepted at depth {n}", 0.5 / (2 - n % 2), **what) for n in range(1, 19)]
+        rows.append(Row("decoded", method, "lossless", lossless, details=gate, **what))
+    measured = {"samples": samples(job, records(job), byte_tokenizer())}
     plot = tmp_path / "tau_and_speed.png"
     import matplotlib.pyplot as plt
 
@@ -88,7 +93,7 @@ def written(job, tmp_path) -> Path:
     facts = {"name": "tiny-" + "x" * 90, "kind": "jakiro", "target_name": "me/target", "parameters": 12345}
     facts |= {"method": "jakiro", "alone": "jakiro"}
     facts |= {"tree": "deep", "hardware": "a GPU & more", "dtype": "float32", "recipe_hash": "0", "code_revision": "a"}
-    write_text(tmp_path / "report.html", page(measured, facts, [plot]))
+    write_text(tmp_path / "report.html", page(measured, rows, facts, [plot]))
     return tmp_path / "report.html"
 
 

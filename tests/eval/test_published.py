@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
-from eval.release.elsewhere import by_origin, earlier
+from eval.release.card import by_origin
+from eval.release.publish import earlier
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.published import fetch
+from pipeline.artifacts.reports import Row, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256, write_sealed
+from pipeline.basics.files import sha256
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.recipe.load import load_recipe
@@ -151,11 +154,10 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     first = tmp_path / "run/release"
     card = (first / "README.md").read_text()
     assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Measured before on" not in card
-    assert not (first / "elsewhere.json").exists()
 
     theirs = tmp_path / "theirs-release"
     shutil.copytree(first, theirs)
-    change_sealed(theirs / "report.json", lambda raw: raw["provenance"].update(hardware="a large GPU"))
+    write_rows(theirs, [replace(row, origin=row.origin | {"hardware": "a large GPU"}) for row in read_rows(first)])
     hub(theirs, "me/again")
     tree |= {"published": {"jakiro": {"repository": "me/again", "revision": COMMIT}}, "output": str(tmp_path / "run2")}
     path = write_recipe(tree, tmp_path / "again.toml")
@@ -163,38 +165,49 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
         call(evaluation.main, str(path))
         card = (tmp_path / "run2/release/README.md").read_text()
         assert card.count("### Measured before on a large GPU, float32") == 1
-    (kept,) = json.loads((tmp_path / "run2/release/elsewhere.json").read_text())["rows"]
+    released = read_rows(tmp_path / "run2/release")
+    kept = [row for row in released if row.origin["hardware"] == "a large GPU"]
     saved = checkpoint.require_trained_under(load_recipe(str(path), []), "jakiro")
-    assert kept["weights_sha256"] == saved.weights_sha256
+    assert {row.origin["weights_sha256"] for row in released} == {saved.weights_sha256}
+    assert len(kept) == len(released) / 2 and not any(row.counts or row.answers for row in released)
     row = next(line for line in card.split("### Measured before")[1].splitlines() if line.startswith("| b | 0 |"))
     assert row.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
-def report(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
+def released(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
     folder.mkdir()
-    row = {"benchmark": benchmark, "temperature": 0.0, "draft": "mine", "prompts": 3, "tau": tau, "speedup": None}
-    facts = {"method": {"tree": {"depth": 1, "nodes": 2}}}
-    drafts = {"mine": facts | {"weights_sha256": weights}, "other": facts | {"weights_sha256": "other"}}
-    made = {"drafts": drafts, "results": [row, row | {"draft": "other"}], "settings": {"dtype": "float32"} | settings}
-    write_sealed(folder / "report.json", made | {"provenance": {"hardware": hardware, "code_revision": folder.name}})
+    origin = {"hardware": hardware, "code_revision": folder.name, "settings": {"dtype": "float32"} | settings}
+    origin |= {"tree": {"depth": 1, "nodes": 2}}
+    rows = []
+    for method, of in (("mine", weights), ("other", "other")):
+        what = {"origin": origin | {"weights_sha256": of}}
+        rows.append(Row("decoded", method, "tau", tau, benchmark, 0.0, details={"prompts": 3}, **what))
+        rows.append(Row("decoded", method, "speedup", None, benchmark, 0.0, **what))
+    write_rows(folder, rows)
     return folder
 
 
 def test_only_the_same_measurement_is_replaced(tmp_path):
     """Of the same machine, settings, benchmark and tree; whatever the code."""
-    new, old = report(tmp_path / "new", "A", 2.0), report(tmp_path / "old", "A", 1.0)
-    other, half = report(tmp_path / "other", "A", 1.4, "c"), report(tmp_path / "half", "A", 1.3, dtype="bfloat16")
-    here, foreign = report(tmp_path / "here", "B", 1.5), report(tmp_path / "foreign", "C", 1.2, weights="x")
-    now = json.loads((here / "report.json").read_text())
-    found, notes = earlier([new, old, other, half, here, foreign, tmp_path / "nothing"], "w", now)
-    assert not notes and [row["tau"] for row in found] == [2.0, 1.4, 1.3]
-    assert [len(one["rows"]) for one in by_origin(found)] == [1, 1, 1]
-    write_sealed(new / "elsewhere.json", {"rows": found[1:]})
-    again, _ = earlier([new], "w", now)
-    assert again == found
-    change_sealed(old / "report.json", lambda raw: raw.pop("settings"))
-    found, (note,) = earlier([old], "w", now)
-    assert found == [] and "has no 'settings': it is of another version" in note
+    new, old = released(tmp_path / "new", "A", 2.0), released(tmp_path / "old", "A", 1.0)
+    other, half = released(tmp_path / "other", "A", 1.4, "c"), released(tmp_path / "half", "A", 1.3, dtype="bfloat16")
+    here, foreign = released(tmp_path / "here", "B", 1.5), released(tmp_path / "foreign", "C", 1.2, weights="x")
+    now = read_rows(here)
+    found = earlier([new, old, other, half, here, foreign, tmp_path / "nothing"], "w", now)
+    assert [row.value for row in found if row.figure == "tau"] == [2.0, 1.4, 1.3]
+    assert [one["rows"] for one in by_origin(found)] == [
+        [f"| {benchmark} | 0 | mine | depth 1, 2 nodes | 3 | {tau} | withheld |"]
+        for benchmark, tau in (("b", "2.00"), ("c", "1.40"), ("b", "1.30"))
+    ]
+    write_rows(new, [*read_rows(new), *found[2:]])
+    assert earlier([new], "w", now) == found
+
+
+@pytest.mark.parametrize("name", ["report.json", "elsewhere.json"])
+def test_figures_of_a_version_before_are_not_lost_without_a_word(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(PipelineError, match=f"{name}: a version before this one wrote these figures.*Move them away"):
+        earlier([tmp_path], "w", [])
 
 
 def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_recipe):

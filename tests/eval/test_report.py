@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from eval.measure import report
 from eval.measure.gate import Gate
 from eval.measure.harness import PLAIN, Record
+from pipeline.artifacts.reports import Row
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
 
@@ -77,46 +78,49 @@ def baseline() -> list[Record]:
     return records(PLAIN, [generation(5, 2.0), generation(5, 4.0)], [generation(21, 14.0), generation(21, 12.0)])
 
 
-def entry(drafted, baseline, gate) -> dict:
-    (found,) = report.results([*drafted, *baseline], {("bench", "draft", 0.0): gate})
-    return found
+def rows(drafted, baseline, gate) -> list[Row]:
+    return report.rows([*drafted, *baseline], {("bench", "draft", 0.0): gate}, {"draft": {"run": "r"}})
+
+
+def values(*measured) -> dict:
+    """By figure."""
+    return {row.figure: row.value for row in rows(*measured)}
 
 
 def test_tau_is_pooled_over_all_answers(drafted, baseline):
-    figures = entry(drafted, baseline, PASSED)
-    assert [figures[key] for key in ("benchmark", "temperature", "draft")] == ["bench", 0.0, "draft"]
-    assert (figures["prompts"], figures["answers"]) == (2, 4)
-    assert (figures["tokens"], figures["passes"]) == (2 * (4 + 20), 2 * (2 + 4))
-    assert figures["tau"] == 4.0
-    assert figures["tau_mean_over_prompts"] == 3.5
+    found = rows(drafted, baseline, PASSED)
+    assert {(row.benchmark, row.temperature, row.method, row.origin["run"]) for row in found} == {
+        ("bench", 0.0, "draft", "r")
+    }
+    tau = found[0]
+    assert (tau.figure, tau.value, tau.interval) == ("tau", 4.0, [2.0, 5.0])
+    assert (tau.details["prompts"], tau.details["answers"]) == (2, 4)
+    assert (tau.details["tokens"], tau.details["passes"]) == (2 * (4 + 20), 2 * (2 + 4))
+    figures = values(drafted, baseline, PASSED)
     assert figures["tau_legacy"] == round((5 / 1 + 22 / 3) / 2, 4)  # the mean over prompts
-    assert figures["acceptance_by_depth"] == [1.0, round(8 / 12, 4), 1.0, 1.0]
-    assert figures["tau_interval"] == [2.0, 5.0]
-    json.dumps(figures, allow_nan=False)
+    assert [figures[f"accepted at depth {n}"] for n in range(1, 5)] == [1.0, round(8 / 12, 4), 1.0, 1.0]
+    json.dumps([asdict(row) for row in found], allow_nan=False)
 
 
 def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
-    figures = entry(drafted, baseline, PASSED)
+    figures = values(drafted, baseline, PASSED)
     plain, ours = 32 / 48, 10 / 48  # 4 + 4 + 20 + 20 tokens behind the first ones
     assert figures["speedup"] == round(plain / ours, 4)
     assert figures["plain_ms_per_token"] == round(1000 * plain, 3)
     assert figures["ms_per_token"] == round(1000 * ours, 3)
-    assert figures["speedup_by_repeat"] == [round(16 / 5, 4), round(16 / 5, 4)]
-    assert figures["time_shares"] == {"draft": 0.25, "verify": 0.5, "bookkeeping": 0.25}
 
 
 def test_speed_does_not_reward_shorter_answers():
     """At T > 0 the two methods' answers differ in length: seconds alone would be no fair measure."""
     drafted, baseline = records("draft", [generation(11, 5.0, [(0, 10)])]), records(PLAIN, [generation(41, 20.0)])
-    figures = entry(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
-    assert figures["speedup"] == 1.0
-    assert figures["speedup_interval"] is None
+    found = rows(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
+    assert [(row.value, row.interval) for row in found if row.figure == "speedup"] == [(1.0, None)]
 
 
 def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
     drafted = records("draft", [generation(1, 0.1)] * 2, [generation(21, 4.0, [(4, 5)] * 4)] * 2)
-    figures = entry(drafted, baseline, PASSED)
-    assert (figures["tau"], figures["tau_mean_over_prompts"], figures["answers"]) == (5.0, 5.0, 4)
+    tau = rows(drafted, baseline, PASSED)[0]
+    assert (tau.value, tau.details["answers"], tau.counts["q0"]) == (5.0, 4, [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -141,14 +145,10 @@ def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
     ],
 )
 def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
-    figures = entry(drafted, baseline, gate)
-    assert figures["gate"]["passed"] is False and not report.lossless([figures])
-    assert figures["speedup"] is None
-    assert not {"speedup_interval", "speedup_by_repeat", "plain_ms_per_token", "ms_per_token"} & set(figures)
+    found, figures = rows(drafted, baseline, gate), values(drafted, baseline, gate)
+    assert figures["lossless"] == 0 and not report.lossless(found)
+    assert figures["speedup"] is None and not [figure for figure in figures if "ms" in figure]
     assert figures["tau"] == 4.0
-    speeds = [row for row in report.rows([figures], [*drafted, *baseline], {"draft": {}}) if row.figure != "tau"]
-    assert [row.value for row in speeds if row.figure == "speedup"] == [None]
-    assert not [row for row in speeds if "ms" in row.figure]
 
 
 @pytest.mark.parametrize(
@@ -162,30 +162,28 @@ def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
     ids=["identical", "near tie", "within rounding", "identical with the same numbers"],
 )
 def test_a_speed_is_given_where_the_gate_passed(drafted, baseline, gate):
-    figures = entry(drafted, baseline, gate)
-    assert figures["speedup"] == 3.2 and report.lossless([figures])
+    found = rows(drafted, baseline, gate)
+    assert values(drafted, baseline, gate)["speedup"] == 3.2 and report.lossless(found)
 
 
 def test_rows_have_the_counts_of_tau_and_know_the_plain_answers(drafted, baseline):
-    figures = entry(drafted, baseline, PASSED)
-    (tau,) = (row for row in report.rows([figures], [*drafted, *baseline], {"draft": {}}) if row.figure == "tau")
+    tau = rows(drafted, baseline, PASSED)[0]
     assert tau.counts == {"q0": [8, 4], "q1": [40, 8]} and tau.value == 48 / 12
     answers = [replace(one, generation=replace(one.generation, tokens=[7, 7])) for one in baseline[:2]]
-    (other,) = (
-        row for row in report.rows([figures], [*drafted, *answers, *baseline[2:]], {"draft": {}}) if row.figure == "tau"
-    )
+    other = rows(drafted, [*answers, *baseline[2:]], PASSED)[0]
     assert other.answers["q0"] != tau.answers["q0"] and other.answers["q1"] == tau.answers["q1"]
 
 
 def test_the_table_shows_speed_and_proof(drafted, baseline):
-    line = report.table([entry(drafted, baseline, PASSED)]).splitlines()[-1]
+    passed = rows(drafted, baseline, PASSED)
+    line = report.table(passed).splitlines()[-1]
     assert line.startswith("| bench | 0 | draft | 2 | 4.00 [2.00, 5.00] | 3.20 [")
     assert "]x | 208.3, 666.7 | 4 of 4 identical | " in line
     assert line.endswith("| 6.17 |")
-    passed, failed = entry(drafted, baseline, PASSED), entry(drafted, baseline, FAILED)
-    line = report.table([passed, failed]).splitlines()[-1]
+    failed = [replace(row, method="other") for row in rows(drafted, baseline, FAILED)]
+    line = report.table([*passed, *failed]).splitlines()[-1]
     assert "| withheld | withheld | NO: 2 of 4 identical, 1 near ties |" in line
-    assert not report.lossless([passed, failed])  # one failed gate is enough
+    assert not report.lossless([*passed, *failed])  # one failed gate is enough
 
 
 def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own(drafted, baseline):
@@ -193,12 +191,14 @@ def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own
     circle = replace(generation(41, 40.0), tokens=[1, 2] * 20 + [1])
     copied = replace(generation(41, 10.0, [(9, 10)] * 4), tokens=circle.tokens)
     more, less = records("draft", *[[copied]] * 3)[2:], records(PLAIN, *[[circle]] * 3)[2:]
-    found = entry([*drafted, *more], [*baseline, *less], PASSED)
-    alone = entry(drafted, baseline, PASSED)
-    assert (found["answers"], found["answers_in_circles"], found["tau"] > 4) == (5, 1, True)
-    keys = ("tau", "tau_interval", "speedup", "speedup_interval")
-    assert found["without_circles"] == {key: alone[key] for key in keys}
-    assert alone["answers_in_circles"] == 0 and alone["without_circles"] is None
-    lines = report.table([found]).splitlines()
+    found, alone = rows([*drafted, *more], [*baseline, *less], PASSED), rows(drafted, baseline, PASSED)
+    tau = found[0]
+    assert (tau.details["answers"], tau.details["answers_in_circles"], tau.value > 4) == (5, 1, True)
+    assert [(row.figure, row.value, row.interval) for row in found if "circles" in row.figure] == [
+        (f"{row.figure} without circles", row.value, row.interval) for row in alone if row.figure in ("tau", "speedup")
+    ]
+    assert alone[0].details["answers_in_circles"] == 0
+    assert not [row for row in alone if "circles" in row.figure]
+    lines = report.table(found).splitlines()
     assert lines[0].endswith("| answers in circles; without them |")
     assert lines[-1].endswith("| 1 of 5; tau 4.00, 3.20x |")

@@ -6,7 +6,7 @@ from eval import main as evaluation
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from eval.measure.tasks import RECORDS, Job, read_tuned
-from pipeline.artifacts.reports import REPORT, ROWS, read_report
+from pipeline.artifacts.reports import REPORT, ROWS, Row, digest_of, measured_rows, put_rows, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, replace_once
@@ -16,7 +16,7 @@ FOUND = {
     "provenance": {"hardware": "one", "recipe_hash": "0"},
     "target": "T",
     "drafts": {},
-    "results": [{"tau": 2.5, "speedup": 1.5}],
+    "rows": digest_of([]),
     "table": "| a |",
     "plots": {"tau_and_speed.png": "0" * 64},
     "samples": [],
@@ -36,8 +36,8 @@ def test_a_report_comes_back(path):
     assert read_report(path) == FOUND
 
 
-def test_a_changed_figure_of_a_report_is_refused(path):
-    replace_once(path, '"tau": 2.5', '"tau": 9.5')
+def test_a_changed_word_of_a_report_is_refused(path):
+    replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"')
     with pytest.raises(PipelineError, match=r"report.json was changed or damaged .*eval/main.py RECIPE again"):
         read_report(path)
 
@@ -50,9 +50,21 @@ def test_a_report_names_no_plot_elsewhere(path, name):
 
 
 def test_a_report_without_its_parts_is_refused(path):
-    change_sealed(path, lambda raw: raw.pop("results"))
-    with pytest.raises(PipelineError, match=r"report.json has no 'results'"):
+    change_sealed(path, lambda raw: raw.pop("rows"))
+    with pytest.raises(PipelineError, match=r"report.json has no 'rows'"):
         read_report(path)
+
+
+def test_rows_that_are_not_those_of_the_report_are_refused(path):
+    """A line that was removed as a whole is seen, too."""
+    rows = [Row("decoded", "draft", "tau", 2.5), Row("decoded", "draft", "lossless", 0)]
+    report = FOUND | {"rows": digest_of(rows)}
+    put_rows(path.parent, [*rows, Row("read", "draft", "MB read", 1.0)])
+    assert measured_rows(path.parent, report) == rows
+    lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
+    (path.parent / ROWS).write_text("".join([lines[0], *lines[2:]]))
+    with pytest.raises(PipelineError, match=r"results.jsonl does not hold the rows that report.json was written with"):
+        measured_rows(path.parent, report)
 
 
 def test_a_changed_tuned_tree_is_refused(tiny_recipe):
