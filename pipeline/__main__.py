@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.provenance import ROOT
+from pipeline.basics.files import ROOT
 from pipeline.recipe.load import add_override_argument, add_recipe_arguments, hand_over, load_recipe
 from pipeline.running import children, entry, stages
 from pipeline.serving.chat import chat

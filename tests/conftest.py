@@ -1,12 +1,15 @@
 """Fixtures around the tiny target of `tests.kit`."""
 
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, and waiting threads must not spin
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"  # as for the commands: the first who asks decides for the whole process
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # read when Ray is imported
 
 import pytest
 
@@ -14,7 +17,9 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
+from tests import cluster
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
+from tests.warm import warm_workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,3 +48,16 @@ def embed_head(loaded_target, tiny_target) -> EmbeddingAndHead:
 @pytest.fixture
 def tiny_recipe(tiny_target, tmp_path) -> Recipe:
     return Recipe.model_validate(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def started_cluster() -> Iterator[cluster.Cluster]:
+    with warm_workers() as python, cluster.started(python) as found:
+        yield found
+
+
+@pytest.fixture
+def on_cluster(started_cluster, monkeypatch) -> cluster.Cluster:
+    """Jobs of this process, and commands that it starts, join the session's cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", started_cluster.address)
+    return started_cluster

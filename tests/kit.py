@@ -26,11 +26,9 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Task
 from pipeline.running.workers import Pool
 from preprocess.dump.driver import dump
-from tests.warm import run_forked
+from tests.warm import PATIENCE, ROOT, run_forked
 
-ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-PATIENCE = 3600  # seconds; it ends what hangs, on however slow a machine, and no test that is sound waits for its end
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -277,26 +275,6 @@ def wait_until(
         assert not ended, f"it ended with status {process.returncode} before that happened"
         assert time.monotonic() - begin < seconds, f"it did not happen within {seconds:.0f} s"
         time.sleep(0.002)
-
-
-def ray_processes(folder: str) -> list[tuple[int, str]]:
-    """(pid, command line) of the Ray nodes whose temporary folder is `folder`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if folder in words:
-            found.append((int(entry.name), words))
-    return found
-
-
-def stop_ray(folder: str) -> None:
-    """`ray stop` would stop every cluster of the machine."""
-    for pid, _ in ray_processes(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 
-from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_json
+from pipeline.basics.files import ROOT, read_json
 from pipeline.running import children, entry, markdown
 from pipeline.running.crew import NO_GPUS
 

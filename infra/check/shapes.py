@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.artifacts.features import feature_spec
-from pipeline.artifacts.provenance import ROOT
+from pipeline.basics.files import ROOT
 from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of

@@ -16,10 +16,10 @@ from infra.serving.engines import Engine, LlamaCpp, Served, Vllm
 from infra.serving.tiny import DRAFT, ROPES, tiny
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
-from pipeline.artifacts.provenance import ROOT, hardware
+from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_json
+from pipeline.basics.files import ROOT, write_json
 from pipeline.decoding.config import chain
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod, Method

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_json
+from pipeline.basics.files import ROOT, read_json
 from pipeline.drafts.eagle3 import AUXILIARY
 from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
 from pipeline.lm.attention import FULL, SLIDING, most_positions

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from pipeline.basics.accelerator import accelerator
-from pipeline.basics.files import atomic_path, read_sealed, sealed, write_sealed
+from pipeline.basics.files import ROOT, atomic_path, read_sealed, sealed, write_sealed
 from pipeline.basics.public import public_name
 from pipeline.recipe.recipe import WHERE, Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
-ROOT = Path(__file__).resolve().parent.parent.parent
 PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # beside every artifact
 OWN_RECIPE = "own-recipe.json"  # beside features: with local paths
 

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.basics.errors import PipelineError
 
+ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout
 SETTLED = 2.0  # seconds after which a file that changes again has another time of change: clocks are that coarse
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a disk, a quota, a limit on a file's size
 

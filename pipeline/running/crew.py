@@ -1,22 +1,16 @@
-"""Workers of a pool (workers.py) and ranks of a training: what they are asked for, and which GPUs each gets.
+"""Workers of a pool (workers.py): what they are asked for, and which GPUs each gets.
 
 Without Ray: workers are plain classes, which tests, estimates and benches call in their own process.
 """
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from pipeline.basics.errors import PipelineError
 
-# What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
-# of XPU. (It leaves ROCm's own HIP_VISIBLE_DEVICES alone, which goes before the first.)
-CHOICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # in the environment of a process that is to see none
 Heartbeat = Callable[[tuple[str, ...]], None]  # takes the ids of the items that are worked on from now on
 log = logging.getLogger(__name__)
@@ -116,39 +110,3 @@ def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:
             raise PipelineError(f"{keys}, but the nodes have room for {room}: lower {crew.section}.workers{shared}")
         log.warning("%s, but the nodes have room for %d now: the others wait%s", keys, room, shared)
     return gpus
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _chosen() -> dict[str, str]:
-    return {name: os.environ[name] for name in CHOICES if os.environ.get(name)}
-
-
-def launch_command(launcher: list[str], script: str, ranks: int | None, device: str) -> list[str]:
-    """`launcher`, DeepSpeed's, starting `ranks` of the script, else one for each accelerator that is visible here.
-    `device` is ``target.device``.
-
-    Told how many ranks to start, it gives them accelerators 0, 1, ... whatever the user chose; not told, it cannot read
-    UUIDs. So it is not shown the choice, and each rank gets that back from `env`.
-    """
-    chosen = _chosen()
-    hidden = ["env", *(f"--unset={name}" for name in chosen)] if chosen else []
-    rank = [script]
-    if chosen:  # hidden, it would count all that there are
-        ranks = ranks or (1 if device == "cpu" else max(torch.accelerator.device_count(), 1))
-    if chosen and device != "cpu":
-        choice = [f"{name}={value}" for name, value in chosen.items()]
-        rank = ["--no_python", "--no_local_rank", "env", *choice, sys.executable, "-u", script]
-    return [*hidden, *launcher, *(["--num_accelerators", str(ranks)] if ranks else []), *rank]
-
-
-def require_gpus(ranks: int) -> None:
-    """Raises PipelineError where there are accelerators, but not one for each rank."""
-    there = torch.accelerator.device_count()
-    if 0 < there < ranks:
-        chosen = ", ".join(f"{name}={value}" for name, value in _chosen().items())
-        raise PipelineError(
-            f"train.ranks={ranks}, but the accelerators that are visible{chosen and f' ({chosen})'} are {there}, and "
-            "each rank takes one: lower train.ranks, or choose more of them"
-        )

@@ -16,18 +16,20 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import ROOT
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed
+from pipeline.basics.files import ROOT, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, display
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, plan
 from pipeline.running.cores import require_few
-from pipeline.running.crew import launch_command, require_gpus
+
+# What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
+# of XPU. (It leaves ROCm's own HIP_VISIBLE_DEVICES alone, which goes before the first.)
+CHOICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,39 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _chosen() -> dict[str, str]:
+    return {name: os.environ[name] for name in CHOICES if os.environ.get(name)}
+
+
+def launch_command(launcher: list[str], script: str, ranks: int | None, device: str) -> list[str]:
+    """`launcher`, DeepSpeed's, starting `ranks` of the script, else one for each accelerator that is visible here.
+    `device` is ``target.device``.
+
+    Told how many ranks to start, it gives them accelerators 0, 1, ... whatever the user chose; not told, it cannot read
+    UUIDs. So it is not shown the choice, and each rank gets that back from `env`.
+    """
+    chosen = _chosen()
+    hidden = ["env", *(f"--unset={name}" for name in chosen)] if chosen else []
+    rank = [script]
+    if chosen:  # hidden, it would count all that there are
+        ranks = ranks or (1 if device == "cpu" else max(torch.accelerator.device_count(), 1))
+    if chosen and device != "cpu":
+        choice = [f"{name}={value}" for name, value in chosen.items()]
+        rank = ["--no_python", "--no_local_rank", "env", *choice, sys.executable, "-u", script]
+    return [*hidden, *launcher, *(["--num_accelerators", str(ranks)] if ranks else []), *rank]
+
+
+def require_gpus(ranks: int) -> None:
+    """Raises PipelineError where there are accelerators, but not one for each rank."""
+    there = torch.accelerator.device_count()
+    if 0 < there < ranks:
+        chosen = ", ".join(f"{name}={value}" for name, value in _chosen().items())
+        raise PipelineError(
+            f"train.ranks={ranks}, but the accelerators that are visible{chosen and f' ({chosen})'} are {there}, and "
+            "each rank takes one: lower train.ranks, or choose more of them"
+        )
 
 
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:

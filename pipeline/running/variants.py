@@ -7,8 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from pipeline.artifacts.features import fetch
-from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT
 from pipeline.features.shards import link_features
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe

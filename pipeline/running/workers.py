@@ -1,5 +1,5 @@
 """A pool of Ray actors that work on tasks: of the dump, of regeneration and of evaluation. The only file that imports
-Ray; only drivers of Ray jobs import it.
+Ray; only drivers of Ray jobs import it. It imports no torch, so that the actor with the heartbeats starts at once.
 
 Terms: a worker is an actor with a loaded target; a task is what one call of a worker does; its items are what it names
 in its heartbeats.
@@ -22,8 +22,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.artifacts.provenance import ROOT
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import ROOT, revision
+from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_text
+from pipeline.basics.files import ROOT, write_text
 from pipeline.drafts import DRAFTS, kind_of
 
 FOLDER, ENTRY, REQUIREMENTS = "custom_generate", "generate.py", "requirements.txt"

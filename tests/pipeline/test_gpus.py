@@ -11,8 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from infra.plan.__main__ import workers_worth
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import CHOICES, Crew, gpus_each, hide_gpus, launch_command, room_for
-from pipeline.running.stages import run, stages
+from pipeline.running.crew import Crew, gpus_each, hide_gpus, room_for
+from pipeline.running.stages import CHOICES, launch_command, run, stages
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +17,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.running.crew import Crew, Heartbeat, Loss
 from pipeline.running.workers import Pool
-from tests.kit import PATIENCE
+from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
 
@@ -34,6 +36,8 @@ class Faulty:
     def ready(self) -> None:
         if (self._folder / "cannot load").exists():
             os.kill(os.getpid(), signal.SIGKILL)
+        if (self._folder / "is refused").exists():
+            raise PipelineError("the target cannot be loaded")
 
     def work(self, task: Task) -> str:
         self._heartbeat((f"an item of {task.title}",))
@@ -81,12 +85,8 @@ class Hasty(Pool):
             self._ahead += 0.7 * PATIENCE
 
 
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
 @pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
 def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path):
     """The slow worker, which gives heartbeats, is left alone while the other hangs."""
     crew = replace(CREW, tasks_each=1)  # what hangs must not wait behind what is slow
@@ -101,12 +101,16 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
 def test_an_error_for_the_user_ends_the_job(tmp_path):
     with pytest.raises(PipelineError, match=r"^is refused: nothing helps$"):
         list(Hasty(tmp_path, CREW).results(iter([Task("is refused")])))
+    with pytest.raises(PipelineError, match=r"^loading the target: the target cannot be loaded$"):
+        list(Hasty(tmp_path, CREW).results(iter([Task("is sound")])))  # the mark of the other has every worker refuse
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
 def test_workers_that_die_while_they_load_are_given_up(tmp_path):
     (tmp_path / "cannot load").touch()
     with pytest.raises(PipelineError, match="4 workers were lost in a row"):
@@ -155,6 +159,7 @@ def clumsy(folder: Path, how: str, all_at_once: bool) -> list[str]:
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
 @pytest.mark.parametrize(
     ("how", "all_at_once", "message"),
     [
@@ -170,9 +175,23 @@ def test_workers_that_cannot_load_end_the_job_though_another_works(tmp_path, cap
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
 def test_a_worker_that_hangs_while_it_loads_is_replaced_though_another_works(tmp_path):
     assert clumsy(tmp_path, "hangs once", all_at_once=False) == ["done"]
     assert (tmp_path / "load-2").exists()
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+def test_a_worker_alone_that_hangs_is_replaced(tmp_path):
+    """None is ready while the next one loads."""
+    tasks = iter([Task("hangs"), Task("is sound")])
+    assert [record for _, record in Hasty(tmp_path, replace(CREW, workers=1)).results(tasks)] == ["done", "done"]
+
+
+def test_the_pool_starts_without_what_takes_long_to_import():
+    told = "import sys, pipeline.running.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], cwd=ROOT, check=False).returncode == 0
 
 
 def test_without_a_task_nothing_is_started():

@@ -1,10 +1,9 @@
-"""What happens to workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray, real
-kills.
+"""What happens to the dump's workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray,
+real kills. What the pool does by itself: tests/pipeline/test_workers.py.
 """
 
 import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -15,25 +14,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from preprocess.dump.task import History, ShardTask
-from tests.kit import (
-    BIN,
-    PATIENCE,
-    dump_here,
-    free_port,
-    ray_processes,
-    recipe_tree,
-    run_command,
-    run_warm,
-    stop_ray,
-    write_recipe,
-    write_sharegpt,
-)
+from tests.cluster import CPUS
+from tests.kit import PATIENCE, dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 
-# A dump whose workers have a fault: `when` sees the batch's ids and how often it was true before. Where a worker hangs,
-# the driver's clock jumps ahead by days once the driver has looked at it: nobody waits, and no patience depends on how
-# fast the machine is.
+# A dump whose workers have faults: a name, when, and what. `when` sees a batch's ids and how often it was true before.
+# Where a worker hangs, the driver's clock jumps ahead by days once the driver has looked at it: nobody waits, and no
+# patience depends on how fast the machine is.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -51,10 +39,8 @@ MARKS = Path(sys.argv[2])
 class Faulty(worker.FeatureWorker):
     def _forward(self, batch):
         out = worker.FeatureWorker._forward(self, batch)
-        ids, before = [document.doc_id for document in batch], len(list(MARKS.iterdir()))
-        if {when}:
-            (MARKS / f"{{before}}-{{os.getpid()}}").touch()
-            {what}
+        ids = [document.doc_id for document in batch]
+        {faults}
         return out
 
 
@@ -63,7 +49,7 @@ class Watching(workers.Pool):
         super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
 
     def _look_for_hangs(self):
-        hung = {hangs} and any(MARKS.iterdir())
+        hung = any(MARKS.glob("hung-*"))
         super()._look_for_hangs()
         if hung and not ahead:
             ahead.append(1e6)
@@ -72,7 +58,13 @@ class Watching(workers.Pool):
 driver.FeatureWorker, pool.Pool = Faulty, Watching
 entry.run(lambda: print("\\n".join(driver.dump(load_recipe(sys.argv[1], sys.argv[3:])))))
 """
-KILLED, HUNG = "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
+FAULT = """
+        before = len(list(MARKS.glob("{0}-*")))
+        if {1}:
+            (MARKS / f"{0}-{{before}}").touch()
+            {2}
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 ANYWHERE = "'doc7' in ids"
 
 
@@ -84,15 +76,19 @@ def recipe(tiny_target, tmp_path_factory) -> Path:
     return write_recipe(tree, folder / "recipe")
 
 
-def faulty_dump(recipe: Path, folder: Path, when: str, what: str, *overrides: str, **environment: str):
-    folder.mkdir(exist_ok=True)
-    marks, script = folder / "marks", folder / "script.py"
-    marks.mkdir()
-    script.write_text(SCRIPT.format(when=when, what=what, hangs=what == HUNG))
-    sets = [f"output={folder / 'run'}", *overrides]
-    command = [sys.executable, str(script), str(recipe), str(marks), *sets]
-    done = run_command(command, **environment) if environment else run_warm(command)
-    return done, len(list(marks.iterdir()))
+@pytest.fixture
+def faulty_dump(recipe, tmp_path, on_cluster):
+    """Runs a dump with these faults and settings; returns what came of it, and how often each fault happened."""
+
+    def dump(*faults: tuple[str, str, str], sets: tuple[str, ...] = ()):
+        marks, script = tmp_path / "marks", tmp_path / "script.py"
+        marks.mkdir()
+        script.write_text(SCRIPT.format(faults="".join(FAULT.format(*fault) for fault in faults)))
+        command = [sys.executable, str(script), str(recipe), str(marks), f"output={tmp_path / 'run'}", *sets]
+        done = run_warm(command, **on_cluster.environment)
+        return done, Counter(mark.name.partition("-")[0] for mark in marks.iterdir())
+
+    return dump
 
 
 def content(folder: Path) -> dict[str, tuple[str, dict]]:
@@ -112,20 +108,23 @@ def undisturbed(recipe, tmp_path_factory) -> Path:
     return folder
 
 
-# With one worker, none is ready while its replacement loads.
-@pytest.mark.parametrize("what, workers", [(KILLED, 2), (HUNG, 2), (HUNG, 1)], ids=["killed", "hung", "hung alone"])
-def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(recipe, undisturbed, tmp_path, what, workers):
-    done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and before == 0", what, f"features.workers={workers}")
+def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(faulty_dump, undisturbed, tmp_path):
+    """One is killed, another hangs."""
+    faults = (
+        ("killed", f"{ANYWHERE} and not before", KILLED),
+        ("hung", "'doc40' in ids and not before", "time.sleep(1000)"),
+    )
+    done, happened = faulty_dump(*faults)
     assert done.returncode == 0, done.stderr
-    assert ("it gave no sign of life for" in done.stderr) == (what == HUNG)
-    assert faults == 1 and "a worker was lost (shard " in done.stderr
+    assert happened == {"killed": 1, "hung": 1} and done.stderr.count("a worker was lost (shard ") >= 2
+    assert "it gave no sign of life for" in done.stderr
     assert content(tmp_path) == content(undisturbed)
 
 
-def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, undisturbed, tmp_path):
-    done, faults = faulty_dump(recipe, tmp_path, ANYWHERE, KILLED)
+def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_dump, undisturbed, tmp_path):
+    done, happened = faulty_dump(("killed", ANYWHERE, KILLED))
     assert done.returncode == 0, done.stderr
-    assert faults == 4  # in its batch, in its batch again, alone, alone again
+    assert happened == {"killed": 4}  # in its batch, in its batch again, alone, alone again
     assert "kills_workers 1" in done.stdout and "set aside, for it kills workers: doc7" in done.stderr
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
     assert max(doc_ids(recipe, tmp_path).values()) == 1
@@ -177,45 +176,34 @@ def test_a_batch_whose_dialogues_all_come_through_alone_is_too_large():
         tried(History("features.batch_tokens"), (A, B), (A, B), (A, B))
 
 
-def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, undisturbed, tmp_path):
-    done, faults = faulty_dump(recipe, tmp_path, f"{ANYWHERE} and len(ids) > 1", KILLED)
+def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, faulty_dump, undisturbed, tmp_path):
+    done, happened = faulty_dump(("killed", f"{ANYWHERE} and len(ids) > 1", KILLED))
     assert done.returncode == 2
-    assert faults == 3  # twice, and again after each of its dialogues came through alone
+    assert happened == {"killed": 3}  # twice, and again after each of its dialogues came through alone
     assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
     dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
     assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 
-def test_a_node_that_is_lost_is_made_up_for(recipe, undisturbed, tmp_path):
+def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path):
     """Two Ray nodes with one worker each; the second node's processes are killed while its worker is busy."""
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
-        address = f"127.0.0.1:{free_port()}"
-        cluster = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
-        ray = [str(BIN / "ray"), "start", "--num-cpus=1", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
-        try:
-            for more in (
-                ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false"],
-                [f"--address={address}"],
-            ):
-                started = run_command([*ray, *more], **cluster)
-                assert started.returncode == 0, started.stderr
-            nodes = [
-                process for process in ray_processes(short) if "raylet --" in process[1] or "/raylet" in process[1]
-            ]
-            second = [pid for pid, words in nodes if " --head" not in words]
-            assert len(second) == 1
-            what = f"os.kill({second[0]}, signal.SIGKILL)"
-            done, faults = faulty_dump(
-                recipe, tmp_path, f"{ANYWHERE} and before == 0", what, RAY_ADDRESS=address, **cluster
-            )
-        finally:
-            stop_ray(short)
+    on_cluster.start_node(f"--address={on_cluster.address}")
+    head, second = on_cluster.raylets()
+    there = f"os.environ['RAY_RAYLET_PID'] == '{second}' and not before"
+    here = f"os.environ['RAY_RAYLET_PID'] == '{head}' and not before"
+    faults = (
+        ("lost", there, f"os.kill({second}, signal.SIGKILL); time.sleep(1000)"),
+        ("waited", here, "while not any(MARKS.glob('lost-*')): time.sleep(0.01)"),
+    )
+    done, happened = faulty_dump(*faults, sets=(f"features.cpus_per_worker={CPUS}",))
     assert done.returncode == 0, done.stderr
-    assert faults >= 1 and content(tmp_path) == content(undisturbed)
+    assert happened == {"lost": 1, "waited": 1} and on_cluster.raylets() == [head]
+    assert "a worker was lost (shard " in done.stderr
+    assert content(tmp_path) == content(undisturbed)
 
 
 def test_an_error_while_loading_keeps_its_message(recipe, tmp_path):
-    """In a worker only: the driver never loads the weights."""
+    """It comes from a worker: the driver never loads the weights. How it gets out: tests/pipeline/test_workers.py."""
     weights = Path(load_recipe(recipe).target.model) / "model.safetensors"
     copy = tmp_path / "target"
     copy.mkdir()
@@ -223,6 +211,5 @@ def test_an_error_while_loading_keeps_its_message(recipe, tmp_path):
         (copy / file.name).write_bytes(file.read_bytes())
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] * 2}))
-    done, _ = faulty_dump(recipe, tmp_path, "False", "pass", f"target.model={copy}")
-    assert done.returncode == 2
-    assert "cannot be loaded" in done.stderr and "mismatched" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(PipelineError, match=r"cannot be loaded.*mismatched"):
+        dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", f"target.model={copy}"]))

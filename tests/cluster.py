@@ -1,0 +1,71 @@
+"""A Ray cluster for the tests of a session, whose workers start warm."""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kit import free_port, run_command
+
+CPUS = 4  # of a node
+RAY = "import sys; from ray.scripts.scripts import main; sys.executable = sys.argv.pop(1); main()"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A head node with a dashboard."""
+
+    folder: str
+    python: str  # what Ray starts its workers with
+    address: str
+    dashboard: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a command that is to join it."""
+        return {"RAY_ADDRESS": self.address}
+
+    def start_node(self, *options: str) -> None:
+        node = ["start", f"--num-cpus={CPUS}", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}"]
+        environment = {"RAY_TMPDIR": self.folder, "RAY_worker_niceness": "0"}
+        started = run_command([sys.executable, "-c", RAY, self.python, *node, *options], **environment)
+        assert started.returncode == 0, started.stderr
+
+    def raylets(self) -> list[int]:
+        """The process of each node, in the order in which they were started."""
+        return sorted(pid for pid, words in self._processes() if "/raylet " in words)
+
+    def stop(self) -> None:
+        """`ray stop` would stop every cluster of the machine."""
+        for pid, _ in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _processes(self) -> list[tuple[int, str]]:
+        """(pid, command line)"""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if self.folder in words:
+                    found.append((int(entry.name), words))
+        return found
+
+
+@contextlib.contextmanager
+def started(python: str) -> Iterator[Cluster]:
+    # A Unix socket's path has at most 107 characters, and Ray needs 60 of them.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        port, dashboard = free_port(), free_port()
+        cluster = Cluster(folder, python, f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        try:
+            cluster.start_node(
+                "--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"
+            )
+            yield cluster
+        finally:
+            cluster.stop()
