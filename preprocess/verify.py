@@ -38,6 +38,7 @@ from pipeline.features.shards import (
     damage,
     open_shard,
     prompts_damage,
+    row_fault,
     text_name,
     usable_texts,
 )
@@ -127,19 +128,16 @@ def _inconsistency(
     except PipelineError as error:
         return str(error)
     batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    lengths = [len(batch.column("hidden")[0]) for batch in batches]
-    if sum(lengths) != record.tokens:
-        return f"it holds {sum(lengths)} tokens; the manifest says {record.tokens}"
+    tokens = sum(len(batch.column("hidden")[0]) for batch in batches)
+    if tokens != record.tokens:
+        return f"it holds {tokens} tokens; the manifest says {record.tokens}"
     if texts is None:
         return None
     table, first = texts
     trained = 0
-    for number, (batch, length) in enumerate(zip(batches, lengths, strict=True), first):
-        row = batch.column("row")[0].as_py()
-        if row != table.rows_N[number]:
-            return f"it names row {row} of the text table where the manifest says {table.rows_N[number]}"
-        if length != len(table.ids(number)):
-            return f"it holds {length} states for row {row}, whose text has {len(table.ids(number))} tokens"
+    for number, batch in enumerate(batches, first):
+        if fault := row_fault(batch, table, number):
+            return fault
         trained += int(table.mask(number).sum())
     if trained != record.trained_tokens:
         return f"its texts have {trained} trained tokens; the manifest says {record.trained_tokens}"

@@ -28,7 +28,7 @@ from pipeline.recipe.recipe import Recipe
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, together
-from train.input.data import Batches, validation_batches
+from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import coverage, frequent_tokens
 from train.tracking import Metrics, open_tracker, require_tracker
@@ -232,19 +232,9 @@ class _Run:
     def _validate(self) -> None:
         pooled: dict = {}
         engine = self._engine
-        share = validation_batches(
-            self._heldout,
-            self._config,
-            self._objective,
-            self._draft.needs,
-            engine.step,
-            engine.rank,
-            engine.ranks,
-            engine.device,
-        )
-        for batch in share:
-            add_sums(pooled, self._engine.measure(batch))
-        self._done.validation = self._averages(self._engine.total(pooled))
+        for batch in self._batches.validation(self._heldout, engine.step, engine.device):
+            add_sums(pooled, engine.measure(batch))
+        self._done.validation = self._averages(engine.total(pooled))
         if self._answers is not None:
             self._done.validation |= self._acceptance()
         self._done.validation["trained_tokens"] = self._done.trained_tokens

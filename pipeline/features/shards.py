@@ -303,17 +303,18 @@ class FeatureStore:
     def row(self, index: int, decode: bool = True) -> Row:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         batch = self._readers[shard].get_batch(index - int(self._starts[shard]))
-        if batch.column("row")[0].as_py() != self.texts.rows_N[index]:
-            name = self.records[shard].name
-            raise PipelineError(f"feature shard {name} names other rows than the manifest says. {REMEDY}")
+        if fault := row_fault(batch, self.texts, index):
+            raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
-        row = from_batch(batch, self.spec, text, decode)
-        if len(row.input_ids) != len(row.hidden_TD):
-            raise PipelineError(
-                f"feature shard {self.records[shard].name} holds {len(row.hidden_TD)} states for row "
-                f"{self.texts.rows_N[index]} ({row.doc_id}), whose text has {len(row.input_ids)} tokens. {REMEDY}"
-            )
-        return row
+        return from_batch(batch, self.spec, text, decode)
+
+
+def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int) -> str | None:
+    """Why these are not the states of a set's text with this number; None where they are."""
+    row, states, tokens = batch.column("row")[0].as_py(), len(batch.column("hidden")[0]), len(texts.ids(number))
+    if row != texts.rows_N[number]:
+        return f"it names row {row} of the text table where the manifest says {texts.rows_N[number]}"
+    return None if states == tokens else f"it holds {states} states for row {row}, whose text has {tokens} tokens"
 
 
 def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:

@@ -172,42 +172,26 @@ def one_term(prediction, batch, horizon, head):
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
-@pytest.mark.parametrize("horizon", [1, 2])
-def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, horizon, rows_per_chunk):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
+def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, rows_per_chunk):
+    """Of two terms at once, which share their teacher's rows, whichever of them either trains."""
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V * 2)
     batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
-    prediction = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    reference = prediction.detach().clone().requires_grad_()
-
-    got = one_term(prediction, batch, horizon, head)
-    regression, classification, agree, positions = direct(reference, ROWS, horizon, head)
-    assert positions == got["positions"] > 6
-    assert got["agree"] == agree
-    assert got["regression"].item() == pytest.approx(regression.item(), rel=1e-6)
-    assert got["classification"].item() == pytest.approx(classification.item(), rel=1e-6)
-
-    (1.5 * got["regression"] + 0.7 * got["classification"]).backward()
-    (1.5 * regression + 0.7 * classification).backward()
-    assert reference.grad.abs().max() > 0.01
-    assert torch.allclose(prediction.grad, reference.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
-def test_branches_together_are_the_branches_alone(monkeypatch, rows_per_chunk):
-    """They share their teacher's rows, whichever of them either trains."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V)
-    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(5)
     predictions = {h: torch.randn(batch.hidden_BTD.shape, generator=generator).requires_grad_() for h in (1, 2)}
-    together = sums_of({h: (h, x) for h, x in predictions.items()}, batch, head)
-    (together[1]["classification"] + 3 * together[2]["classification"]).backward()
-    for horizon, factor in ((1, 1), (2, 3)):
-        alone = predictions[horizon].detach().clone().requires_grad_()
-        sums = one_term(alone, batch, horizon, head)
-        (factor * sums["classification"]).backward()
-        assert torch.allclose(predictions[horizon].grad, alone.grad, rtol=1e-5, atol=1e-6)
-        for name, value in sums.items():
-            assert together[horizon][name].item() == pytest.approx(value.item(), rel=1e-6)
+    sums, losses_of = sums_of({h: (h, x) for h, x in predictions.items()}, batch, head), []
+    for horizon, prediction in predictions.items():
+        reference, got = prediction.detach().clone().requires_grad_(), sums[horizon]
+        regression, classification, agree, positions = direct(reference, ROWS, horizon, head)
+        assert positions == got["positions"] > 6
+        assert got["agree"] == agree
+        assert got["regression"].item() == pytest.approx(regression.item(), rel=1e-6)
+        assert got["classification"].item() == pytest.approx(classification.item(), rel=1e-6)
+        (1.5 * regression + 0.7 * horizon * classification).backward()
+        losses_of.append((1.5 * got["regression"] + 0.7 * horizon * got["classification"], prediction, reference))
+    sum(loss for loss, *_ in losses_of).backward()
+    for _, prediction, reference in losses_of:
+        assert reference.grad.abs().max() > 0.01
+        assert torch.allclose(prediction.grad, reference.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypatch):

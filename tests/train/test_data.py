@@ -11,7 +11,7 @@ from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from tests.kit import mask_of
-from train.input.data import Batches, validation_batches
+from train.input.data import Batches
 from train.input.order import Order, coverage, frequent_tokens, packed
 
 WIDTH = 4
@@ -79,21 +79,6 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (1, 2), (8, 1)])
-def test_ranks_and_micro_batches_share_out_exactly_the_global_batch(store, ranks, micro):
-    reference = batches(store)
-    shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
-    for step in range(reference.order.steps):
-        found = []
-        for share in shares:
-            assert share.order.rows_of(step) == reference.order.rows_of(step)
-            parts = share.micro_batches(step)
-            assert len(parts) == share.accumulation == 8 // (ranks * micro)
-            assert all(len(part.tokens_BT) == micro for part in parts)
-            found += [number for part in parts for number in numbers_in(part)]
-        assert sorted(found) == sorted(dialogues_of(reference, step))
-
-
 def contents(parts):
     """dialogue -> (features with their noise, labels, masks, totals), without the padding."""
     out = {}
@@ -106,17 +91,16 @@ def contents(parts):
     return out
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 2), (1, 2)])
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 2), (1, 2), (8, 1)])
 def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro):
-    """Noise and totals included, to the bit."""
+    """Noise and totals included, to the bit; each is in one micro-batch of one rank."""
+    shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
     for step in (0, 3, 5):
-        reference = contents(batches(store, micro_batch=8).micro_batches(step))
-        parts = [
-            part
-            for rank in range(ranks)
-            for part in batches(store, rank=rank, ranks=ranks, micro_batch=micro).micro_batches(step)
-        ]
-        assert contents(parts) == reference and len(reference) == 8
+        reference = batches(store, micro_batch=8)
+        parts = [part for share in shares for part in share.micro_batches(step)]
+        assert all(len(part.tokens_BT) == micro for part in parts)
+        assert sorted(n for part in parts for n in numbers_in(part)) == sorted(dialogues_of(reference, step))
+        assert contents(parts) == contents(reference.micro_batches(step)) and len(contents(parts)) == 8
 
 
 @pytest.mark.parametrize("rule", ["predicted", "legacy"])
@@ -233,12 +217,11 @@ def test_a_global_batch_that_cannot_be_shared_out_is_refused(store, ranks, micro
 
 @pytest.mark.parametrize("count", [1, 8, 17])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (3, 2), (4, 1)])
-def test_validation_covers_each_dialogue_once_in_equally_many_batches(tmp_path, count, ranks, micro):
-    store = store_of(tmp_path, [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)])
-    shares = [
-        list(validation_batches(store, config(micro_batch=micro), Horizons([1, 2]), Needs(), 0, rank, ranks))
-        for rank in range(ranks)
-    ]
+def test_validation_covers_each_dialogue_once_in_equally_many_batches(store, tmp_path, count, ranks, micro):
+    rows = [dialogue(number, mask=[1] * 5, tokens=[number] * 5) for number in range(count)]
+    heldout = store_of(tmp_path / "heldout", rows)
+    changes = {"ranks": ranks, "micro_batch": micro, "global_batch": ranks * micro}
+    shares = [list(batches(store, rank=rank, **changes).validation(heldout, 0)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     seen = []
     for share in shares:

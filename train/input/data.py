@@ -39,7 +39,8 @@ class Batches:
     ):
         self.accumulation = config.accumulation(ranks)
         self._store, self._config, self._seed = store, config, seed
-        self._objective, self._auxiliary = objective, auxiliary_of(store, needs)
+        self._objective = objective
+        self._auxiliary = [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]  # of the stored ones
         self._rank, self._ranks = rank, ranks
         self.order = Order(store.texts, config, seed)
 
@@ -77,6 +78,22 @@ class Batches:
         steps = range(first, self.order.steps)
         yield from zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True)
 
+    def validation(self, heldout: FeatureStore, step: int, device: torch.device = CPU) -> Iterator[Batch]:
+        """This rank's share of the held-out dialogues, without noise; the same number of batches on every rank (ZeRO-3
+        needs that): where a share is short, a batch without a trained position fills in. They are read ahead, and
+        brought to a device, as those of a training are.
+        """
+        size = self._config.micro_batch
+
+        def made(first: int) -> Batch:
+            begin = first + self._rank * size
+            rows = [heldout.row(number, decode=False) for number in range(begin, min(begin + size, len(heldout)))]
+            batch = collate(rows or [heldout.row(0, decode=False)], self._objective, {}, self._auxiliary)
+            batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
+            return _ready(batch if rows else batch.emptied(), self._config, device)
+
+        return read_ahead(made, range(0, len(heldout), size * self._ranks))
+
 
 def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """What is made of each item; the next ones are made in a thread while the caller computes."""
@@ -91,37 +108,5 @@ def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
             yield ahead.popleft().result()
 
 
-def validation_batches(
-    store: FeatureStore,
-    config: TrainConfig,
-    objective: ChoosesPositions,
-    needs: Needs,
-    step: int,
-    rank: int,
-    ranks: int,
-    device: torch.device = CPU,
-) -> Iterator[Batch]:
-    """This rank's share of the held-out dialogues, without noise; the same number of batches on every rank (ZeRO-3
-    needs that). They are read ahead, and brought to a device, as those of a training are.
-
-    Where a share is short, a batch without a trained position fills in.
-    """
-    size, auxiliary = config.micro_batch, auxiliary_of(store, needs)
-
-    def made(first: int) -> Batch:
-        begin = first + rank * size
-        rows = [store.row(number, decode=False) for number in range(begin, min(begin + size, len(store)))]
-        batch = collate(rows or [store.row(0, decode=False)], objective, {}, auxiliary)
-        batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
-        return _ready(batch if rows else batch.emptied(), config, device)
-
-    return read_ahead(made, range(0, len(store), size * ranks))
-
-
 def _ready(batch: Batch, config: TrainConfig, device: torch.device) -> Batch:
     return batch.to(CPU, DTYPES[config.dtype]) if device.type == "cpu" else batch.pinned()
-
-
-def auxiliary_of(store: FeatureStore, needs: Needs) -> list[int]:
-    """Which of the stored auxiliary states the draft wants."""
-    return [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]
