@@ -19,7 +19,7 @@ from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
 from tests import cluster
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
-from tests.warm import warm_workers
+from tests.warm import RAYS_PYTHON, warm_workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,8 +51,20 @@ def tiny_recipe(tiny_target, tmp_path) -> Recipe:
 
 
 @pytest.fixture(scope="session")
-def started_cluster() -> Iterator[cluster.Cluster]:
-    with warm_workers() as python, cluster.started(python) as found:
+def rays_python() -> Iterator[str]:
+    with warm_workers() as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def warm(rays_python) -> dict[str, str]:
+    """Of a command that starts warm: its own Ray has warm workers, too."""
+    return {RAYS_PYTHON: rays_python}
+
+
+@pytest.fixture(scope="session")
+def started_cluster(rays_python) -> Iterator[cluster.Cluster]:
+    with cluster.started(rays_python) as found:
         yield found
 
 

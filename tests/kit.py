@@ -26,7 +26,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Task
 from pipeline.running.workers import Pool
 from preprocess.dump.driver import dump
-from tests.warm import PATIENCE, ROOT, run_forked
+from tests.warm import PATIENCE, ROOT, Forked, run_forked
 
 BIN = Path(sys.executable).parent
 TEMPLATE = (
@@ -215,35 +215,34 @@ def train_command(recipe: Path, *overrides: str, ranks: int = 1, draft: str | No
     return [*launcher, str(recipe), *(["--draft", draft] if draft else []), *override_arguments(overrides)]
 
 
-def kill_when_exists(command: list[str], path: Path) -> None:
+def kill_when_exists(command: list[str], path: Path, **environment: str) -> None:
     """Starts a command and kills it, with all processes of its group, as soon as it has written `path`."""
-    kill_when(command, path.exists)
+    kill_when(command, path.exists, **environment)
 
 
-def kill_when(command: list[str], happened: Callable[[], bool]) -> None:
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def kill_when(command: list[str], happened: Callable[[], bool], **environment: str) -> None:
+    """A Python command starts warm."""
+    variables = command_environment(**environment)
+    if command[0] == sys.executable:
+        process: Forked | subprocess.Popen = Forked(command, variables)
+    else:
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **silent)
     try:
         wait_until(happened, process)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    wait_until(lambda: not any(map(holds_files, of_group(process.pid))))
+    wait_until(lambda: not holding_files(os.getpgid, process.pid))
 
 
-def of_group(group: int) -> list[int]:
-    """The processes of a group, those included that are dying or that nobody has waited for."""
+def holding_files(kind: Callable[[int], int], leader: int) -> list[int]:
+    """The processes of a group (`os.getpgid`) or a session (`os.getsid`) that may still have files open or locked."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+        with contextlib.suppress(ProcessLookupError):
+            if kind(int(entry.name)) == leader and holds_files(int(entry.name)):
                 found.append(int(entry.name))
     return found
 
@@ -261,7 +260,7 @@ def holds_files(pid: int) -> bool:
 
 
 def wait_until(
-    happened: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = PATIENCE
+    happened: Callable[[], bool], process: subprocess.Popen | Forked | None = None, seconds: float = PATIENCE
 ) -> float:
     """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A
     test that has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that

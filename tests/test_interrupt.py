@@ -16,47 +16,40 @@ from tests.kit import (
     command_environment,
     dump_command,
     dump_here,
+    holding_files,
     recipe_tree,
     train_command,
+    wait_until,
     write_recipe,
     write_sharegpt,
 )
+from tests.warm import Forked
 
 pytestmark = pytest.mark.real
 LINE = "interrupted: what is finished is kept; run the same command again to continue"
 
 
-def interrupted(command: list[str], began: Callable[[], bool], mark: str, times: int = 1) -> tuple[int, list[str]]:
+def interrupted(
+    process: subprocess.Popen | Forked, began: Callable[[], bool], error: Path, mark: str, times: int = 1
+) -> tuple[int, list[str]]:
     """(status, what it printed to stderr but for progress bars) of a command whose group is interrupted when `began`
-    says so, and again until it has ended. Waits until no process with `mark` in its command line is left.
+    says so, and again until it has ended. Waits until no process of its session, and none with `mark` in its command
+    line, is left.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + PATIENCE
     try:
-        while not began():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(began, process)
         for _ in range(times):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
                 time.sleep(0.3)
-        _, error = process.communicate(timeout=PATIENCE)
+        process.wait(PATIENCE)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    while left := [words for words in map(words_of, Path("/proc").glob("[0-9]*")) if mark in words]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-    return process.returncode, [line for line in error.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+    wait_until(lambda: not holding_files(os.getsid, process.pid))
+    wait_until(lambda: not any(mark in words_of(process) for process in Path("/proc").glob("[0-9]*")))
+    said = error.read_text().replace("\r", "\n").splitlines()
+    return process.returncode, [line for line in said if line and "it/s" not in line]
 
 
 def words_of(process: Path) -> str:
@@ -81,22 +74,33 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
     return write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
 
 
-def test_a_dump_ends_in_one_line(slow):
+def test_a_dump_ends_in_one_line(slow, tmp_path, warm):
     """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py."""
     recipe, run = slow
-    status, error = interrupted(dump_command(recipe), (run / "features/manifest.json").exists, str(recipe), times=3)
+    process = Forked(dump_command(recipe), command_environment(**warm), tmp_path / "stderr")
+    began = (run / "features/manifest.json").exists
+    status, error = interrupted(process, began, tmp_path / "stderr", str(recipe), times=3)
     assert status == 130
     assert [line for line in error if not is_bar(line)] == [LINE]
 
 
-def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow):
+def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow, tmp_path):
     """The launcher has lines of its own, and sends a SIGTERM behind the SIGINT: either may come first."""
     recipe, run = slow
     small = load_recipe(recipe, ["features.planners=1", "data.max_dialogues=40"])
     dump_here(small)
     command = train_command(recipe, "data.max_dialogues=40", "train.epochs=5000", ranks=2)
     began = (run / "drafts/eagle/metrics.jsonl").exists
-    status, error = interrupted(command, began, str(recipe))
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=command_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    status, error = interrupted(process, began, tmp_path / "stderr", str(recipe))
     told = [line for line in error if line.endswith(LINE.removeprefix("interrupted"))]
     assert status and len(told) == 1
     ours = [line for line in error if str(ROOT / "train") in line or str(ROOT / "pipeline") in line]

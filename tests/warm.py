@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 3600  # seconds; it ends what hangs, on however slow a machine, and no test that is sound waits for its end
+RAYS_PYTHON = "TESTS_RAYS_PYTHON"  # the variable that has a command's own Ray start warm workers: `warm_workers`
 FORKS = get_context("forkserver")
 # All that is slow to import, and nothing that starts a thread.
 FORKS.set_forkserver_preload(
@@ -63,9 +64,31 @@ def run_forked(
         return subprocess.CompletedProcess(commands[0][0], status, *(stream.read_text() for stream in streams))
 
 
-def _command(arguments: list[str], environment: dict[str, str], streams: list[str]) -> None:
+class Forked:
+    """A Python command in a session of its own: what tests need of a `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], error: Path = Path(os.devnull)):
+        arguments = command[1:], environment, [os.devnull, str(error)]
+        self._process = FORKS.Process(target=_command, args=arguments, kwargs={"session": True})
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        self._process.join(seconds)
+        return self.poll()
+
+    returncode = property(poll)
+
+
+def _command(arguments: list[str], environment: dict[str, str], streams: list[str], session: bool = False) -> None:
+    if session:
+        os.setsid()
     for descriptor, path in zip((1, 2), streams, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    sys.executable = environment.get(RAYS_PYTHON, sys.executable)
     _become(arguments, environment)
 
 
@@ -102,7 +125,7 @@ server.recv(1)  # until the worker has ended
 
 @contextmanager
 def warm_workers() -> Iterator[str]:
-    """The path of the script that Ray is to start its workers with."""
+    """The path of the script that Ray is to start its workers with; `sys.executable`, it thinks."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
         launcher, address = Path(folder) / "python", f"{folder}/socket"
         launcher.write_text(LAUNCHER.format(python=sys.executable, worker=WORKER, address=address))

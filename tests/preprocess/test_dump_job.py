@@ -75,12 +75,12 @@ def test_its_progress_ends_at_its_total(tiny_recipe, tmp_path, monkeypatch, most
     assert all(done <= total for done, total in told)
 
 
-def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path):
+def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, warm):
     """By this process alone: who writes a shard is not seen in it."""
     recipe, _, expected = job
     command = dump_command(recipe, f"output={tmp_path}")
     features = tmp_path / "features"
-    kill_when_exists(command, features / MANIFEST)
+    kill_when_exists(command, features / MANIFEST, **warm)
     left = Manifest.load(features)
     assert not left.complete and 0 < len(left.shards) < len(expected)
     dump_here(load_recipe(recipe, [f"output={tmp_path}"]))
@@ -161,19 +161,32 @@ def test_features_of_another_target_are_not_mixed_in(job, tmp_path):
     assert Manifest.load(features).complete
 
 
+LIMITED = """
+import os, resource, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+from pipeline.artifacts.features import feature_spec
+from pipeline.lm.model import load_tokenizer
+from pipeline.recipe.load import load_recipe
+from pipeline.running import entry
+from preprocess.dump.plan import Plan
+from preprocess.dump.worker import FeatureWorker
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+recipe = load_recipe(sys.argv[1])
+task = next(iter(Plan(recipe, load_tokenizer(recipe.target)).tasks()))
+worker = FeatureWorker(recipe, Path(sys.argv[2]), feature_spec(recipe))
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY))
+entry.run(lambda: worker.work(task))
+"""
+
+
 def test_full_disk_is_one_clear_error_and_leaves_nothing_half_written(job, tmp_path):
     recipe, _, _ = job
-    limited = (
-        "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY)); "
-        "from preprocess.dump.task import ShardTask; from preprocess.dump.worker import FeatureWorker; from "
-        "pipeline.recipe.load import load_recipe; from pipeline.artifacts.features import feature_spec; from "
-        "pipeline.lm.model import load_tokenizer; from preprocess.dump.plan import Plan; "
-        "r = load_recipe(sys.argv[1]); from pathlib import Path; from pipeline.running import entry; "
-        "t = next(iter(Plan(r, load_tokenizer(r.target)).tasks())); entry.run(lambda: FeatureWorker(r, "
-        "Path(sys.argv[2]), feature_spec(r)).work(t))"
-    )
-    full = run_command([sys.executable, "-c", limited, str(recipe), str(tmp_path / "features")])
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    full = run_warm([sys.executable, str(script), str(recipe), str(tmp_path / "features")])
     assert full.returncode == 2
     assert full.stderr.splitlines()[-1].startswith("error: no space to write features-train-000000.arrow")
     assert [path.name for path in (tmp_path / "features").iterdir()] == []
@@ -202,11 +215,11 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
         assert message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("on_cluster")
 def test_workers_that_fit_no_node_are_refused(job, tmp_path):
     recipe, _, _ = job
-    done = run_warm(dump_command(recipe, "features.gpus_per_worker=1", f"output={tmp_path / 'run'}"))
-    assert done.returncode == 2
-    assert "no node has room for one worker" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(PipelineError, match="no node has room for one worker"):
+        dump(load_recipe(recipe, ["features.gpus_per_worker=1", f"output={tmp_path / 'run'}"]))
 
 
 def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_path):

@@ -204,11 +204,11 @@ def job(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.real
-def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path):
+def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path, warm):
     recipe, expected = job
     again = command(recipe, f"output={tmp_path}", "features.workers=2")
     parts = tmp_path / "regenerated/parts.jsonl"
-    kill_when(again, lambda: parts.exists() and parts.stat().st_size > 0)
+    kill_when(again, lambda: parts.exists() and parts.stat().st_size > 0, **warm)
     assert 0 < len(parts.read_text().splitlines()) < 10
     with without_ray():
         regenerate(load_recipe(recipe, [f"output={tmp_path}"]))

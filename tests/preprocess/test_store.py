@@ -24,12 +24,12 @@ from tests.kit import (
     call,
     dump_here,
     recipe_tree,
-    run_command,
-    train_command,
     without_ray,
     write_recipe,
     write_sharegpt,
 )
+from tests.loopback import Handler, Loopback
+from tests.train.runs import run_training
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -72,18 +72,26 @@ def test_what_is_put_comes_back(request, tmp_path, kind):
     assert store.sizes() == {}
 
 
+class Refusing(Loopback):
+    """A store that lets nobody in. (One that does not answer is asked for six seconds.)"""
+
+    def handler(self) -> type[Handler]:
+        return type("Closed", (Handler,), {"do_GET": lambda asked: asked.answer("", 403, "application/xml")})
+
+
+@pytest.mark.usefixtures("bucket")  # for its keys
 @pytest.mark.parametrize(
     ("url", "message"),
     [
         ("nope://bucket/x", "opening failed"),
         ("relative/folder", "has no scheme"),
         ("s3://shards/run?regin=us-east-1", "Unexpected query parameter"),
-        ("s3://shards/run?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", "listing failed"),
+        ("s3://shards/run?endpoint_override={closed}&scheme=http&region=us-east-1", "listing failed"),
     ],
 )
 def test_a_store_that_cannot_be_reached_is_one_clear_error(url, message):
-    with pytest.raises(PipelineError, match=message) as caught:
-        Store(url).sizes()
+    with Refusing() as server, pytest.raises(PipelineError, match=message) as caught:
+        Store(url.format(closed=server.url.removeprefix("http://"))).sizes()
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -145,8 +153,8 @@ def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
 @pytest.mark.real
 def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_path, capsys):
     recipe_file, url, expected = dumped
-    overrides = [f"output={tmp_path}", "train.epochs=1"]
-    done = run_command(train_command(recipe_file, *overrides, draft="eagle", ranks=2))
+    (tmp_path / "features").mkdir()
+    done = run_training((recipe_file, None), tmp_path, "train.epochs=1", draft="eagle", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "drafts/eagle/model.safetensors").exists()
 
