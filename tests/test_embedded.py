@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import sys
 
 import pytest
 import torch
 
+from eval.main import main as evaluate
 from pipeline.artifacts.curves import METRICS, read_metrics
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.reports import read_rows
@@ -24,11 +24,12 @@ from pipeline.recipe.sections import DataConfig
 from preprocess.dump.plan import Plan
 from preprocess.sources.dialogues import clean
 from preprocess.sources.read import Tail, read_records
-from tests.kit import ROOT, run_command
+from tests.kit import ROOT, call, dump_here, override_arguments
+from tests.train.runs import train_here
 from train import acceptance
 
 pytestmark = pytest.mark.real
-SMOKE = "infra/recipes/smoke.toml"
+SMOKE = ROOT / "infra/recipes/smoke.toml"
 TARGET = TargetConfig(model="embedded:smollm2-135m-instruct", device="cpu")
 
 
@@ -94,11 +95,14 @@ def test_there_are_164_coding_prompts():
 
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory):
-    """The smoke recipe's run folder; two real DeepSpeed ranks."""
+    """The smoke recipe's run folder: every stage's own work, in this process. As commands: tests/test_run.py."""
     folder = tmp_path_factory.mktemp("smoke")
-    sets = ["--set", f"output={folder}", "--set", "train.ranks=2", "--set", "eval.temperatures=[0.0]"]
-    done = run_command([sys.executable, "-m", "pipeline", "run", SMOKE, *sets])
-    assert done.returncode == 0, done.stdout + done.stderr
+    sets = [f"output={folder}", "eval.temperatures=[0.0]"]
+    recipe = load_recipe(SMOKE, sets)
+    dump_here(recipe)
+    for draft in recipe.to_train:
+        train_here((SMOKE, recipe.features_dir), folder, *sets, draft=draft)
+    call(evaluate, str(SMOKE), *override_arguments(sets))
     return folder
 
 
@@ -108,7 +112,7 @@ def test_the_smoke_recipe_from_dump_to_release(smoke_run):
     """
     greedy = [row.details for row in read_rows(smoke_run / "release") if row.figure == "lossless"]
     assert len(greedy) == 4 and all(gate["identical"] == gate["checked"] == 1 for gate in greedy)
-    assert load_recipe(ROOT / SMOKE).publish.draft == "jakiro"
+    assert load_recipe(SMOKE).publish.draft == "jakiro"
     assert (smoke_run / "release/README.md").read_text().startswith("---\n")
     for draft in ("jakiro", "eagle"):
         lines = read_metrics(smoke_run / "drafts" / draft / METRICS)

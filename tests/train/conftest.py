@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import run_command, train_command
-from tests.train.runs import dump_for, linked, losses
+from tests.train.runs import dump_for, losses, train_here
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +15,6 @@ def dumped(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def undisturbed(dumped, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("undisturbed")
-    command = train_command(linked(dumped, output), f"output={output}", "train.micro_batch=4", draft="jakiro")
-    done = run_command(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train_here(dumped, output)
     assert len(losses(output)) == 20
     return output

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
@@ -18,13 +20,12 @@ from tests.kit import (
     command_environment,
     dump_here,
     free_port,
-    holds_files,
     recipe_tree,
     wait_until,
     write_recipe,
     write_sharegpt,
 )
-from tests.warm import run_forked
+from tests.warm import Forked, run_forked
 from train.main import main
 
 
@@ -46,12 +47,31 @@ def run_training(
     """Trains a draft, or all of them, on the dumped features under another output folder, as DeepSpeed's launcher does:
     a process a rank. What the launcher itself does is shown where a test has `train_command`.
     """
+    return run_forked(*_ranks(dumped, output, overrides, ranks, draft, environment), PATIENCE)
+
+
+def kill_training(dumped, output: Path, happened: Callable[[], bool], *overrides: str, ranks: int = 1) -> None:
+    """The same of jakiro, whose ranks are killed as soon as something happened."""
+    commands, environment = _ranks(dumped, output, overrides, ranks, "jakiro", {})
+    running = [Forked([sys.executable, *arguments], {**environment, **own}) for arguments, own in commands]
+    try:
+        wait_until(happened, running[0])
+    finally:
+        for rank in running:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        for rank in running:
+            rank.wait()
+
+
+def _ranks(dumped, output: Path, overrides: tuple[str, ...], ranks: int, draft: str | None, environment: dict):
+    """Each rank's command with its own variables, and the variables that all of them share."""
     arguments = ["train/main.py", str(linked(dumped, output)), *(["--draft", draft] if draft else [])]
     arguments += override_arguments([f"output={output}", *overrides])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     each = [(arguments, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    return run_forked(each, command_environment(**shared, **environment), PATIENCE)
+    return each, command_environment(**shared, **environment)
 
 
 def train_here(dumped, output: Path, *overrides: str, draft: str = "jakiro") -> None:
@@ -97,25 +117,3 @@ def losses(output: Path, draft: str = "jakiro") -> list[float]:
 def largest_difference(one: Path, other: Path, draft: str = "jakiro") -> float:
     """Of two loss curves, relative."""
     return max(abs(a - b) / a for a, b in zip(losses(one, draft), losses(other, draft), strict=True))
-
-
-def wait_until_dead(mark: str) -> None:
-    """Kills what the launcher left behind: its ranks are process groups of their own."""
-    killed = trainings(mark)
-    for pid in killed:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(holds_files, killed)))
-
-
-def trainings(mark: str) -> list[int]:
-    """The processes of trainings with `mark` in their command line; one that has ended has none."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if mark in words and "train/main.py" in words and int(entry.name) != os.getpid():
-            found.append(int(entry.name))
-    return found

@@ -1,4 +1,4 @@
-"""Training as a user starts it: DeepSpeed's launcher, one and two ranks, kills, bad input."""
+"""Training on one and two ranks of DeepSpeed: ZeRO stages, kills, bad input."""
 
 import json
 import random
@@ -14,13 +14,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
-from tests.kit import (
-    flip,
-    kill_when,
-    run_command,
-    train_command,
-)
-from tests.train.runs import largest_difference, losses, run_training, steps_so_far, train_here, wait_until_dead
+from tests.kit import flip
+from tests.train.runs import kill_training, largest_difference, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config
 from train.engine.engine import require_dtype
 
@@ -45,10 +40,12 @@ def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
     assert worst < 1e-5
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp_path, stage):
+@pytest.mark.parametrize(("stage", "recompute"), [(2, "false"), (3, "true")])
+def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp_path, stage, recompute):
+    """The third with recomputed activations. Without them: tests/train/test_frames.py."""
     compiled = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    done = run_training(dumped, tmp_path / "run", f"train.zero_stage={stage}", *APART, ranks=2, **compiled)
+    sets = [f"train.zero_stage={stage}", f"train.recompute={recompute}", *APART]
+    done = run_training(dumped, tmp_path / "run", *sets, ranks=2, **compiled)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "extensions").exists()  # nothing to compile: a kill there would block all later trainings
     worst = largest_difference(undisturbed, tmp_path / "run")
@@ -111,7 +108,7 @@ def test_bfloat16_micro_batches_add_up_in_float32(dumped, tmp_path):
     """ZeRO-1: eight micro-batches of one dialogue against one of eight; bf16 rounds each forward on its own."""
     outputs = [tmp_path / str(micro_batch) for micro_batch in (1, 8)]
     for output, micro_batch in zip(outputs, (1, 8), strict=True):
-        sets = ["train.dtype=bfloat16", "train.zero_stage=1", f"train.micro_batch={micro_batch}"]
+        sets = ["train.epochs=2", "train.dtype=bfloat16", "train.zero_stage=1", f"train.micro_batch={micro_batch}"]
         train_here(dumped, output, *sets)
     worst = largest_difference(*outputs)
     print(f"bf16, 1x8 against 8x1: largest relative difference {worst:.1e}")
@@ -119,15 +116,10 @@ def test_bfloat16_micro_batches_add_up_in_float32(dumped, tmp_path):
 
 
 def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undisturbed, tmp_path):
-    recipe, features = dumped
     output = tmp_path / "run"
-    output.mkdir()
-    (output / "features").symlink_to(features)
-    command = train_command(recipe, f"output={output}", draft="jakiro")
     resume = output / "drafts/jakiro/resume/resume.json"
     step = random.randrange(3, 18)  # a state is saved every 2 of 20
-    kill_when(command, lambda: steps_so_far(output) >= step)
-    wait_until_dead(str(output))
+    kill_training(dumped, output, lambda: steps_so_far(output) >= step)
     print(f"killed at step {steps_so_far(output)}")
     assert 0 < json.loads(resume.read_text())["step"] < 20
     assert not (output / "drafts/jakiro/config.json").exists()
@@ -140,8 +132,7 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     with pytest.raises(PipelineError, match=f"resume state {resume.parent / name} was changed or damaged"):
         train_here(dumped, output)
     flip(resume.parent / name)
-    again = run_command(command)
-    assert again.returncode == 0, again.stdout + again.stderr
+    train_here(dumped, output)
     weights = "drafts/jakiro/model.safetensors"
     assert sha256(output / weights) == sha256(undisturbed / weights)
     assert losses(output) == losses(undisturbed)

@@ -93,7 +93,7 @@ def test_the_loss_falls_and_its_terms_are_told(undisturbed, draft):
 def in_parts(dumped, tmp_path_factory):
     """All of them one after the other, each weight in two ranks' parts."""
     output = tmp_path_factory.mktemp("parts") / "run"
-    sets = ["train.zero_stage=3", "train.micro_batch=2", *APART]
+    sets = ["train.zero_stage=3", "train.checkpoint_every=100", "train.validate_every=100", *APART]
     done = run_training(dumped, output, *sets, ranks=2, draft=None)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
