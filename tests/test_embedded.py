@@ -124,7 +124,7 @@ def test_the_smoke_recipe_from_dump_to_release(smoke_run):
 def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     """Of a draft that knows something: taught the stored answers themselves."""
     name = "jakiro"
-    recipe = load_recipe(ROOT / SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
+    recipe = load_recipe(SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
     answers = FeatureStore(recipe.features_dir, ANSWERS, feature_spec(recipe))
     rows = [answers.row(number) for number in range(len(answers))]
     draft = build(recipe.draft[name], shapes_of(load_config(TARGET)))
