@@ -24,11 +24,6 @@ class Cluster:
     address: str
     dashboard: str
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of a command that is to join it."""
-        return {"RAY_ADDRESS": self.address}
-
     def start_node(self, *options: str) -> None:
         node = ["start", f"--num-cpus={CPUS}", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}"]
         environment = {"RAY_TMPDIR": self.folder, "RAY_worker_niceness": "0"}

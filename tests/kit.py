@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.basics.files import write_sealed
+from pipeline.basics.files import sha256, write_sealed
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import override_arguments
 from pipeline.recipe.recipe import Recipe
@@ -148,6 +148,11 @@ def replace_once(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text, f"{path} holds no {old!r}"
     path.write_text(text.replace(old, new, 1))
+
+
+def checksums(features: Path) -> dict[str, str]:
+    """By table and shard of a feature folder."""
+    return {path.name: sha256(path) for path in features.glob("*.arrow")}
 
 
 def flip(path: Path, place: int | None = None) -> None:

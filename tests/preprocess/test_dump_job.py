@@ -11,7 +11,6 @@ import pytest
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256
 from pipeline.basics.progress import CHANNEL
 from pipeline.features.shards import ANSWERS, MANIFEST, Manifest, usable_texts
 from pipeline.recipe.load import load_recipe, override_arguments
@@ -20,8 +19,10 @@ from preprocess.dump.driver import dump
 from tests.cluster import CPUS
 from tests.kit import (
     BIN,
+    checksums,
     dump_command,
     dump_here,
+    flip,
     kill_when_exists,
     recipe_tree,
     run_command,
@@ -46,10 +47,6 @@ def job(tiny_target, tmp_path_factory) -> tuple[Path, Path, dict[str, str]]:
     assert done.returncode == 0, done.stderr
     assert "60 records = " in done.stdout
     return recipe, folder / "run" / "features", checksums(folder / "run" / "features")
-
-
-def checksums(features: Path) -> dict[str, str]:
-    return {path.name: sha256(path) for path in sorted(features.glob("*.arrow"))}
 
 
 def test_a_second_run_finds_everything_done(job):
@@ -95,9 +92,7 @@ def test_damaged_shards_and_tables_are_redone(job, tmp_path):
     shutil.copytree(features, copy)
     truncated, flipped, deleted = (copy / f"features-train-00000{number}.arrow" for number in (0, 1, 2))
     os.truncate(truncated, truncated.stat().st_size // 2)
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 1
-    flipped.write_bytes(content)
+    flip(flipped)
     deleted.unlink()
     (copy / "text-validation.arrow").unlink()
     (copy / "text-answers-000001.arrow").write_bytes(b"half")
@@ -228,15 +223,14 @@ def test_a_source_that_changed_since_the_dump_was_started_is_refused(job, tmp_pa
     manifest = Manifest.load(tmp_path / "run/features")
     manifest.complete, manifest.shards = False, manifest.shards[:3]
     manifest.save(tmp_path / "run/features")
-    other = tree_of(recipe)["data"]["source"]
-    records = json.loads(Path(other).read_text())
-    before = Path(other).read_text()
+    source = Path(load_recipe(recipe).data.source)
+    before = source.read_text()
     try:
-        Path(other).write_text(json.dumps(records[1:]))
+        source.write_text(json.dumps(json.loads(before)[1:]))
         with pytest.raises(PipelineError, match="was made from other dialogues"):
             dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}"]))
     finally:
-        Path(other).write_text(before)
+        source.write_text(before)
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["on disk", "in a store"])
@@ -260,10 +254,6 @@ def test_a_source_that_was_shortened_does_not_damage_the_dump(job, tmp_path, sto
     finally:
         source.write_text(before)
     assert checksums(place) == expected
-
-
-def tree_of(recipe: Path) -> dict:
-    return json.loads(recipe.read_text())
 
 
 def test_ray_job_submit_on_a_cluster(job, tmp_path, on_cluster):

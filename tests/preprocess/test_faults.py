@@ -3,8 +3,11 @@ real kills. What the pool does by itself: tests/pipeline/test_workers.py.
 """
 
 import json
-import sys
+import os
+import signal
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,59 +16,55 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
+from pipeline.running.workers import Pool
+from preprocess.dump import driver, pool
 from preprocess.dump.task import History, ShardTask
+from preprocess.dump.worker import FeatureWorker
 from tests.cluster import CPUS
-from tests.kit import PATIENCE, dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
+from tests.kit import PATIENCE, dump_here, recipe_tree, write_recipe, write_sharegpt
 
 pytestmark = pytest.mark.real
 
-# A dump whose workers have faults: a name, when, and what. `when` sees a batch's ids and how often it was true before.
-# Where a worker hangs, the driver's clock jumps ahead by days once the driver has looked at it: nobody waits, and no
-# patience depends on how fast the machine is.
-SCRIPT = """
-import os, signal, sys, time
-from pathlib import Path
 
-sys.path.insert(0, os.getcwd())
-ahead = []
-from pipeline.running import entry
-from pipeline.recipe.load import load_recipe
-from pipeline.running import workers
-from preprocess.dump import driver, pool, worker
+def faulty(marks: Path, faults: dict[str, tuple[Callable[[list[str], int], bool], Callable[[], object]]]) -> type:
+    """A worker with faults, by name: when, of a batch's ids and of how often it was true before; and what happens. (All
+    of it is made in functions, for Ray to send it as it is: a worker need not import the tests.)
+    """
 
-MARKS = Path(sys.argv[2])
+    class Faulty(FeatureWorker):
+        def _forward(self, batch):
+            out = FeatureWorker._forward(self, batch)
+            for name, (when, what) in faults.items():
+                before = len(list(marks.glob(f"{name}-*")))
+                if when([document.doc_id for document in batch], before):
+                    (marks / f"{name}-{before}").touch()
+                    what()
+            return out
 
-
-class Faulty(worker.FeatureWorker):
-    def _forward(self, batch):
-        out = worker.FeatureWorker._forward(self, batch)
-        ids = [document.doc_id for document in batch]
-        {faults}
-        return out
+    return Faulty
 
 
-class Watching(workers.Pool):
-    def __init__(self, *given):
-        super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
+def watching(marks: Path) -> type:
+    """A pool whose clock jumps ahead by days, once it has looked at a worker that hangs: nobody waits, and no patience
+    depends on how fast the machine is.
+    """
+    ahead = []
 
-    def _look_for_hangs(self):
-        hung = any(MARKS.glob("hung-*"))
-        super()._look_for_hangs()
-        if hung and not ahead:
-            ahead.append(1e6)
+    class Watching(Pool):
+        def __init__(self, *given):
+            super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
+
+        def _look_for_hangs(self):
+            hung = any(marks.glob("hung-*"))
+            super()._look_for_hangs()
+            if hung and not ahead:
+                ahead.append(1e6)
+
+    return Watching
 
 
-driver.FeatureWorker, pool.Pool = Faulty, Watching
-entry.run(lambda: print("\\n".join(driver.dump(load_recipe(sys.argv[1], sys.argv[3:])))))
-"""
-FAULT = """
-        before = len(list(MARKS.glob("{0}-*")))
-        if {1}:
-            (MARKS / f"{0}-{{before}}").touch()
-            {2}
-"""
-KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
-ANYWHERE = "'doc7' in ids"
+def killed() -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +76,22 @@ def recipe(tiny_target, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def faulty_dump(recipe, tmp_path, on_cluster):
-    """Runs a dump with these faults and settings; returns what came of it, and how often each fault happened."""
+def faulty_dump(recipe, tmp_path, on_cluster, monkeypatch):
+    """Runs a dump with faults and these settings; returns its report."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
 
-    def dump(*faults: tuple[str, str, str], sets: tuple[str, ...] = ()):
-        marks, script = tmp_path / "marks", tmp_path / "script.py"
-        marks.mkdir()
-        script.write_text(SCRIPT.format(faults="".join(FAULT.format(*fault) for fault in faults)))
-        command = [sys.executable, str(script), str(recipe), str(marks), f"output={tmp_path / 'run'}", *sets]
-        done = run_warm(command, **on_cluster.environment)
-        return done, Counter(mark.name.partition("-")[0] for mark in marks.iterdir())
+    def dump(sets: tuple[str, ...] = (), **faults) -> str:
+        monkeypatch.setattr(driver, "FeatureWorker", faulty(marks, faults))
+        monkeypatch.setattr(pool, "Pool", watching(marks))
+        return "\n".join(driver.dump(load_recipe(recipe, [f"output={tmp_path / 'run'}", *sets])))
 
     return dump
+
+
+def happened(folder: Path) -> Counter:
+    """How often each fault did."""
+    return Counter(mark.name.partition("-")[0] for mark in (folder / "marks").iterdir())
 
 
 def content(folder: Path) -> dict[str, tuple[str, dict]]:
@@ -108,24 +111,21 @@ def undisturbed(recipe, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(faulty_dump, undisturbed, tmp_path):
+def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(faulty_dump, undisturbed, tmp_path, caplog):
     """One is killed, another hangs."""
-    faults = (
-        ("killed", f"{ANYWHERE} and not before", KILLED),
-        ("hung", "'doc40' in ids and not before", "time.sleep(1000)"),
+    faulty_dump(
+        killed=(lambda ids, before: "doc7" in ids and not before, killed()),
+        hung=(lambda ids, before: "doc40" in ids and not before, lambda: time.sleep(1000)),
     )
-    done, happened = faulty_dump(*faults)
-    assert done.returncode == 0, done.stderr
-    assert happened == {"killed": 1, "hung": 1} and done.stderr.count("a worker was lost (shard ") >= 2
-    assert "it gave no sign of life for" in done.stderr
+    assert happened(tmp_path) == {"killed": 1, "hung": 1} and caplog.text.count("a worker was lost (shard ") >= 2
+    assert "it gave no sign of life for" in caplog.text
     assert content(tmp_path) == content(undisturbed)
 
 
-def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_dump, undisturbed, tmp_path):
-    done, happened = faulty_dump(("killed", ANYWHERE, KILLED))
-    assert done.returncode == 0, done.stderr
-    assert happened == {"killed": 4}  # in its batch, in its batch again, alone, alone again
-    assert "kills_workers 1" in done.stdout and "set aside, for it kills workers: doc7" in done.stderr
+def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_dump, undisturbed, tmp_path, caplog):
+    report = faulty_dump(killed=(lambda ids, before: "doc7" in ids, killed()))
+    assert happened(tmp_path) == {"killed": 4}  # in its batch, in its batch again, alone, alone again
+    assert "kills_workers 1" in report and "set aside, for it kills workers: doc7" in caplog.text
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
     assert max(doc_ids(recipe, tmp_path).values()) == 1
     changed = [name for name, kept in content(tmp_path).items() if content(undisturbed)[name] != kept]
@@ -177,28 +177,32 @@ def test_a_batch_whose_dialogues_all_come_through_alone_is_too_large():
 
 
 def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, faulty_dump, undisturbed, tmp_path):
-    done, happened = faulty_dump(("killed", f"{ANYWHERE} and len(ids) > 1", KILLED))
-    assert done.returncode == 2
-    assert happened == {"killed": 3}  # twice, and again after each of its dialogues came through alone
-    assert "lower features.batch_tokens" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(PipelineError, match=r"lower features\.batch_tokens"):
+        faulty_dump(killed=(lambda ids, before: "doc7" in ids and len(ids) > 1, killed()))
+    assert happened(tmp_path) == {"killed": 3}  # twice, and again after each of its dialogues came through alone
     dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
     assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 
-def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path):
-    """Two Ray nodes with one worker each; the second node's processes are killed while its worker is busy."""
+def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path, caplog):
+    """Two Ray nodes with one worker each; the second node is killed while its worker is busy."""
     on_cluster.start_node(f"--address={on_cluster.address}")
-    head, second = on_cluster.raylets()
-    there = f"os.environ['RAY_RAYLET_PID'] == '{second}' and not before"
-    here = f"os.environ['RAY_RAYLET_PID'] == '{head}' and not before"
-    faults = (
-        ("lost", there, f"os.kill({second}, signal.SIGKILL); time.sleep(1000)"),
-        ("waited", here, "while not any(MARKS.glob('lost-*')): time.sleep(0.01)"),
-    )
-    done, happened = faulty_dump(*faults, sets=(f"features.cpus_per_worker={CPUS}",))
-    assert done.returncode == 0, done.stderr
-    assert happened == {"lost": 1, "waited": 1} and on_cluster.raylets() == [head]
-    assert "a worker was lost (shard " in done.stderr
+    (head, second), marks = on_cluster.raylets(), tmp_path / "marks"
+
+    def busy_on(raylet: int) -> Callable[[list[str], int], bool]:
+        return lambda ids, before: os.environ["RAY_RAYLET_PID"] == str(raylet) and not before
+
+    def lose() -> None:
+        os.kill(second, signal.SIGKILL)
+        time.sleep(1000)
+
+    def wait() -> None:
+        while not any(marks.glob("lost-*")):
+            time.sleep(0.01)
+
+    faulty_dump((f"features.cpus_per_worker={CPUS}",), lost=(busy_on(second), lose), waited=(busy_on(head), wait))
+    assert happened(tmp_path) == {"lost": 1, "waited": 1} and on_cluster.raylets() == [head]
+    assert "a worker was lost (shard " in caplog.text
     assert content(tmp_path) == content(undisturbed)
 
 

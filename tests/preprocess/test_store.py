@@ -22,7 +22,9 @@ from preprocess import verify
 from preprocess.dump.driver import dump
 from tests.kit import (
     call,
+    checksums,
     dump_here,
+    flip,
     recipe_tree,
     without_ray,
     write_recipe,
@@ -104,7 +106,7 @@ def dumped(bucket, tiny_target, tmp_path_factory) -> tuple[Path, str, dict[str, 
     folder = tmp_path_factory.mktemp("store")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "plain")
     dump_here(load_recipe(write_recipe(tree, folder / "plain-recipe")))
-    expected = {path.name: sha256(path) for path in (folder / "plain/features").glob("*.arrow")}
+    expected = checksums(folder / "plain/features")
     tree |= {"output": str(folder / "run")}
     tree["features"]["store"] = bucket
     recipe = write_recipe(tree, folder / "recipe")
@@ -129,7 +131,7 @@ def test_shards_are_in_the_store_only_and_the_same_bytes(dumped, tmp_path):
         Store(url).sizes()
     )
     recipe, spec = fetched(recipe_file, tmp_path)
-    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+    assert checksums(recipe.features_dir) == expected
     assert len(FeatureStore(recipe.features_dir, "train", spec)) > 20
     public = json.loads((load_recipe(recipe_file).features_dir / "recipe.json").read_text())
     assert public["features"]["store"] == "s3://"
@@ -147,7 +149,7 @@ def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
     store.put(tmp_path / "edited" / MANIFEST)
     dump_here(load_recipe(recipe_file, [f"output={tmp_path / 'again'}"]))
     recipe, _ = fetched(recipe_file, tmp_path / "trainer")
-    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+    assert checksums(recipe.features_dir) == expected
 
 
 @pytest.mark.real
@@ -161,9 +163,7 @@ def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_
     name = sorted(expected)[0]
     Store(url).get(name, tmp_path / "copy")
     whole = (tmp_path / "copy" / name).read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(damaged) // 2] ^= 1
-    (tmp_path / "copy" / name).write_bytes(damaged)
+    flip(tmp_path / "copy" / name)
     Store(url).put(tmp_path / "copy" / name)
     with pytest.raises(PipelineError, match="its SHA-256 is not the manifest's"):
         fetched(recipe_file, tmp_path / "other")
@@ -183,9 +183,7 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     recipe, _ = fetched(recipe_file, tmp_path)
     before = Store(url).sizes()
     name = sorted(expected)[0]
-    content = bytearray((recipe.features_dir / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (recipe.features_dir / name).write_bytes(content)
+    flip(recipe.features_dir / name)
     arguments = [str(recipe.features_dir), "--rows", "0"]
     with pytest.raises(PipelineError, match="give the one that it was dumped with"):
         call(verify.main, *arguments, "--repair")
@@ -205,7 +203,7 @@ def test_a_finished_dump_can_move_into_a_store(dumped, tmp_path):
     assert stamps and not list((tmp_path / "run/features").glob("*.arrow"))
     recipe = load_recipe(recipe_file, [f"output={tmp_path / 'again'}", f'features.store="{url}"'])
     fetch(recipe, feature_spec(recipe))
-    assert {path.name: sha256(path) for path in recipe.features_dir.glob("*.arrow")} == expected
+    assert checksums(recipe.features_dir) == expected
 
 
 def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):

@@ -23,6 +23,7 @@ from preprocess.verify import verify as check
 from tests.kit import (
     call,
     change_sealed,
+    checksums,
     dump_here,
     flip,
     recipe_tree,
@@ -97,12 +98,10 @@ def test_what_a_disk_lost_without_telling_is_found_and_repaired(dumped, monkeypa
 
 def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     _, features = dumped
-    before = {path.name: sha256(path) for path in features.glob("*.arrow")}
+    before = checksums(features)
     truncated, flipped, missing, unknown = (features / f"features-train-00000{number}.arrow" for number in range(4))
     os.truncate(truncated, 100)
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 1
-    flipped.write_bytes(content)
+    flip(flipped)
     missing.unlink()
     manifest = Manifest.load(features)
     manifest.shards = [record for record in manifest.shards if record.name != unknown.name]
@@ -119,7 +118,7 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     with without_ray():
         call(main, *arguments(dumped, "--repair"))
     assert "rows forwarded again" in capsys.readouterr().out
-    assert {path.name: sha256(path) for path in features.glob("*.arrow")} == before
+    assert checksums(features) == before
 
 
 @pytest.mark.parametrize("wrong", ["trained tokens", "a row", "a length", "a table's rows"])
@@ -128,7 +127,7 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     recipe, features = dumped
     folder = tmp_path / "run/features"
     shutil.copytree(features, folder)
-    before, manifest = {path.name: sha256(path) for path in features.glob("*.arrow")}, Manifest.load(folder)
+    before, manifest = checksums(features), Manifest.load(folder)
     record, spec = manifest.of("train")[1], manifest.spec
     store = FeatureStore(folder, "train", spec)
     rows = [(number, store.row(number)) for number in range(record.rows, 2 * record.rows)]
@@ -157,7 +156,7 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     assert set(found) == {name} and re.search(reason, found[name])
     with without_ray():
         check(folder, recipe, [], rows=0, repair=True)
-    assert {path.name: sha256(path) for path in folder.glob("*.arrow")} == before
+    assert checksums(folder) == before
 
 
 def shortened(row: Row) -> Row:
