@@ -27,7 +27,7 @@ from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokeniz
 from pipeline.recipe.recipe import Recipe
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
-from train.engine.ranks import by_rank_0, together
+from train.engine.ranks import by_rank_0, fail_together
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import coverage, frequent_tokens
@@ -147,7 +147,7 @@ class _Run:
         self._done = Done(**engine.progress)
         self._decoder: acceptance.Decoder | None = None
         self._validation_copy: TrainedDraft | None = None  # validates; made once
-        self._watched: dict[str, LoadedMethod] = {}  # of the twin, whose tau is estimated
+        self._watched: dict[str, LoadedMethod] = {}  # of the validation copy, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
         self._metrics = None
         if engine.rank == 0:
@@ -253,7 +253,7 @@ class _Run:
     def _acceptance(self) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
-        with together():
+        with fail_together():
             if not self._watched:
                 self._watched = acceptance.both(draft, self._tree) | acceptance.hybrids(self._recipe, self._name, draft)
             mine = acceptance.estimate(draft, self._watched, self._answers, self._engine.rank, self._engine.ranks)

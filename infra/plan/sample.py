@@ -11,8 +11,8 @@ from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document
 from preprocess.sources.groups import Groups, held_out
 from preprocess.sources.intake import clean_in_language
-from preprocess.sources.pieces import encode_pieces
 from preprocess.sources.read import Tail, read_records
+from preprocess.sources.sequences import encode_sequences
 
 ENCODED = 200  # records, evenly spread over the source
 
@@ -48,11 +48,11 @@ def sample_source(recipe: Recipe) -> Sample:
         tried += 1
         try:
             dialogue = clean_in_language(record, recipe.data, groups)
-            pieces, _ = encode_pieces(tokenizer, dialogue, recipe.data)
+            sequences, _ = encode_sequences(tokenizer, dialogue, recipe.data)
         except chat.Unusable:
             continue
         split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
-        documents[split] += [Document(name, piece.input_ids, piece.loss_mask) for name, piece in pieces]
+        documents[split] += [Document(name, sequence.input_ids, sequence.loss_mask) for name, sequence in sequences]
     if not documents["train"]:
         raise PipelineError(f"none of {tried} records tried of data.source {recipe.data.source} is usable")
     return Sample(records, tried, documents)

@@ -22,7 +22,7 @@ class DataConfig(Section):
     revision: str | None = None
     max_length: Positive = 2048  # tokens of a dialogue
     min_length: Positive = 1
-    long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer dialogues (preprocess/sources/pieces.py)
+    long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer ones (preprocess/sources/sequences.py)
     # Of two turns of one role in a row, or a blank one (preprocess/sources/dialogues.py).
     repeated: Literal["join", "cut", "reject"] = "join"
     train_turns: Literal["all", "last"] = "all"  # answers with a loss: of a dialogue, or of each window of one

@@ -17,7 +17,7 @@ from pipeline.running.crew import Heartbeat
 from preprocess.dump.task import ShardTask, nobody_listens
 from preprocess.dump.worker import NOT_ANSWERED, take_threads
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.pieces import accepted_messages
+from preprocess.sources.sequences import accepted_messages
 
 
 @dataclass(frozen=True)

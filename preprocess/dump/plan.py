@@ -33,9 +33,9 @@ from preprocess.dump.worker import Document
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.groups import held_out
 from preprocess.sources.intake import Intake
-from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.sequences import encode_sequences
 
-Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_pieces` returns
+Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
@@ -47,11 +47,11 @@ def _start_planner(target: TargetConfig) -> None:
 
 
 def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
-    return encode_pieces(_here["tokenizer"], dialogue, data)
+    return encode_sequences(_here["tokenizer"], dialogue, data)
 
 
 def _begin(processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig) -> Callable[[], Encoded]:
-    """Call it for the result. Raises what `encode_pieces` does."""
+    """Call it for the result. Raises what `encode_sequences` does."""
     with _alive(), deaf_children():  # it may start the process
         future = processes.submit(_encode_there, dialogue, data)
 
@@ -128,13 +128,13 @@ class Plan:
             yield ShardTask(ANSWERS, index, self.calibration[first : first + size])
 
     def _dialogues(self) -> Iterator[tuple[Dialogue, Callable[[], Encoded]]]:
-        """Every dialogue of the intake, in order, and what gives its pieces: here and now, or from the planning
+        """Every dialogue of the intake, in order, and what gives its sequences: here and now, or from the planning
         processes.
         """
         data, planners = self.recipe.data, self.recipe.features.planners
         if planners == 1:
             for dialogue in self._intake:
-                yield dialogue, partial(encode_pieces, self.tokenizer, dialogue, data)
+                yield dialogue, partial(encode_sequences, self.tokenizer, dialogue, data)
             return
         require_few("features.planners", planners)
         spawn, target = get_context("spawn"), self.recipe.target
@@ -165,10 +165,10 @@ class Plan:
         if self._full(split):
             self.skipped[f"{split} is full"] += 1
             return split, []
-        pieces, edits = encode()
-        self.further += len(pieces) - 1
+        sequences, edits = encode()
+        self.further += len(sequences) - 1
         self.edits.update([*dialogue.edits, *edits])
-        return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in pieces]
+        return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in sequences]
 
     def _full(self, split: str) -> bool:
         data = self.recipe.data

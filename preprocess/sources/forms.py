@@ -80,7 +80,7 @@ def _has_exchange(column: Any) -> bool:
 
 
 def _tokens(ids: Any, mask: Any, attended: Any) -> Encoded:
-    """Whether the ids are the target's, `pieces.py` sees."""
+    """Whether the ids are the target's, `sequences.py` sees."""
     columns = [ids, mask] if attended is None else [ids, mask, attended]
     whole = all(isinstance(column, list) and len(column) == len(ids) > 0 for column in columns)
     if not whole or any(type(token) is not int or not 0 <= token < 2**31 for token in ids):

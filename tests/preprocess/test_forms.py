@@ -8,7 +8,7 @@ from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import clean
 from preprocess.sources.intake import Intake
-from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.sequences import encode_sequences
 from tests.kit import byte_tokenizer
 from tests.preprocess.test_dialogues import A, Q, turns
 
@@ -64,8 +64,8 @@ def test_a_form_that_is_none_is_a_reason(record, reason):
 
 def encoded(record: dict, **settings) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
     data = DataConfig(source="", **{"max_length": 100, **settings})
-    pieces, edits = encode_pieces(TOKENIZER, clean(record), data)
-    return [(piece.input_ids.tolist(), piece.loss_mask.tolist()) for _, piece in pieces], edits
+    sequences, edits = encode_sequences(TOKENIZER, clean(record), data)
+    return [(sequence.input_ids.tolist(), sequence.loss_mask.tolist()) for _, sequence in sequences], edits
 
 
 def test_a_text_is_a_continuation_from_its_second_token_on():

@@ -12,7 +12,7 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.template import apply_settings
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import clean
-from preprocess.sources.pieces import encode_pieces
+from preprocess.sources.sequences import encode_sequences
 from preprocess.sources.tools import LONGEST, calls_of, tools_of
 from tests.pipeline.test_chat import masked_runs, text_of
 from tests.templates import QWEN_3 as WITHOUT_TOOLS
@@ -43,11 +43,11 @@ THANKS = {"role": "user", "content": "Thanks"}
 BYE = {"role": "assistant", "content": "Bye"}
 
 
-def pieces(record: dict, template: str, **settings) -> tuple[list, list[str], object]:
+def sequences(record: dict, template: str, **settings) -> tuple[list, list[str], object]:
     tokenizer = tools_shown_by(template)
     data = DataConfig(source="", **{"max_length": 4000, **settings})
-    found, edits = encode_pieces(tokenizer, clean(record), data)
-    return [piece for _, piece in found], edits, tokenizer
+    found, edits = encode_sequences(tokenizer, clean(record), data)
+    return [sequence for _, sequence in found], edits, tokenizer
 
 
 TRAINED = {
@@ -77,10 +77,10 @@ def test_a_call_is_trained_as_the_assistants_words_and_its_result_is_not(templat
         arguments = {"name": "weather", "arguments": '{"city": "Oslo"}'}
         record = asked(QUESTION, CALL | {"tool_calls": [{"function": arguments}]}, RESULT, ANSWER)
         record["tools"] = json.dumps([WEATHER])
-    found, _, tokenizer = pieces(record, template)
-    assert [run for piece in found for run in masked_runs(tokenizer, piece)] == TRAINED[template]
-    last, _, _ = pieces(record, template, train_turns="last")
-    assert [run for piece in last for run in masked_runs(tokenizer, piece)] == TRAINED[template][1:]
+    found, _, tokenizer = sequences(record, template)
+    assert [run for sequence in found for run in masked_runs(tokenizer, sequence)] == TRAINED[template]
+    last, _, _ = sequences(record, template, train_turns="last")
+    assert [run for sequence in last for run in masked_runs(tokenizer, sequence)] == TRAINED[template][1:]
     whole = text_of(tokenizer, found[-1].input_ids)
     assert "city" in whole[: whole.index("Rain?")] or template == LLAMA_3_1  # the tool's description
     assert "12 C" in whole and whole.index("12 C") < whole.index("Yes.")
@@ -89,12 +89,12 @@ def test_a_call_is_trained_as_the_assistants_words_and_its_result_is_not(templat
 @pytest.mark.parametrize("template", [LLAMA_3_1, HERMES], ids=["llama-3.1", "hermes"])
 def test_a_long_dialogue_is_cut_between_questions_and_never_between_call_and_result(template):
     record = asked(QUESTION, CALL, RESULT, ANSWER, THANKS, BYE)
-    (whole,), _, tokenizer = pieces(record, template)
-    (first,), edits, _ = pieces(record, template, long="turns", max_length=len(whole.input_ids) - 1)
+    (whole,), _, tokenizer = sequences(record, template)
+    (first,), edits, _ = sequences(record, template, long="turns", max_length=len(whole.input_ids) - 1)
     assert edits == ["cut_at_a_turn"] and masked_runs(tokenizer, first) == TRAINED[template]
-    windows, edits, _ = pieces(record, template, long="windows", max_length=len(whole.input_ids) - 1)
+    windows, edits, _ = sequences(record, template, long="windows", max_length=len(whole.input_ids) - 1)
     assert edits[0] == "cut_into_windows"
-    runs = [run for piece in windows for run in masked_runs(tokenizer, piece)]
+    runs = [run for sequence in windows for run in masked_runs(tokenizer, sequence)]
     assert runs[:2] == TRAINED[template] and len(runs) == 3
 
 
@@ -102,24 +102,24 @@ def test_several_calls_at_once_are_trained_together_or_refused():
     twice = CALL | {"tool_calls": [call("Oslo", id="a"), call("Rome", id="b")]}
     results = [{**RESULT, "tool_call_id": "b"}, {"role": "function", "content": "", "tool_call_id": "a"}]
     record = asked(QUESTION, twice, *results, ANSWER)
-    (one, _), _, tokenizer = pieces(record, QWEN_3)
+    (one, _), _, tokenizer = sequences(record, QWEN_3)
     (run,) = masked_runs(tokenizer, one)
     assert run.count("<tool_call>") == 2
     assert [turn.get("name") for turn in clean(record).messages[2:4]] == ["weather"] * 2
     with pytest.raises(Unusable, match=r"^template_refuses$"):
-        pieces(record, LLAMA_3_1)
+        sequences(record, LLAMA_3_1)
     with pytest.raises(Unusable, match=r"^template_hides_tools$"):  # it shows the first call alone
-        pieces(record, GPT_OSS)
+        sequences(record, GPT_OSS)
 
 
 def test_words_beside_a_call_are_trained_with_it_unless_the_template_drops_them_later():
     record = asked(QUESTION, CALL | {"content": "Let me look."}, RESULT, ANSWER)
-    found, _, tokenizer = pieces(record, QWEN_3)
+    found, _, tokenizer = sequences(record, QWEN_3)
     (run,) = masked_runs(tokenizer, found[0])
     assert "Let me look.\n<tool_call>" in run
     with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
-        pieces(record, GPT_OSS)
-    (call_alone,), _, _ = pieces(asked(*record["messages"][:2]), GPT_OSS)
+        sequences(record, GPT_OSS)
+    (call_alone,), _, _ = sequences(asked(*record["messages"][:2]), GPT_OSS)
     assert call_alone.loss_mask.any()
 
 
@@ -128,8 +128,8 @@ def test_a_template_that_leaves_out_calls_or_results_trains_no_empty_answer():
     data = DataConfig(source="")
     for turns in ([QUESTION, CALL, RESULT, ANSWER], [QUESTION, ANSWER, RESULT, BYE]):
         with pytest.raises(Unusable, match=r"^template_hides_tools$"):
-            encode_pieces(tokenizer, clean(asked(*turns)), data)
-    found, edits = encode_pieces(tokenizer, clean(asked(QUESTION, ANSWER)), data)
+            encode_sequences(tokenizer, clean(asked(*turns)), data)
+    found, edits = encode_sequences(tokenizer, clean(asked(QUESTION, ANSWER)), data)
     assert len(found) == 1 and "tools_not_shown" in edits
 
 
@@ -137,7 +137,7 @@ def test_thoughts_that_are_dropped_leave_the_call():
     thinking = CALL | {"reasoning_content": "hm"}
     tokenizer = tools_shown_by(QWEN_3)
     apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords={"enable_thinking": False}))
-    found, edits = encode_pieces(tokenizer, clean(asked(QUESTION, thinking, RESULT, ANSWER)), DataConfig(source=""))
+    found, edits = encode_sequences(tokenizer, clean(asked(QUESTION, thinking, RESULT, ANSWER)), DataConfig(source=""))
     assert "thoughts_dropped" in edits and "<tool_call>" in tokenizer.decode(found[0][1].input_ids)
 
 
@@ -204,7 +204,7 @@ def test_calls_and_results_are_looked_for_in_as_many_renderings_as_there_are_tur
     render = chat.render
     monkeypatch.setattr(chat, "render", lambda *arguments: rendered.append(1) or render(*arguments))
     turn = CALL | {"tool_calls": [call(str(number)) for number in range(64)]}
-    pieces(asked(QUESTION, turn, *[RESULT] * 64, ANSWER), QWEN_3)
+    sequences(asked(QUESTION, turn, *[RESULT] * 64, ANSWER), QWEN_3)
     assert len(rendered) < 16
 
 
@@ -229,6 +229,6 @@ def test_tools_that_a_template_cannot_show_are_a_reason(template, function, refu
     record = asked(QUESTION, CALL, RESULT, ANSWER, tools=[function])
     if template in refused_by:
         with pytest.raises(Unusable, match=r"^template_refuses$"):
-            pieces(record, template)
+            sequences(record, template)
     else:
-        assert pieces(record, template)[0]
+        assert sequences(record, template)[0]

@@ -72,8 +72,8 @@ def one_batch(step: int) -> list[Batch]:
 
 
 def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
-    engine.fill(twin := draft.validation_copy())
-    return {name: value.clone() for name, value in twin.state_dict().items()}
+    engine.fill(copy := draft.validation_copy())
+    return {name: value.clone() for name, value in copy.state_dict().items()}
 
 
 def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:

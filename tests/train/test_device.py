@@ -114,8 +114,10 @@ def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_pat
 @pytest.mark.parametrize(
     ("name", "tree"), [("jakiro", {"depth": 3, "top_k": 3, "nodes": 9}), ("eagle3", {"paths": "eagle-1"})]
 )
-def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_target, embed_head, name, tree):
-    """As in training: a twin, on the device, is given the draft's weights, and walks along stored answers."""
+def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weights(
+    loaded_target, embed_head, name, tree
+):
+    """As in training: a copy, on the device, is given the draft's weights, and walks along stored answers."""
     draft = make_draft(loaded_target, replace(embed_head, decoder=None), VARIANTS[name])
     prompt = prompt_of(3)
     answer = speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
@@ -136,7 +138,7 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_twins_weights(loaded_ta
     with rehearsal():
         draft.to(DEVICE)
         draft.move_embed_head(DEVICE, torch.float32)
-        twin = draft.validation_copy()
-        Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), twin)
-        assert twin.device == DEVICE
-        assert estimate(twin, {"tree": grown(twin, **tree)}, Answers(), 0, 1) == want
+        copy = draft.validation_copy()
+        Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
+        assert copy.device == DEVICE
+        assert estimate(copy, {"tree": grown(copy, **tree)}, Answers(), 0, 1) == want

@@ -202,11 +202,11 @@ def test_checksums_are_read_once_a_run_and_only_where_something_is_to_be_trained
 
 def test_an_error_of_one_rank_is_everybodys(monkeypatch):
     monkeypatch.setattr(ranks, "dist", Together(["", "rank 2 says why"], sent="theirs", rank=1))
-    with pytest.raises(PipelineError, match=r"^rank 2 says why$"), ranks.together():
+    with pytest.raises(PipelineError, match=r"^rank 2 says why$"), ranks.fail_together():
         pass
-    with pytest.raises(PipelineError, match=r"^mine, which comes first$"), ranks.together():
+    with pytest.raises(PipelineError, match=r"^mine, which comes first$"), ranks.fail_together():
         raise PipelineError("mine, which comes first")
-    with pytest.raises(PipelineError, match=r"^no space to write a file"), ranks.together():
+    with pytest.raises(PipelineError, match=r"^no space to write a file"), ranks.fail_together():
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(PipelineError, match="rank 2 says why"):
         ranks.by_rank_0(lambda: "mine")

@@ -80,7 +80,7 @@ def draft_mark(recipe: Recipe) -> str:
     return fingerprint(recipe.target)
 
 
-def test_a_twin_and_a_release_know_it_too(padded, tmp_path):
+def test_a_validation_copy_and_a_release_know_it_too(padded, tmp_path):
     recipe, _ = padded
     draft = made(recipe, "eagle3")
     assert checkpoint.read_config(recipe.draft_dir("eagle3")).shapes["known_tokens"] == KNOWN

@@ -25,7 +25,7 @@ from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine.config import deepspeed_config
-from train.engine.ranks import place_on_host, together
+from train.engine.ranks import fail_together, place_on_host
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
@@ -261,18 +261,18 @@ class Engine:
         return self._engine.get_lr()[0]
 
     @torch.no_grad()
-    def fill(self, twin: TrainedDraft) -> None:
-        """Gives the draft's `twin` its whole weights, on every rank; all take part. They are the very tensors that
+    def fill(self, copy: TrainedDraft) -> None:
+        """Gives the draft's `copy` its whole weights, on every rank; all take part. They are the very tensors that
         train where a rank holds these whole; under ZeRO-3 they are gathered, one after the other, into storage of the
-        twin's own.
+        copy's own.
         """
         if self._config.zero_stage < 3:
-            twin.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
+            copy.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
             return
-        if next(twin.parameters()).is_meta:
-            twin.to(self.dtype).to_empty(device=self.device)
+        if next(copy.parameters()).is_meta:
+            copy.to(self.dtype).to_empty(device=self.device)
         self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
-        kept = twin.state_dict()
+        kept = copy.state_dict()
         for name, parameter in self._draft.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
                 kept[name].copy_(parameter)
@@ -335,7 +335,7 @@ class Engine:
         more.
         """
         folder = self._folder
-        with together():
+        with fail_together():
             state = read_state(folder)
         tags = self.gathered(state and state["tag"])
         if len(set(tags)) > 1:
@@ -350,7 +350,7 @@ class Engine:
                 f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run "
                 f"has {self._train_hash}). Use the recipe it was started with, or another output folder"
             )
-        with together():
+        with fail_together():
             require_whole(folder, state["files"])
         return state
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Every rank enters it. Raises PipelineError on all of them where the block does so on one, or its file system
     refuses.
     """
@@ -34,9 +34,9 @@ def together() -> Iterator[None]:
 
 
 def by_rank_0(work: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank; an error of its own as `together`'s."""
+    """What rank 0 finds, on every rank; an error of its own as `fail_together`'s."""
     found: list = [None]
-    with together():
+    with fail_together():
         if dist.get_rank() == 0:
             found = [work()]
     dist.broadcast_object_list(found)

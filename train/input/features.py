@@ -16,7 +16,7 @@ from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
 from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, kind_of
 from pipeline.recipe.recipe import Recipe
-from train.engine.ranks import by_rank_0, place_on_host, together
+from train.engine.ranks import by_rank_0, fail_together, place_on_host
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
     Raises PipelineError, on all of them, where a rank's host has a damaged shard, where there is nothing to train on,
     or where the recipe's keys need answers that are not there.
     """
-    with together():
+    with fail_together():
         if recipe.train.verify_checksums:
             _require_whole(recipe)
         return stores(recipe, expected)
@@ -114,7 +114,7 @@ def require_shared(folder: Path) -> None:
         return mark
 
     mark = by_rank_0(leave_mark)
-    with together():
+    with fail_together():
         if not mark.exists():
             raise PipelineError(
                 f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need a folder that "

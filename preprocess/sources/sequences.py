@@ -28,19 +28,19 @@ from preprocess.sources.dialogues import Dialogue
 Encode = Callable[[Messages, int | None], list[Encoded]]  # `chat.encode` of one dialogue's tools and the recipe's rules
 
 
-def encode_pieces(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
+def encode_sequences(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
     """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
     if dialogue.raw is not None:
-        pieces, edits = _encode_raw(tokenizer, dialogue.raw, data)
+        sequences, edits = _encode_raw(tokenizer, dialogue.raw, data)
     else:
-        pieces, edits = _encode_turns(tokenizer, dialogue, data)
-    kept = [piece for piece in pieces if len(piece.input_ids) >= data.min_length]
+        sequences, edits = _encode_turns(tokenizer, dialogue, data)
+    kept = [sequence for sequence in sequences if len(sequence.input_ids) >= data.min_length]
     if not kept:
         raise Unusable("too_short")
-    edits, pieces = [*edits, *["window_too_short"] * (len(pieces) - len(kept))], kept
-    if len(pieces) == 1:
-        return [(dialogue.doc_id, pieces[0])], edits
-    return [(f"{dialogue.doc_id}#{number}", piece) for number, piece in enumerate(pieces)], edits
+    edits, sequences = [*edits, *["window_too_short"] * (len(sequences) - len(kept))], kept
+    if len(sequences) == 1:
+        return [(dialogue.doc_id, sequences[0])], edits
+    return [(f"{dialogue.doc_id}#{number}", sequence) for number, sequence in enumerate(sequences)], edits
 
 
 def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[Encoded], list[str]]:
@@ -50,7 +50,7 @@ def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     encode = partial(chat.encode, tokenizer, tools=dialogue.tools, last_only=data.train_turns == "last")
     groups, cut = _cut(encode, messages, data)
     apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
-    return [piece for group in groups for piece in group], [*edits, *thought, *cut, *apart]
+    return [sequence for group in groups for sequence in group], [*edits, *thought, *cut, *apart]
 
 
 def _cut(encode: Encode, messages: Messages, data: DataConfig) -> tuple[list[list[Encoded]], list[str]]:

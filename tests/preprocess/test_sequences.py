@@ -8,7 +8,7 @@ from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.intake import Duplicates, language, shingles
-from preprocess.sources.pieces import accepted_messages, encode_pieces
+from preprocess.sources.sequences import accepted_messages, encode_sequences
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, LLAMA_2, MISTRAL, QWEN_2_5, tokenizer_with
 from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled
@@ -27,13 +27,13 @@ def dialogue(lengths: list[tuple[int, int]], system: bool = False, doc_id: str =
     return Dialogue(doc_id, messages, ())
 
 
-def pieces_of(item: Dialogue, tokenizer=TOKENIZER, **settings) -> tuple[list[tuple[str, str]], list[str]]:
+def sequences_of(item: Dialogue, tokenizer=TOKENIZER, **settings) -> tuple[list[tuple[str, str]], list[str]]:
     """[(document id, text)], edits"""
-    pieces, edits = encode_pieces(tokenizer, item, DataConfig(source="", **settings))
-    for _, piece in pieces:
-        assert piece.loss_mask.any() and not piece.loss_mask.all()
-        assert len(piece.input_ids) <= settings["max_length"]
-    return [(name, tokenizer.decode(piece.input_ids)) for name, piece in pieces], edits
+    sequences, edits = encode_sequences(tokenizer, item, DataConfig(source="", **settings))
+    for _, sequence in sequences:
+        assert sequence.loss_mask.any() and not sequence.loss_mask.all()
+        assert len(sequence.input_ids) <= settings["max_length"]
+    return [(name, tokenizer.decode(sequence.input_ids)) for name, sequence in sequences], edits
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_later_system_turn_stays_where_the_template_takes_it(template, edits, 
     item = Dialogue("doc", [*two.messages[:3], {"role": "system", "content": "Now!"}, *two.messages[3:]], ())
     messages, found = accepted_messages(tokenizer_with(template), item)
     assert (found, [message["role"] for message in messages]) == (edits, roles)
-    pieces, _ = pieces_of(item, tokenizer_with(QWEN_2_5), max_length=140, long="windows")
-    assert len(pieces) == 2 and "Now!" not in pieces[0][1] and "Now!" in pieces[1][1]
+    sequences, _ = sequences_of(item, tokenizer_with(QWEN_2_5), max_length=140, long="windows")
+    assert len(sequences) == 2 and "Now!" not in sequences[0][1] and "Now!" in sequences[1][1]
 
 
 def exchange(number: int, question: int, answer: int) -> str:
@@ -65,22 +65,25 @@ TEXTS = [exchange(number, *lengths) for number, lengths in enumerate(LONG)]
 
 @pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
 def test_a_dialogue_that_fits_is_one_document_under_every_rule(rule):
-    assert pieces_of(dialogue(LONG), max_length=1000, long=rule) == ([("doc", "".join(TEXTS))], [])
+    assert sequences_of(dialogue(LONG), max_length=1000, long=rule) == ([("doc", "".join(TEXTS))], [])
 
 
 def test_cut_takes_the_first_tokens_and_turns_whole_exchanges():
     ids = TOKENIZER("".join(TEXTS), add_special_tokens=False)["input_ids"]
-    assert pieces_of(dialogue(LONG), max_length=60) == ([("doc", TOKENIZER.decode(ids[:60]))], [])
+    assert sequences_of(dialogue(LONG), max_length=60) == ([("doc", TOKENIZER.decode(ids[:60]))], [])
     last = DataConfig(source="", max_length=60, train_turns="last")  # that begins before the cut
-    (((_, piece),), _) = encode_pieces(TOKENIZER, dialogue(LONG), last)
-    assert TOKENIZER.decode(piece.input_ids[piece.loss_mask == 1]) == "B" * 5 + "<|end|>"
-    assert pieces_of(dialogue(LONG), max_length=60, long="turns") == ([("doc", TEXTS[0] + TEXTS[1])], ["cut_at_a_turn"])
+    (((_, sequence),), _) = encode_sequences(TOKENIZER, dialogue(LONG), last)
+    assert TOKENIZER.decode(sequence.input_ids[sequence.loss_mask == 1]) == "B" * 5 + "<|end|>"
+    assert sequences_of(dialogue(LONG), max_length=60, long="turns") == (
+        [("doc", TEXTS[0] + TEXTS[1])],
+        ["cut_at_a_turn"],
+    )
     with pytest.raises(Unusable, match=r"^too_long$"):
-        pieces_of(dialogue(LONG), max_length=30, long="turns")
+        sequences_of(dialogue(LONG), max_length=30, long="turns")
 
 
 def test_windows_hold_every_exchange_once():
-    got, edits = pieces_of(dialogue(LONG), max_length=64, long="windows")
+    got, edits = sequences_of(dialogue(LONG), max_length=64, long="windows")
     assert edits == ["cut_into_windows"]
     assert [name for name, _ in got] == ["doc#0", "doc#1", "doc#2", "doc#3"]
     assert [text for _, text in got[:2]] == [TEXTS[0] + TEXTS[1], TEXTS[2]]
@@ -89,26 +92,26 @@ def test_windows_hold_every_exchange_once():
 
 
 def test_a_window_has_the_system_turn_and_a_question_that_fits():
-    got, _ = pieces_of(dialogue(LONG, system=True), max_length=90, long="windows")
+    got, _ = sequences_of(dialogue(LONG, system=True), max_length=90, long="windows")
     assert len(got) > 1 and all(text.startswith("<|system|>Be brief.<|end|>\n<|user|>") for _, text in got)
-    got, _ = pieces_of(dialogue([(5, 5), (200, 5), (6, 6)]), max_length=64, long="windows")
+    got, _ = sequences_of(dialogue([(5, 5), (200, 5), (6, 6)]), max_length=64, long="windows")
     assert [text[:9] for _, text in got] == ["<|user|>a", "<|user|>c"]
     with pytest.raises(Unusable, match=r"^no_assistant_token$"):
-        pieces_of(dialogue([(200, 5), (200, 5)]), max_length=64, long="windows")
+        sequences_of(dialogue([(200, 5), (200, 5)]), max_length=64, long="windows")
 
 
 def test_documents_below_the_minimum_are_rejected():
     with pytest.raises(Unusable, match=r"^too_short$"):
-        pieces_of(dialogue([(5, 5)]), max_length=64, min_length=17)
-    assert len(pieces_of(dialogue([(5, 5)]), max_length=64, min_length=16)[0]) == 1
+        sequences_of(dialogue([(5, 5)]), max_length=64, min_length=17)
+    assert len(sequences_of(dialogue([(5, 5)]), max_length=64, min_length=16)[0]) == 1
 
 
 @pytest.mark.parametrize("template", [MISTRAL, GEMMA], ids=["mistral", "gemma"])
 def test_a_system_turn_that_the_template_refuses_is_dropped_and_counted(template):
     tokenizer = tokenizer_with(template)
-    with_system, edits = pieces_of(dialogue(LONG, system=True), tokenizer, max_length=1000)
+    with_system, edits = sequences_of(dialogue(LONG, system=True), tokenizer, max_length=1000)
     assert edits == ["system_dropped"]
-    assert with_system == pieces_of(dialogue(LONG), tokenizer, max_length=1000)[0]
+    assert with_system == sequences_of(dialogue(LONG), tokenizer, max_length=1000)[0]
 
 
 # -- answers apart ---------------------------------------------------------------------------------------------------
@@ -139,26 +142,26 @@ def width(text: str) -> int:
 
 @pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
 def test_answers_that_are_shown_otherwise_later_are_documents_of_their_own(rule):
-    got, edits = pieces_of(dialogue(TALK), OFF, max_length=1000, long=rule)
+    got, edits = sequences_of(dialogue(TALK), OFF, max_length=1000, long=rule)
     assert got == [(f"doc#{n}", upto(n)) for n in range(3)] and edits == ["one_sequence_per_answer"]
     alone = dialogue(TALK[:1])
-    assert pieces_of(alone, OFF, max_length=1000, long=rule) == ([("doc", upto(0))], [])
+    assert sequences_of(alone, OFF, max_length=1000, long=rule) == ([("doc", upto(0))], [])
 
 
 def test_answers_apart_are_cut_by_every_rule():
     limit = width(upto(1)) + 20  # the third answer's prompt is longer
-    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="cut")
+    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="cut")
     assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["one_sequence_per_answer"]
-    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="turns")
+    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="turns")
     assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["cut_at_a_turn", "one_sequence_per_answer"]
-    got, edits = pieces_of(dialogue(TALK), OFF, max_length=limit, long="windows")
+    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="windows")
     assert got == [("doc#0", upto(0)), ("doc#1", upto(1)), ("doc#2", upto(2, first=2))]
     assert edits == ["cut_into_windows", "one_sequence_per_answer"]
 
 
 def test_a_cut_answer_apart_keeps_what_fits_of_it():
     limit = width(upto(2)) - 12
-    got, _ = pieces_of(dialogue(TALK), OFF, max_length=limit, long="cut")
+    got, _ = sequences_of(dialogue(TALK), OFF, max_length=limit, long="cut")
     assert [name for name, _ in got] == ["doc#0", "doc#1", "doc#2"]
     assert upto(2).startswith(got[2][1]) and width(got[2][1]) == limit
 
@@ -168,11 +171,11 @@ def test_thoughts_are_counted_that_a_thinking_target_lacks_or_another_has_to_dro
     thoughtful.messages[3]["content"] = "<think>\nwell\n</think>\n\n" + thoughtful.messages[3]["content"]
     for tokenizer in (ON, settled(SMOLLM_3), settled(GPT_OSS)):
         for item, count in ((dialogue(TALK), 3), (thoughtful, 2)):
-            assert pieces_of(item, tokenizer, max_length=1000)[1].count("answer_without_thoughts") == count
-    (_, (_, second), _), _ = pieces_of(thoughtful, ON, max_length=1000)
+            assert sequences_of(item, tokenizer, max_length=1000)[1].count("answer_without_thoughts") == count
+    (_, (_, second), _), _ = sequences_of(thoughtful, ON, max_length=1000)
     assert "<think>\nwell\n</think>\n\nB" in second
     thoughtful.messages[5]["reasoning_content"] = "well"
-    got, edits = pieces_of(thoughtful, OFF, max_length=1000)
+    got, edits = sequences_of(thoughtful, OFF, max_length=1000)
     assert got == [(f"doc#{n}", upto(n)) for n in range(3)]
     assert edits == ["thoughts_dropped", "thoughts_dropped", "one_sequence_per_answer"]
 

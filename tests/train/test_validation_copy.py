@@ -70,37 +70,37 @@ def copied(draft):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_twin_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
-    engine, twin = engine_of(draft, stage), draft.validation_copy()
+def test_the_validation_copy_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
+    engine, copy = engine_of(draft, stage), draft.validation_copy()
     for seed in (4, 5):  # the weights move on between two validations
-        Engine.fill(engine, twin)
-        assert estimated(twin, dumped) == estimated(copied(draft), dumped)
-        assert draft.training and not twin.training and not any(module.training for module in twin.modules())
+        Engine.fill(engine, copy)
+        assert estimated(copy, dumped) == estimated(copied(draft), dumped)
+        assert draft.training and not copy.training and not any(module.training for module in copy.modules())
         draft.initialise(seed)
 
 
-def test_without_zero_3_the_twin_has_no_storage_of_its_own(draft):
+def test_without_zero_3_the_validation_copy_has_no_storage_of_its_own(draft):
     draft.name = "mine"
-    twin, before = draft.validation_copy(), dict(draft.named_parameters())
-    assert twin.name == "mine"
-    assert all(p.is_meta for p in twin.parameters())
-    Engine.fill(engine_of(draft, 2), twin)
-    assert all(p is before[name] and p.requires_grad for name, p in twin.named_parameters())
-    assert dict(draft.named_parameters()) == before and twin.embed_head is draft.embed_head
-    assert {name: b.data_ptr() for name, b in twin.named_buffers()} == {
+    copy, before = draft.validation_copy(), dict(draft.named_parameters())
+    assert copy.name == "mine"
+    assert all(p.is_meta for p in copy.parameters())
+    Engine.fill(engine_of(draft, 2), copy)
+    assert all(p is before[name] and p.requires_grad for name, p in copy.named_parameters())
+    assert dict(draft.named_parameters()) == before and copy.embed_head is draft.embed_head
+    assert {name: b.data_ptr() for name, b in copy.named_buffers()} == {
         name: b.data_ptr() for name, b in draft.named_buffers()
     }
 
 
 def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_one(draft, gathering):
-    twin, engine = draft.validation_copy(), engine_of(draft, 3)
-    Engine.fill(engine, twin)
-    places = {name: value.data_ptr() for name, value in twin.state_dict().items()}
+    copy, engine = draft.validation_copy(), engine_of(draft, 3)
+    Engine.fill(engine, copy)
+    places = {name: value.data_ptr() for name, value in copy.state_dict().items()}
     assert not set(places.values()) & {value.data_ptr() for value in draft.state_dict().values()}
     draft.initialise(9)
-    Engine.fill(engine, twin)
-    assert {name: value.data_ptr() for name, value in twin.state_dict().items()} == places
-    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in draft.state_dict().items())
+    Engine.fill(engine, copy)
+    assert {name: value.data_ptr() for name, value in copy.state_dict().items()} == places
+    assert all(torch.equal(value, copy.state_dict()[name]) for name, value in draft.state_dict().items())
     assert gathering == [1] * 2 * len(list(draft.parameters()))
 
 
@@ -109,11 +109,11 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
     decoder = acceptance.Decoder(recipe, answers, draft, draft.config.resolve(TREE))
-    Engine.fill(engine_of(draft, 0), twin := draft.validation_copy())
+    Engine.fill(engine_of(draft, 0), copy := draft.validation_copy())
     before = {name: value.clone() for name, value in draft.state_dict().items()}
-    first = decoder.tau(twin.state_dict(), quiet=True)
+    first = decoder.tau(copy.state_dict(), quiet=True)
     place = decoder._draft.fc.weight.data_ptr()
-    assert first >= 1 and decoder.tau(twin.state_dict(), quiet=True) == first
+    assert first >= 1 and decoder.tau(copy.state_dict(), quiet=True) == first
     assert decoder._draft.fc.weight.dtype == torch.bfloat16 and decoder._draft.fc.weight.data_ptr() == place
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
     assert draft.fc.weight.dtype == torch.float32 and draft.embed_head.head.linear.weight.dtype == torch.float32
