@@ -9,8 +9,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.engines import identity_of
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, prompts_damage
-from pipeline.features.store import Store, lacking
+from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, Record, damage, prompts_damage
+from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
 from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.model import fingerprint, load_config, load_tokenizer
@@ -85,7 +85,7 @@ def fetch(
             require_same(manifest.spec, expected, store.name)
         if not manifest.complete:
             raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
-        wanted = lacking(folder, manifest)
+        wanted = _lacking(folder, manifest)
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
@@ -94,6 +94,21 @@ def fetch(
             store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
             store.get(RECIPE, folder)
         manifest.save(folder)
+
+
+def _lacking(folder: Path, manifest: Manifest) -> list[Record]:
+    """The tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was
+    saved.
+    """
+    try:
+        held = {record.name: record.sha256 for record in Manifest.load(folder).files}
+    except PipelineError:  # none there, or not to be read: it is about to be written anew
+        held = {}
+    return [
+        record
+        for record in manifest.files
+        if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
+    ]
 
 
 def heldout_prompts(recipe: Recipe) -> Path:

@@ -13,7 +13,7 @@ from pyarrow import fs
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256, unsealed
-from pipeline.features.shards import MANIFEST, UNREADABLE, Manifest, Record, damage
+from pipeline.features.shards import MANIFEST, UNREADABLE, Manifest
 
 
 class Store:
@@ -94,18 +94,3 @@ class Store:
             self._fs.delete_file(f"{self._root}/{name}")
         except OSError as error:
             raise self._failed(f"deleting {name}", error) from None
-
-
-def lacking(folder: Path, manifest: Manifest) -> list[Record]:
-    """The tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was
-    saved.
-    """
-    try:
-        held = {record.name: record.sha256 for record in Manifest.load(folder).files}
-    except PipelineError:  # none there, or not to be read: it is about to be written anew
-        held = {}
-    return [
-        record
-        for record in manifest.files
-        if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
-    ]

@@ -31,7 +31,8 @@ def train_variant(arguments: Namespace, changes: list[str], name: str, source: R
     overrides = [*arguments.overrides, *changes, f"output={output / name}"]
     recipe = load_recipe(arguments.recipe, overrides)
     if source is not None and source.features_dir.exists():
-        fetch(source, folder=source.shards_dir)  # once, where the features are in a store
+        if source.features.store:
+            fetch(source)  # once
         link_features(source.features_dir, recipe.features_dir)
     run_until(arguments.recipe, overrides, "train")
     return recipe

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
@@ -24,13 +24,6 @@ def in_flight(settings: FeaturesConfig) -> int:
     return max(1, int(settings.gpus_per_worker or 0))
 
 
-class Item(Protocol):
-    doc_id: str
-
-    def content(self) -> bytes:
-        """Everything but the id that the result depends on."""
-
-
 def longest_first(documents: Iterable[Any]) -> list[Any]:
     """Whatever order they come in."""
     return sorted(documents, key=lambda document: (-len(document.input_ids), document.doc_id))
@@ -42,7 +35,7 @@ class ShardTask:
 
     split: str
     index: int
-    documents: list[Any]  # of Item
+    documents: list[Any]  # each with a `doc_id`, and `content()`: all but that id that its result depends on
     suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
 
