@@ -12,21 +12,19 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-import torch
-
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.tasks import Job, decode_all, job_of, read_tuned
+from eval.measure.tasks import Job, decode_all, job_of
 from eval.release.page import samples
 from eval.release.publish import build_release
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
-from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows
+from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows, read_tuned_trees
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
-from pipeline.drafts import build, kind_of, parameter_count
+from pipeline.drafts import kind_of
 from pipeline.lm.chat import template_fingerprint
 from pipeline.lm.model import load_tokenizer, parameter_count_of
 from pipeline.lm.template import template_settings
@@ -44,17 +42,11 @@ def measured_already(path: Path, key: str) -> bool:
 def facts_of(job: Job, method: Method) -> dict:
     """What the report says of a method, measured figures apart."""
     recipe, name = job.recipe, method.draft
-    config, training, parameters = recipe.draft[name], {}, 0
-    if config.trained:
-        saved = checkpoint.read_config(recipe.draft_dir(name))
-        with torch.device("meta"):
-            parameters = parameter_count(build(saved.config, saved.shapes))
-        training = saved.training
-    elif asked := recipe.small_models.get(name):
-        parameters = parameter_count_of(asked)
+    config, asked = recipe.draft[name], recipe.small_models.get(name)
+    training = checkpoint.read_config(recipe.draft_dir(name)).training if config.trained else {}
     return {
         "kind": kind_of(config),
-        "parameters": parameters,
+        "parameters": parameter_count_of(asked) if asked else training.get("parameters", 0),
         "training": training,
         "method": method.to_json(),
         "weights_sha256": None if config.corpus else job.digests[name],
@@ -101,7 +93,7 @@ def measure(job: Job) -> dict:
         "template_fingerprint": template_fingerprint(tokenizer),
         "definitions": report.explain(),
         "drafts": {name: facts_of(job, method) for name, method in methods.items()},
-        "tuned": read_tuned(recipe),
+        "tuned": read_tuned_trees(recipe.tuned_file),
         "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
         "samples": samples(job, records, tokenizer),

@@ -4,7 +4,8 @@
 
 The recipe's benchmarks go to ``/v1/chat/completions`` with its temperatures, sampling and `max_new_tokens`.
 `--plain-url` names a server of the same target without a draft; the two take turns. A key, where the server wants one,
-stands in the environment variable OPENAI_API_KEY. The rows go to results.jsonl of the run after each level.
+stands in the environment variable OPENAI_API_KEY. The rows go to results.jsonl of the run as they come;
+"over plain" is tokens a second over those of the plain server.
 
 tau is 1 + accepted guesses / passes, by the server's own counts: llama.cpp's in each answer, of all passes; SGLang's in
 each answer and vLLM's in ``/metrics``, of passes that verified guesses (nobody else may use vLLM meanwhile). A server
@@ -85,33 +86,6 @@ class Answer:
     prompt_tokens: int
     tokens: int
     counts: Counts | None  # None: this answer does not say
-
-
-@dataclass(frozen=True)
-class LoadPoint:
-    """A benchmark's answers at one temperature, so many at once, by one server."""
-
-    benchmark: str
-    temperature: float
-    concurrency: int
-    draft: bool
-    refused: int  # prompts that the server does not take: too long for it, say
-    answers: int
-    tokens: int
-    seconds: float
-    counts: Counts | None
-
-    @property
-    def per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def figures(self) -> dict[str, float]:
-        found: dict[str, float] = {"answers": self.answers, "refused": self.refused, "tokens/s": self.per_second}
-        if self.counts and self.counts.tau:
-            found["tau"] = self.counts.tau
-            for place, accepted in self.counts.by_place.items():
-                found[f"accepted at depth {place}"] = accepted / self.counts.passes
-        return found
 
 
 class Refused(PipelineError):
@@ -251,9 +225,9 @@ def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | Refus
 
 
 def level(
-    server: Server, tasks: list[EvalTask], concurrency: int, draft: bool, progress: Progress
-) -> tuple[LoadPoint, list]:
-    """Measures one. Also its answers, by task."""
+    server: Server, tasks: list[EvalTask], concurrency: int, progress: Progress
+) -> tuple[dict[str, float], list[list[Answer] | Refused]]:
+    """The figures of a benchmark at one temperature, so many answers asked for at once; and the answers, by task."""
     name = f"{tasks[0].benchmark} {tasks[0].temperature} {concurrency} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -266,40 +240,48 @@ def level(
     refused = [one for one in found if isinstance(one, Refused)]
     if not flat:
         raise refused[0]
+    figures = {"answers": len(flat), "refused": len(refused)}
+    figures["tokens/s"] = sum(answer.tokens for answer in flat) / seconds
     told = [answer.counts for answer in flat if answer.counts is not None]
     counts = sum(told, Counts()) if told else after - before if after and before else Counts()
-    size = len(refused), len(flat), sum(answer.tokens for answer in flat)
-    known = counts if counts.drafted else None
-    return LoadPoint(tasks[0].benchmark, tasks[0].temperature, concurrency, draft, *size, seconds, known), found
+    if counts.drafted and counts.tau:
+        figures["tau"] = counts.tau
+        for place, accepted in counts.by_place.items():
+            figures[f"accepted at depth {place}"] = accepted / counts.passes
+    return figures, found
 
 
-def measure(
-    recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]
-) -> tuple[list[LoadPoint], list[Row], int]:
-    """All levels, their rows, and how many prompts have other lengths on the server than here. The rows so far are
-    written after each level.
+def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]) -> tuple[list[Row], int]:
+    """The rows of all benchmarks, temperatures and concurrencies, and how many prompts have other lengths on the server
+    than here. `servers`: whether one drafts; they take turns. The rows so far are written after each turn.
     """
     tasks, lengths, differ = tasks_of(recipe), _lengths(recipe), set()
     for server in servers.values():
         converse(server, tasks[0], "warm-up")  # a server's first answer pays for what it compiles
-    levels: list[LoadPoint] = []
     rows: list[Row] = []
     found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
     origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
     origins = {draft: origin | {"model": public_name(server.model)} for draft, server in servers.items()}
     with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
-        for group, size, (draft, server) in product(_groups(tasks), concurrency, servers.items()):
-            one, answers = level(server, group, size, draft, progress)
-            levels.append(one)
-            for task, said in zip(group, answers, strict=True):
-                if isinstance(said, Refused):
-                    continue
-                origins[draft]["server"] = said[0].server
-                if said[0].prompt_tokens != lengths(task.prompt):
-                    differ.add((task.benchmark, task.prompt.question_id))
-            rows = rows_of(levels, origins)
+        for group, size in product(_groups(tasks), concurrency):
+            figures: dict[bool, dict[str, float]] = {}
+            for draft, server in servers.items():
+                figures[draft], answers = level(server, group, size, progress)
+                for task, given in zip(group, answers, strict=True):
+                    if isinstance(given, Refused):
+                        continue
+                    origins[draft]["server"] = given[0].server
+                    if given[0].prompt_tokens != lengths(task.prompt):
+                        differ.add((task.benchmark, task.prompt.question_id))
+            if False in figures:
+                figures[True]["over plain"] = figures[True]["tokens/s"] / figures[False]["tokens/s"]
+            where = {"benchmark": group[0].benchmark, "temperature": group[0].temperature}
+            for draft, own in figures.items():
+                what = {**where, "setting": {"at once": size}, "origin": origins[draft]}
+                method = "server" if draft else "plain"
+                rows += [Row("served", method, figure, value, **what) for figure, value in own.items()]
             put_rows(recipe.eval_dir, rows, whole=True)
-    return levels, rows, len(differ)
+    return rows, len(differ)
 
 
 def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
@@ -311,23 +293,6 @@ def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
 def _groups(tasks: list[EvalTask]) -> Iterator[list[EvalTask]]:
     for key in dict.fromkeys((task.benchmark, task.temperature) for task in tasks):
         yield [task for task in tasks if (task.benchmark, task.temperature) == key]
-
-
-def rows_of(levels: list[LoadPoint], origins: dict[bool, dict[str, Any]]) -> list[Row]:
-    """What was measured so far; "over plain" is tokens a second over those of the server without a draft. `origins`: of
-    the server that drafts, and of the other.
-    """
-    plain = {(one.benchmark, one.temperature, one.concurrency): one.per_second for one in levels if not one.draft}
-    out = []
-    for one in levels:
-        figures = one.figures()
-        base = plain.get((one.benchmark, one.temperature, one.concurrency))
-        if one.draft and base:
-            figures["over plain"] = one.per_second / base
-        method, where = "server" if one.draft else "plain", (one.benchmark, one.temperature)
-        what = {"setting": {"at once": one.concurrency}, "origin": origins[one.draft]}
-        out += [Row("served", method, figure, value, *where, **what) for figure, value in figures.items()]
-    return out
 
 
 def main() -> None:
@@ -350,10 +315,10 @@ def main() -> None:
     servers = {True: Server(arguments.url, recipe, arguments.model)}
     if arguments.plain_url:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
-    levels, rows, differ = measure(recipe, servers, arguments.concurrency)
+    rows, differ = measure(recipe, servers, arguments.concurrency)
     known = {row.figure for row in rows}
     print(results.table(results.found_by(recipe, rows), [figure for figure in SHOWN if figure in known]))
-    if refused := sum(one.refused for one in levels):
+    if refused := sum(row.value or 0 for row in rows if row.figure == "refused"):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
     if differ:
         print(f"{differ} prompts have other lengths on the server than here: its chat template is another one")

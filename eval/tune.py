@@ -22,19 +22,19 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from eval.measure.harness import EvalTask, Harness
+from eval.measure.harness import Answered, EvalTask, Harness
 from eval.measure.prompts import HELDOUT, load_prompts
-from eval.measure.tasks import digests_of, fits, make_harness, read_tuned, tuned_for
+from eval.measure.tasks import digests_of, make_harness, tuned_for
 from eval.tuning.calibrate import Answer
-from eval.tuning.choose import Replays, choose, largest, tune
-from eval.tuning.costs import Costs, measure_costs
-from pipeline.artifacts.reports import Row, origin_of, put_rows
+from eval.tuning.choose import Replays, largest, tune
+from eval.tuning.costs import measure_costs
+from pipeline.artifacts.reports import Row, origin_of, put_rows, read_tuned_trees
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_json, write_sealed
+from pipeline.basics.files import write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
 from pipeline.decoding.sources import Sources
@@ -60,32 +60,10 @@ def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
     return [EvalTask("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
 
 
-@dataclass
-class Text:
-    """One of the target's own answers, of two tokens and more."""
-
-    prompt: list[int]
-    answer: list[int]
-    temperature: float
-    number: int  # of the prompt
-
-
-def answered(harness: Harness, tasks: list[EvalTask]) -> list[Text]:
-    """Raises PipelineError when there are none."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(task.prompt for task in tasks))}
-    found = []
-    with Progress("answers of the target", len(tasks), "prompts") as progress:
-        for task in tasks:
-            found += [Text(*pair, task.temperature, numbers[task.prompt]) for pair in harness.plain_answers(task)]
-            progress.advance(1)
-    if not found:
-        raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
-    return found
-
-
-def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Replays]:
+def replayed(harness: Harness, texts: list[Answered], depth: int) -> dict[str, Replays]:
     """By method. The target, and each draft, goes along an answer once for all of them."""
     methods = harness.methods
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(text.task.prompt for text in texts))}
     out = {name: Replays([], []) for name in methods}
     with Progress("replay", len(texts), "answers") as progress:
         for text in texts:
@@ -102,26 +80,10 @@ def replayed(harness: Harness, texts: list[Text], depth: int) -> dict[str, Repla
                     walks[key] = replay.collect(alone, states, tokens, begin, tree)
                 if isinstance(draft, Sources):
                     hybrid = replay.HybridText(draft, walks[key], tokens, begin)
-                    out[name].answers.append(Answer(hybrid, text.temperature, text.number))
+                    out[name].answers.append(Answer(hybrid, text.task.temperature, numbers[text.task.prompt]))
                 else:
                     out[name].counters.append(walks[key].counter())
             progress.advance(1)
-    return out
-
-
-def elsewhere(harness: Harness, texts: list[Text], arguments: argparse.Namespace) -> dict:
-    """What would be chosen on a machine with other costs, and how fast that is expected to be."""
-    try:
-        given = Costs.from_json(read_json(arguments.costs), arguments.max_nodes)
-    except ValueError as error:
-        raise PipelineError(f"{arguments.costs} is no table of costs: {error}") from None
-    nothing = [dict.fromkeys(step, 0.0) for step in given.steps]
-    idle = replace(given, start=0.0, steps=nothing)  # of what makes no forwards
-    out = {}
-    for name, replays in replayed(harness, texts, arguments.depth).items():
-        method = harness.methods[name]
-        costs = given if method.draft.stepwise else idle
-        out[name] = asdict(choose(name, method, replays, costs, arguments.depth, print).best)
     return out
 
 
@@ -129,7 +91,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
     parser.add_argument("--method", help="only this one: a draft, or a method with secondary sources")
-    parser.add_argument("--costs", type=Path, help="predict with these instead (JSON); nothing is measured or written")
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
     parser.add_argument("--max-nodes", type=int, default=64, help="largest tree that is considered")
@@ -145,13 +106,14 @@ def main() -> None:
     methods, digests = recipe.methods, digests_of(recipe)
     own = {name: methods[name] for name in names}
     harness, tasks = make_harness(recipe, own), calibration_tasks(recipe, arguments.prompts)
-    if arguments.costs:
-        print(json.dumps(elsewhere(harness, answered(harness, tasks), arguments)))
-        return
-    path, known = recipe.tuned_file, read_tuned(recipe)
-    known = {name: one for name, one in known.items() if name in methods and fits(recipe, methods[name], digests, one)}
+    path, known = recipe.tuned_file, {}
+    for name, one in read_tuned_trees(path).items():
+        if name in methods and one.get("for") == tuned_for(recipe, methods[name], digests):
+            known[name] = one
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
-    texts, found = answered(harness, tasks), {}
+    texts, found = harness.answered(tasks), {}
+    if not texts:
+        raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     context = int(np.median([len(text.prompt) for text in texts]))
     samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
     costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, texts[0].prompt)

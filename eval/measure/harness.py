@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from eval.measure.gate import Gate, Gatekeeper
 from eval.measure.prompts import Prompt
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.accept import Acceptance
+from pipeline.basics.progress import Progress
 from pipeline.decoding.contract import Draft, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
 from pipeline.decoding.method import LoadedMethod
@@ -56,6 +58,15 @@ class Record:
     generation: Generation
 
 
+@dataclass(frozen=True)
+class Answered:
+    """The target's own answer to one of a task's prompts."""
+
+    task: EvalTask
+    prompt: list[int]
+    answer: list[int]
+
+
 @dataclass
 class Outcome:
     """What a task gave."""
@@ -70,12 +81,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Outcome":
-        records = []
-        for record in raw["records"]:
-            generation = record["generation"] | {"acceptance": Acceptance(**record["generation"]["acceptance"])}
-            records.append(Record(**record | {"generation": Generation(**generation)}))
-        gates = {name: Gate(**gate) for name, gate in raw["gates"].items()}
-        return cls(records, gates, raw["left_out"], raw["hardware"])
+        return TypeAdapter(cls).validate_python(raw)
 
 
 class Harness:
@@ -119,17 +125,24 @@ class Harness:
         """The same for every method."""
         return self.sampling(task.temperature, f"{task.benchmark} {task.prompt.question_id} {turn} {repeat}")
 
-    def plain_answers(self, task: EvalTask) -> Iterator[tuple[list[int], list[int]]]:
-        """The target's own answers that `decode` compares with, of two tokens and more: (prompt, answer) of each turn
-        and repeat.
-        """
+    def answered(self, tasks: list[EvalTask]) -> list[Answered]:
+        """The target's own answers that `decode` compares with, of two tokens and more, in the tasks' order."""
+        found: list[Answered] = []
+        with Progress("answers of the target", len(tasks), "prompts") as progress:
+            for task in tasks:
+                found += self._plain_answers(task)
+                progress.advance(1)
+        return found
+
+    def _plain_answers(self, task: EvalTask) -> Iterator[Answered]:
+        """Of each turn and repeat."""
         for turn, ids in enumerate(self.with_histories(task.prompt) or []):
             answer: list[int] = []
             for repeat in range(self.repeats[task.temperature > 0]):
                 if task.temperature > 0 or not repeat:  # greedy ones do not differ
                     answer = plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
-                    yield ids, answer
+                    yield Answered(task, ids, answer)
 
     def states(self, tokens: list[int], drafts: Iterable[Draft]) -> States:
         """What all of these drafts want of the target along a text."""

@@ -17,24 +17,16 @@ from pipeline.artifacts.reports import Row
 
 def draw(rows: list[Row], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
     """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
-    folder.mkdir(parents=True, exist_ok=True)
     found = by_place(rows)
     drawn = [_plot_depth(found, parallel, folder), _plot_bars(found, folder)]
-    drawn.append(draw_training(metrics, folder / "loss_curves.png"))
-    plt.close("all")
-    return drawn
+    return [*drawn, draw_training(metrics, folder / "loss_curves.png")]
 
 
 def _save(figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if figure.get_layout_engine() is None:
         figure.tight_layout()
     figure.savefig(path, dpi=110)
-    return path
-
-
-def _close(figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, path)
     plt.close(figure)
     return path
 
@@ -119,7 +111,7 @@ def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> P
         axis.grid(alpha=0.3)
     if temperatures != [None]:
         axes[0][0].legend(fontsize=8)
-    return _close(figure_, path)
+    return _save(figure_, path)
 
 
 def bracketed(interval: list[float] | None) -> str:
@@ -150,4 +142,4 @@ def draw_differences(results: list[dict], path: Path) -> Path:
         axis.set_yticklabels([f"{name} - {against[name]}" for name in names], fontsize=8)
         axis.locator_params(axis="x", nbins=5)
     axes[0][0].invert_yaxis()
-    return _close(figure, path)
+    return _save(figure, path)

@@ -53,9 +53,9 @@ def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | Non
     Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
     """
     found, digests = recipe.methods, digests or digests_of(recipe)
-    for name, tuned in read_tuned(recipe).items():
+    for name, tuned in read_tuned_trees(recipe.tuned_file).items():
         if name in recipe.tunable:
-            if not fits(recipe, found[name], digests, tuned):
+            if tuned.get("for") != tuned_for(recipe, found[name], digests):
                 raise PipelineError(
                     f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
                     "remove it"
@@ -81,16 +81,6 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
         "processing": [config.top_k, config.top_p, config.repetition_penalty],
         "kernels": [config.dtype, config.pack_linears, config.compile],
     }
-
-
-def fits(recipe: Recipe, method: Method, digests: Digests, tuned: dict[str, Any]) -> bool:
-    """Whether what eval/tune.py found out is of these weights and settings."""
-    return tuned.get("for") == tuned_for(recipe, method, digests)
-
-
-def read_tuned(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By method, what eval/tune.py found out; empty when it never ran."""
-    return read_tuned_trees(recipe.tuned_file)
 
 
 @dataclass(frozen=True)

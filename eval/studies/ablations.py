@@ -9,11 +9,10 @@ differences to ablations.png: ``python -m eval.results OUTPUT --instrument repla
 """
 
 import argparse
-from dataclasses import dataclass
 
 from eval import results
 from eval.measure import report
-from eval.measure.harness import EvalTask, Harness
+from eval.measure.harness import Answered, Harness
 from eval.measure.tasks import make_harness, methods_of, tasks_of
 from eval.studies.differences import Counts
 from pipeline.artifacts.reports import Row, origin_of, put_rows
@@ -24,25 +23,6 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from pipeline.running.variants import train_variant
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A prompt's answer by the target."""
-
-    task: EvalTask
-    prompt: list[int]
-    answer: list[int]
-
-
-def answered(recipe: Recipe, harness: Harness) -> list[Answered]:
-    """The target's own answers, the same for every method and seed."""
-    found, tasks = [], tasks_of(recipe)
-    with Progress("the target's answers", len(tasks), "prompts") as progress:
-        for task in tasks:
-            found += [Answered(task, *pair) for pair in harness.plain_answers(task)]
-            progress.advance(1)
-    return found
 
 
 def replayed(harness: Harness, answers: list[Answered]) -> dict[tuple[str, float, str], Counts]:
@@ -113,7 +93,7 @@ def main() -> None:
         if static := [name for name, method in methods.items() if method.resolved_tree.paths is not None]:
             raise PipelineError(f"method {static[0]} has a static tree: only dynamic ones are selections of another")
         harness = make_harness(run, methods)
-        answers = answers or answered(run, harness)
+        answers = answers or harness.answered(tasks_of(run))
         measured = rows(run, harness, answers)
         put_rows(run.eval_dir, measured, whole=True)
         found += results.found_by(recipe, measured, run.run_dir.name)

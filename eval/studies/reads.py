@@ -21,8 +21,10 @@ from pipeline.artifacts.reports import REPORT, Row, method_of, origin_of, put_ro
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, chain
 from pipeline.decoding.contract import RoundInput
+from pipeline.decoding.method import Method
 from pipeline.drafts import TrainedDraft
 from pipeline.lm.config import TargetConfig
+from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, parameter_count_of
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -73,57 +75,50 @@ def round_of(draft: TrainedDraft, tree: TreeConfig) -> Read:
     return found
 
 
-def costs_of(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method: numbers that one token's chain reads of the draft's weights, each once, and megabytes a round that
-    makes all of the tree's forwards.
-    """
-    cpu, out = torch.device("cpu"), {}
-    whole = torch.float32 if any(config.runs_the_target for config in recipe.draft.values()) else None
-    embed_head = load_embed_head(recipe.target, whole).to(cpu, torch.float32)
-    size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
-    for method, fact in facts.items():
-        made = method_of(fact)
-        tree, config = made.resolved_tree, recipe.draft[made.draft]
-        if not config.trained:  # nothing, or somebody's model, which every forward reads
-            asked = recipe.small_models.get(made.draft)
-            active = matrices_of(asked) if asked else 0
-            out[method] = {"active": active, "megabytes": active * tree.forwards * size / 1e6}
-            continue
-        draft = checkpoint.load(recipe.draft_dir(made.draft), embed_head.fingerprint).float()
-        draft.bind(embed_head)
-        alone = min(tree.nodes, draft.config.most(tree))  # secondary sources take some of the nodes
-        tree = replace(tree, nodes=max(alone, tree.depth + 1))
-        out[method] = {
-            "active": round_of(draft, chain(tree.depth, tree.parallel)).once,
-            "megabytes": round_of(draft, tree).numbers * size / 1e6,
-        }
-        out[method]["at most"] = draft.config.runs_the_target  # how much of it a token passes by depends on the text
-    return out
-
-
 def matrices_of(asked: TargetConfig) -> int:
     """A model's parameters but for an embedding that is not its head as well."""
     text = load_config(asked)
     return parameter_count_of(asked) - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
 
 
+def read_by(recipe: Recipe, method: Method, embed_head: EmbeddingAndHead) -> tuple[int, int]:
+    """Numbers of the draft's weights that one token's chain reads, each once, and those that a round reads, which makes
+    all of the tree's forwards.
+    """
+    tree, config = method.resolved_tree, recipe.draft[method.draft]
+    if not config.trained:  # nothing, or somebody's model, which every forward reads
+        asked = recipe.small_models.get(method.draft)
+        active = matrices_of(asked) if asked else 0
+        return active, active * tree.forwards
+    draft = checkpoint.load(recipe.draft_dir(method.draft), embed_head.fingerprint).float()
+    draft.bind(embed_head)
+    alone = min(tree.nodes, draft.config.most(tree))  # secondary sources take some of the nodes
+    tree = replace(tree, nodes=max(alone, tree.depth + 1))
+    return round_of(draft, chain(tree.depth, tree.parallel)).once, round_of(draft, tree).numbers
+
+
 def rows(recipe: Recipe, facts: dict[str, dict[str, Any]]) -> list[Row]:
     """What the methods are, a figure a row."""
-    out, costs = [], costs_of(recipe, facts)
-    for method, fact in facts.items():
-        made, cost = method_of(fact), costs[method]
-        origin = origin_of(recipe, made.draft)
-        most = ", at most" if cost.get("at most") else ""
+    out = []
+    whole = torch.float32 if any(config.runs_the_target for config in recipe.draft.values()) else None
+    embed_head = load_embed_head(recipe.target, whole).to(torch.device("cpu"), torch.float32)
+    size = torch.finfo(DTYPES[recipe.eval.dtype]).bits // 8
+    for name, fact in facts.items():
+        method = method_of(fact)
+        active, numbers = read_by(recipe, method, embed_head)
+        # how much of the target a token passes by depends on the text
+        most = ", at most" if recipe.draft[method.draft].runs_the_target else ""
         figures = {
             "parameters": fact["parameters"],
-            f"active{most}": cost["active"],
-            "nodes": made.resolved_tree.nodes,
-            "depth": made.resolved_tree.depth,
-            f"MB read{most}": cost["megabytes"],
+            f"active{most}": active,
+            "nodes": method.resolved_tree.nodes,
+            "depth": method.resolved_tree.depth,
+            f"MB read{most}": numbers * size / 1e6,
             "trained tokens": fact["training"].get("trained_tokens", 0),
             "seconds of training": fact["training"].get("seconds", 0),
         }
-        out += [Row("read", method, figure, value, origin=origin) for figure, value in figures.items()]
+        origin = origin_of(recipe, method.draft)
+        out += [Row("read", name, figure, value, origin=origin) for figure, value in figures.items()]
     return out
 
 

@@ -1,15 +1,13 @@
 """What a round costs on this machine: verifying n tokens, a draft forward of w nodes, and the rest."""
 
 import copy
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from pipeline.basics.accelerator import now
 from pipeline.decoding.config import TreeConfig
@@ -40,21 +38,6 @@ class Costs:
     node: float = 0.0  # what each of its nodes adds to that
     # what each further level adds to a draft forward, by its number from 0; the last one holds for all that follow
     level: list[float] = field(default_factory=lambda: [0.0])
-
-    @classmethod
-    def from_json(cls, raw: Any, max_nodes: int) -> Self:
-        """The costs without verifying more than `max_nodes`. Raises ValueError for what is not such a table."""
-        found = TypeAdapter(cls).validate_python(raw)
-        verify = {nodes: seconds for nodes, seconds in sorted(found.verify.items()) if nodes <= max_nodes}
-        steps = [x for step in found.steps for x in step.values()]
-        free = all(0 <= x < math.inf for x in (found.start, found.rest, found.node, *steps))
-        paid = all(0 < x < math.inf for x in (found.plain, *verify.values()))
-        known = bool(found.steps) and not any(set(WIDTHS) - set(step) for step in found.steps)
-        if not free or not paid or 1 not in verify or len(verify) < 2 or not known:
-            raise ValueError(
-                f"expected seconds of verifying 1 and more tokens (up to {max_nodes}) and of steps of {WIDTHS} nodes"
-            )
-        return replace(found, verify=verify)
 
     @property
     def sizes(self) -> list[int]:

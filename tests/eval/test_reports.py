@@ -5,8 +5,17 @@ import pytest
 from eval import main as evaluation
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
-from eval.measure.tasks import RECORDS, Job, read_tuned
-from pipeline.artifacts.reports import REPORT, ROWS, Row, digest_of, measured_rows, put_rows, read_report
+from eval.measure.tasks import RECORDS, Job
+from pipeline.artifacts.reports import (
+    REPORT,
+    ROWS,
+    Row,
+    digest_of,
+    measured_rows,
+    put_rows,
+    read_report,
+    read_tuned_trees,
+)
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, replace_once
@@ -68,24 +77,24 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
 
 
 def test_a_changed_tuned_tree_is_refused(tiny_recipe):
-    assert read_tuned(tiny_recipe) == {}
+    assert read_tuned_trees(tiny_recipe.tuned_file) == {}
     tiny_recipe.eval_dir.mkdir(parents=True)
     tuned = {"jakiro": {"method": tiny_recipe.methods["jakiro"].to_json()}}
     write_sealed(tiny_recipe.tuned_file, tuned)
-    assert read_tuned(tiny_recipe) == tuned
+    assert read_tuned_trees(tiny_recipe.tuned_file) == tuned
     nodes = tiny_recipe.tree("jakiro").nodes
     replace_once(tiny_recipe.tuned_file, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
     with pytest.raises(
         PipelineError, match=r"tuned.json was changed or damaged .*run python eval/tune.py RECIPE again"
     ):
-        read_tuned(tiny_recipe)
+        read_tuned_trees(tiny_recipe.tuned_file)
 
 
 def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path):
     tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
     write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
     with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run python eval/tune.py"):
-        read_tuned(tiny_recipe)
+        read_tuned_trees(tiny_recipe.tuned_file)
     change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
     with pytest.raises(PipelineError, match=r"old is no method of this version .*run python eval/main.py"):
         read_report(path)
