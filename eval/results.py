@@ -1,7 +1,7 @@
 """Views of what was measured: a table of all methods of one or several runs, or their differences of tau.
 
     python -m eval.results RUN [RUN ...] [--figure tau speedup] [--instrument decoded] [--plot FILE]
-    python -m eval.results RUN [RUN ...] --against NAME [METHOD:NAME ...] [--worth 0.02] [--slope] [--plot FILE]
+    python -m eval.results RUN [RUN ...] --against NAME [METHOD:NAME ...] [--worth 0.02] [--plot FILE]
 
 RUN is a run's folder or a folder of runs that differ in their seed (those of eval.studies.ablations). Every instrument
 writes its rows into results.jsonl of a run's eval folder; figures are copied from there, never measured again. Shown
@@ -14,8 +14,7 @@ a line has every benchmark and no speed is withheld: of speed-ups the geometric 
 With --against: tau of each method less that of NAME, a method or a RUN, on the same prompts; METHOD:NAME names another
 reference for one method. Over all benchmarks and temperatures a method pays if the mean difference is at least --worth,
 its interval excludes 0 and all seeds have its sign; it does not if the interval's upper end is below --worth; else the
-runs do not decide. --slope adds what the difference gains for each factor e of trained tokens, between two RUNs. The
-last line is JSON.
+runs do not decide. The last line is JSON.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from typing import Any
 
 from eval.measure import plots
 from eval.measure.report import USUAL, said
-from eval.studies.differences import Table, differences, slopes
+from eval.studies.differences import Table, differences
 from pipeline.artifacts.reports import ROWS, Row, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
@@ -199,31 +198,14 @@ def differences_table(results: list[dict[str, Any]], means: list[dict[str, Any]]
     return markdown.table([*heads, *(f"{name}, T = {t:g}" for name, t in cells)], rows)
 
 
-def slopes_of(found: list[Found], against: list[str], worth: float) -> list[dict[str, Any]]:
-    """Between two runs, of each method that both compare."""
-    each = []
-    for run in dict.fromkeys(one.run for one in found):
-        rows = [one for one in found if one.run == run]
-        counted, known = taus(rows)
-        trained = max(one.row.origin.get("trained_tokens", 0) for one in rows)
-        each.append((trained, *differences(counted, referred(known, against), worth)))
-    if len(each) != 2 or not all(trained for trained, _, _ in each):
-        raise PipelineError("--slope is between two RUNs whose drafts were trained")
-    return slopes(each)
-
-
-def compare(found: list[Found], against: list[str], worth: float, plot: Path | None, slope: bool = False) -> None:
+def compare(found: list[Found], against: list[str], worth: float, plot: Path | None) -> None:
     """Prints the differences, and draws them."""
     counted, known = taus(found)
     results, means = differences(counted, referred(known, against), worth)
     print(differences_table(results, means))
-    gains = slopes_of(found, against, worth) if slope else []
-    for one in gains:
-        gain = f"{one['slope']:+.3f}{plots.bracketed(one['interval'])}"
-        print(f"{one['method']} - {one['against']}: {gain} for each factor e of tokens")
     if plot:
         print(f"plot: {plots.draw_differences(results, plot)}")
-    print(json.dumps({"worth": worth, "means": means, "results": results, "slopes": gains}))
+    print(json.dumps({"worth": worth, "means": means, "results": results}))
 
 
 def main() -> None:
@@ -233,12 +215,11 @@ def main() -> None:
     parser.add_argument("--instrument", nargs="+", help="default: decoded, or all where there is none")
     parser.add_argument("--against", nargs="+", metavar="NAME", help="a method or a run, or METHOD:NAME")
     parser.add_argument("--worth", type=float, default=0.02, help="of tau: less than this does not pay")
-    parser.add_argument("--slope", action="store_true", help="between two runs of different amounts of training")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     found = chosen(read(arguments.runs), arguments.instrument)
     if arguments.against:
-        compare(found, arguments.against, arguments.worth, arguments.plot, arguments.slope)
+        compare(found, arguments.against, arguments.worth, arguments.plot)
         return
     print(table(found, arguments.figure))
     if arguments.plot:

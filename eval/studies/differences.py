@@ -1,16 +1,13 @@
-"""Differences of tau between methods or runs on the same prompts: one by one, over all benchmarks, and their slope over
-the amount of training.
+"""Differences of tau between methods or runs on the same prompts: one by one, and over all benchmarks.
 
 Prompts are paired by id; only those count to which the target's own answers are the same on both sides (so it is the
 same prompt, length and target). Intervals are 95% bootstrap intervals over prompts; they do not hold the variance of
 the trainings, so the difference by seed stands beside them. Speeds of two processes are not compared.
 """
 
-from math import log
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as students_t
 
 from eval.measure.report import interval
 from pipeline.artifacts.reports import Row
@@ -123,31 +120,3 @@ def _mean(mine: list[dict], pairs: list[tuple[str, list[tuple[Counts, Counts, in
         "difference_by_seed": [round(float(one), 4) for one in each],
         "verdict": "pays" if pays else "does not pay" if high < worth else "undecided",
     }
-
-
-def slope(smaller: list[float], larger: list[float], times: float) -> tuple[float, list[float] | None]:
-    """How much a difference gains for each factor e of training, ``(larger - smaller) / log(times)``: the mean over
-    seeds, and its 95% interval over them (Student's t; None for one seed). Prompts are taken as given.
-    """
-    each = (np.array(larger) - np.array(smaller)) / log(times)
-    if len(each) < 2:
-        return float(each.mean()), None
-    half = float(students_t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / len(each) ** 0.5)
-    return float(each.mean()), [float(each.mean()) - half, float(each.mean()) + half]
-
-
-def slopes(found: list[tuple[int, list[dict], list[dict]]]) -> list[dict[str, Any]]:
-    """One slope for each pair of methods. `found`: trained tokens, results and means of two runs. Raises PipelineError
-    where they do not have the same cells, prompts and seeds, or saw the same amount of tokens.
-    """
-    (few, ours, means), (many, others, more) = sorted(found, key=lambda one: one[0])
-    if few == many:
-        raise PipelineError(f"both runs were trained on {few:,} tokens: a slope is between two amounts")
-    for what in ("benchmark", "temperature", "method", "against", "seeds", "prompts"):
-        if [one[what] for one in ours] != [one[what] for one in others]:
-            raise PipelineError(f"the two do not fit each other: {what} differs. Measure both with the same settings")
-    out = []
-    for one, other in zip(means, more, strict=True):
-        gain, bounds = slope(one["difference_by_seed"], other["difference_by_seed"], many / few)
-        out.append({"method": one["method"], "against": one["against"], "slope": gain, "interval": bounds})
-    return out

@@ -1,4 +1,4 @@
-"""Views of result rows: the table of several runs, differences on the same prompts, verdicts by hand, and slopes."""
+"""Views of result rows: the table of several runs, differences on the same prompts, and verdicts by hand."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import pytest
 
 from eval import results
 from eval.results import read, table
-from eval.studies.differences import compared, differences, slope, slopes
+from eval.studies.differences import compared, differences
 from pipeline.artifacts.reports import ROWS, Row, put_rows, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sealed_line
@@ -210,36 +210,3 @@ def test_the_interval_is_that_of_a_mean_of_independent_benchmarks():
     half = (found["interval"][1] - found["interval"][0]) / 2
     one = np.sqrt((121**2 - 1) / 12 / 40) / 100  # of one cell's mean
     assert half == pytest.approx(1.96 * one / np.sqrt(3), rel=0.15)
-
-
-# -- two amounts of training -------------------------------------------------------------------------------------------
-
-
-def test_the_slope_between_two_amounts_by_hand():
-    """The gains of three seeds are 1, 2 and 3 hundredths for each factor e: their mean's deviation is 0.01 / sqrt(3),
-    and Student's t of two degrees of freedom 4.303.
-    """
-    gain, bounds = slope([0.0, 0.01, -0.01], [0.01, 0.03, 0.02], np.e)
-    half = 4.303 * 0.01 / 3**0.5
-    assert gain == pytest.approx(0.02) and bounds == pytest.approx([0.02 - half, 0.02 + half], abs=1e-5)
-    assert slope([0.0], [0.02], np.e) == (pytest.approx(0.02), None)
-
-
-def test_a_slope_is_between_two_amounts_that_were_measured_alike(tmp_path, capsys):
-    places = []
-    for amount, gains in ((100, (0.0, 0.1)), (400, (0.2, 0.3))):
-        for seed, gain in enumerate(gains):
-            origin = {"run": "r", "trained_tokens": amount}
-            counts = {"old": (150, 100), "new": (150 + round(100 * gain), 100)}
-            found = [counted(name, dict.fromkeys("abc", pair), origin=origin) for name, pair in counts.items()]
-            written(tmp_path / f"x{amount}/seed-{seed}", found)
-        places.append(str(tmp_path / f"x{amount}"))
-    call(results.main, *places, "--against", "old", "--slope")
-    said = capsys.readouterr().out
-    assert json.loads(said.splitlines()[-1])["slopes"][0]["slope"] == pytest.approx(0.2 / np.log(4), abs=1e-4)
-    assert "new - old: +0.144 [+0.144, +0.144] for each factor e of tokens" in said
-    one = (100, *differences(runs((0.1,)), {"new": "old"}, 0.02))
-    with pytest.raises(PipelineError, match="prompts differs"):
-        slopes([one, (400, *differences(runs((0.1,), prompts=38), {"new": "old"}, 0.02))])
-    with pytest.raises(PipelineError, match="both runs were trained on 100 tokens"):
-        slopes([one, one])
