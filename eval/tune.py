@@ -7,9 +7,8 @@ Replayed: the target's own answers to tuning prompts (held-out dialogues that no
 all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
 candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
 Least predicted time a token wins. Where a draft has secondary sources, what all scores are worth is counted on the
-same answers first, and how far that holds on other prompts is printed. What was chosen is written to
-eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases the faster
-one. The last line is JSON.
+same answers first. What was chosen is written to eval/tuned.json of the run: eval/main.py measures it beside the
+recipe's tree and releases the faster one. The last line is JSON.
 """
 
 import argparse
@@ -63,7 +62,6 @@ def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
 def replayed(harness: Harness, texts: list[Answered], depth: int) -> dict[str, Replays]:
     """By method. The target, and each draft, goes along an answer once for all of them."""
     methods = harness.methods
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(text.task.prompt for text in texts))}
     out = {name: Replays([], []) for name in methods}
     with Progress("replay", len(texts), "answers") as progress:
         for text in texts:
@@ -80,7 +78,7 @@ def replayed(harness: Harness, texts: list[Answered], depth: int) -> dict[str, R
                     walks[key] = replay.collect(alone, states, tokens, begin, tree)
                 if isinstance(draft, Sources):
                     hybrid = replay.HybridText(draft, walks[key], tokens, begin)
-                    out[name].answers.append(Answer(hybrid, text.task.temperature, numbers[text.task.prompt]))
+                    out[name].answers.append(Answer(hybrid, text.task.temperature, text.task.prompt.question_id))
                 else:
                     out[name].counters.append(walks[key].counter())
             progress.advance(1)

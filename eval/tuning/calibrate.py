@@ -1,27 +1,23 @@
-"""Counts what the scores of sources are worth on the target's own answers, and how far that holds on other prompts.
+"""Counts what the scores of sources are worth on the target's own answers.
 
 A candidate counts as right where the target's text goes through it. Candidates of one source, at one depth and
 temperature, are sorted by score into bins of at least `LEAST` nodes, most of which hold as many right ones: so there
-are most points where chances are large. Their shares of right ones, made monotone, are a curve's points. Reliability is
-counted crosswise: half of the prompts is predicted with curves from the other half.
+are most points where chances are large. Their shares of right ones, made monotone, are a curve's points.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from pipeline.decoding.calibration import AcceptProbability, Calibration, Curve, levels
+from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool
 from pipeline.decoding.replay import HybridText
 from pipeline.decoding.sources import COPIED
 
 LEAST, MOST = 50, 24  # nodes of a bin that makes a point of a curve; bins that all right ones would fill
-SHOWN = 100  # nodes of a bin that reliability is shown for
-BINS = np.array([0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])  # of predicted chances
 
 Level = tuple[str, str]  # source, level
 Counted = dict[Level, tuple[np.ndarray, np.ndarray]]  # scores, and whether each candidate was right
@@ -33,7 +29,7 @@ class Answer:
 
     text: HybridText
     temperature: float
-    prompt: int
+    prompt: str  # its question_id
 
 
 def right(pool: Pool, following: list[int]) -> list[bool]:
@@ -115,67 +111,3 @@ def fit(each: Each) -> Calibration:
                 by_source[source][level] = found
         curves[temperature] = dict(by_source)
     return Calibration(curves=curves)
-
-
-@dataclass
-class Bin:
-    """Candidates of one half of the prompts that were predicted about alike, from the other half."""
-
-    temperature: float
-    source: str
-    nodes: int
-    predicted: float
-    counted: float
-
-    @property
-    def off(self) -> float:
-        return abs(self.predicted - self.counted)
-
-
-def said(bins: list[Bin]) -> list[str]:
-    """How good the predictions are, for a user: a line a source and temperature."""
-    out = []
-    for source, temperature in sorted({(one.source, one.temperature) for one in bins}):
-        mine = [one for one in bins if (one.source, one.temperature) == (source, temperature)]
-        mean, most = (
-            np.average([one.off for one in mine], weights=[one.nodes for one in mine]),
-            max(one.off for one in mine),
-        )
-        out.append(
-            f"{source}, T = {temperature:g}: off by {100 * mean:.2f} points on average, by at most {100 * most:.1f}, "
-            f"over {len(mine)} bins with {SHOWN} candidates and more"
-        )
-    return out
-
-
-def reliability(each: Each, default_of: Callable[[str], AcceptProbability]) -> list[Bin]:
-    """Compares predicted and counted shares of all candidates. Each half of the prompts is predicted from the other;
-    the halves are kept apart, since what one has too much of, the other has too
-    little of. ``default_of(source)`` holds where nothing was counted.
-    """
-    halves = [[one for one in each if one[0].prompt % 2 == half] for half in (0, 1)]
-    if not all(halves):
-        return []  # there are no other prompts
-    out = []
-    for mine, others in (halves, halves[::-1]):
-        curves = fit(others).curves
-        parts: dict[tuple[float, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
-        for answer, found in mine:
-            for (source, level), (scores, hits) in found.items():
-                known = curves.get(answer.temperature, {}).get(source, {}).get(level)
-                parts[answer.temperature, source].append((_predicted(known, level, scores, default_of(source)), hits))
-        for key, pairs in parts.items():
-            predicted, hits = map(np.concatenate, zip(*pairs, strict=True))
-            bins = np.digitize(predicted, BINS)
-            for here in (bins == number for number in np.unique(bins)):
-                if here.sum() >= SHOWN:
-                    out.append(Bin(*key, int(here.sum()), float(predicted[here].mean()), float(hits[here].mean())))
-    return sorted(out, key=lambda one: (one.temperature, one.source))  # stable: the first half's bins come first
-
-
-def _predicted(known: Curve | None, level: str, scores: np.ndarray, default: AcceptProbability) -> np.ndarray:
-    """The candidates' probabilities."""
-    if known is not None:
-        return np.interp(scores, known.x, known.y)
-    depth = int(level.split("+")[0])
-    return np.array([default(depth, score) for score in scores.tolist()])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from eval.measure.harness import PLAIN, EvalTask, Harness, pooled
-from eval.tuning.calibrate import Answer, Bin, count, fit, reliability, said
+from eval.tuning.calibrate import Answer, count, fit
 from eval.tuning.costs import Costs
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
@@ -76,24 +76,16 @@ class Replays:
     answers: list[Answer]
 
 
-def calibrate(
-    name: str, sources: Sources, found: Replays, depth: int, candidates: str, say: Say
-) -> tuple[Calibration, list[Bin]]:
+def calibrate(sources: Sources, found: Replays, depth: int, candidates: str) -> Calibration:
     """What the sources' scores are worth; puts the method's counters in place."""
     trees = [tree for tree in shapes(sources.config, depth, candidates) if tree.top_k == max(TOP_K)]
     trees.sort(key=lambda tree: (tree.parallel, tree.depth))  # a level is counted in the shallowest that has it
     own = {(one.prompt, place if one.temperature else None): one for place, one in enumerate(found.answers)}
     each = [(answer, count(answer.text, trees)) for answer in own.values()]  # greedy repeats do not differ
     calibration = fit(each)
-    defaults = {"draft": sources.draft.accept_probability} | {
-        key: source.accept_probability for key, source in sources.secondary.items()
-    }
-    bins = reliability(each, defaults.__getitem__)
     fitted = sources.tuned(calibration)
     found.counters = [answer.text.counter(fitted, answer.temperature) for answer in found.answers]
-    for line in said(bins):
-        say(f"{name}, chances on other prompts: {line}")
-    return calibration, bins
+    return calibration
 
 
 def measure(
@@ -122,26 +114,19 @@ def measure(
     return out
 
 
-@dataclass
-class Choice:
+def choose(
+    name: str, given: LoadedMethod, found: Replays, costs: Costs, depth: int, say: Say
+) -> tuple[LoadedMethod, Prediction, Calibration | None]:
     """What is expected to be fastest."""
-
-    method: LoadedMethod
-    best: Prediction
-    calibration: Calibration | None
-    bins: list[Bin]
-
-
-def choose(name: str, given: LoadedMethod, found: Replays, costs: Costs, depth: int, say: Say) -> Choice:
-    draft, candidates, calibration, bins = given.draft, given.tree.candidates, None, []
+    draft, candidates, calibration = given.draft, given.tree.candidates, None
     if isinstance(draft, Sources):
-        calibration, bins = calibrate(name, draft, found, depth, candidates, say)
+        calibration = calibrate(draft, found, depth, candidates)
         draft = draft.tuned(calibration)
     ranked = predict(found.counters, costs, draft.config, depth, costs.sizes, candidates)
     say(f"{name}, fastest trees by prediction:")
     for one in ranked[:5]:
         say(f"  {one.said()}")
-    return Choice(LoadedMethod(draft, ranked[0].tree), ranked[0], calibration, bins)
+    return LoadedMethod(draft, ranked[0].tree), ranked[0], calibration
 
 
 def tune(
@@ -157,10 +142,9 @@ def tune(
     """Chooses, measures and describes one method's tree."""
     given = harness.methods[name]
     say(costs.said())
-    chosen = choose(name, given, found, costs, depth, say)
-    took = measure(recipe, harness, {"tuned": chosen.method, "given": given}, tasks)
-    plainly, tuned, givens = (took[method] for method in (PLAIN, "tuned", "given"))
-    best = chosen.best
+    method, best, calibration = choose(name, given, found, costs, depth, say)
+    took = measure(recipe, harness, {"tuned": method, "given": given}, tasks)
+    plainly, tuned, givens = (took[key] for key in (PLAIN, "tuned", "given"))
     predicted = plainly["ms_per_token"] / best.speedup  # with the machine as fast as it was just now
     ratio = predicted / tuned["ms_per_token"]
     say(
@@ -169,8 +153,7 @@ def tune(
         f"recipe's tree {givens['speedup']:.2f}x at {givens['tau']:.2f}"
     )
     return {
-        "method": replace(recipe.methods[name], tree=best.tree, calibration=chosen.calibration).to_json(),
-        "reliability": [asdict(one) for one in chosen.bins],
+        "method": replace(recipe.methods[name], tree=best.tree, calibration=calibration).to_json(),
         "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
         "measured": tuned,
         "recipes_tree": givens,
