@@ -9,6 +9,7 @@ one, anywhere.
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -89,7 +90,7 @@ class Harness:
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
         self._warm = set()
         self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's
-        self._histories: dict[Prompt, list[list[int]] | None] = {}
+        self.with_histories = cache(self._with_histories)
         filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
         self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
@@ -183,15 +184,10 @@ class Harness:
                 self._one(method, ids, self.sampling(0.0, "warm-up"))
                 on_progress()
 
-    def with_histories(self, prompt: Prompt) -> list[list[int]] | None:
+    def _with_histories(self, prompt: Prompt) -> list[list[int]] | None:
         """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too
         long.
         """
-        if prompt not in self._histories:
-            self._histories[prompt] = self._encoded(prompt)
-        return self._histories[prompt]
-
-    def _encoded(self, prompt: Prompt) -> list[list[int]] | None:
         spare = max(method.room(self.target.compiled) for method in self.methods.values())
         room = self.target.positions - self._config.max_new_tokens - spare
         messages, encoded = [], []

@@ -186,18 +186,13 @@ def by_origin(rows: list[Row]) -> list[Facts]:
     """What was measured on each machine, with each settings and code: a line of Markdown a benchmark, temperature,
     method and tree.
     """
-    sections: dict[str, Facts] = {}
-    found: dict[str, dict[str, Row]] = {}
+    sections: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        origin = {key: row.origin[key] for key in ("hardware", "settings", "code_revision")}
-        section = json.dumps(origin, sort_keys=True)
-        sections.setdefault(section, origin | {"rows": []})
-        line = json.dumps([section, row.benchmark, row.temperature, row.method, row.origin["tree"]])
-        if line not in found:
-            found[line] = {}
-            sections[section]["rows"].append(found[line])
-        found[line][row.figure] = row
-    return [one | {"rows": list(map(_shown, one["rows"]))} for one in sections.values()]
+        section = json.dumps([row.origin[key] for key in ("hardware", "settings", "code_revision")], sort_keys=True)
+        line = json.dumps([row.benchmark, row.temperature, row.method, row.origin["tree"]], sort_keys=True)
+        sections.setdefault(section, {}).setdefault(line, {})[row.figure] = row
+    lines = [list(section.values()) for section in sections.values()]
+    return [{**found[0]["tau"].origin, "rows": list(map(_shown, found))} for found in lines]
 
 
 def _shown(found: dict[str, Row]) -> str:

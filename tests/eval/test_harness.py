@@ -97,8 +97,7 @@ def test_methods_take_turns_in_starting_and_are_reported_in_the_recipes_order(
     tiny_recipe, loaded_target, drafts, monkeypatch
 ):
     """Without a turn, what goes first would always find the caches as the prompt left them."""
-    made, went, one = harness_of(tiny_recipe, loaded_target, drafts, repeats=1), [], Harness._one
-    made._warm.add(())  # no warm-up: only what is measured
+    made, went, one = harness_of(tiny_recipe, loaded_target, drafts, repeats=1, warmups=0), [], Harness._one
     monkeypatch.setattr(Harness, "_one", lambda self, method, *more: (went.append(method), one(self, method, *more))[1])
     prompts = [Prompt(str(number), "", ("Why?",)) for number in range(12)]
     records, _, _ = measured(made, prompts, [0.0])
