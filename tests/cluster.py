@@ -1,4 +1,4 @@
-"""A Ray cluster for the tests of a session, whose workers start warm."""
+"""Ray clusters whose workers start warm."""
 
 import contextlib
 import os
@@ -17,12 +17,10 @@ RAY = "import sys; from ray.scripts.scripts import main; sys.executable = sys.ar
 
 @dataclass(frozen=True)
 class Cluster:
-    """A head node with a dashboard."""
-
     folder: str
     python: str  # what Ray starts its workers with
     address: str
-    dashboard: str
+    dashboard: str  # its address, if it was asked for: what takes jobs
 
     def start_node(self, *options: str) -> None:
         node = ["start", f"--num-cpus={CPUS}", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}"]
@@ -52,15 +50,15 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def started(python: str) -> Iterator[Cluster]:
+def started(python: str, dashboard: bool = False) -> Iterator[Cluster]:
+    """A head node. `python` is `warm_workers`' script."""
     # A Unix socket's path has at most 107 characters, and Ray needs 60 of them.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        port, dashboard = free_port(), free_port()
-        cluster = Cluster(folder, python, f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        port, page = free_port(), free_port()
+        cluster = Cluster(folder, python, f"127.0.0.1:{port}", f"http://127.0.0.1:{page}")
+        shown = [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={page}"]
         try:
-            cluster.start_node(
-                "--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"
-            )
+            cluster.start_node("--head", f"--port={port}", "--dashboard-host=127.0.0.1", *shown)
             yield cluster
         finally:
             cluster.stop()

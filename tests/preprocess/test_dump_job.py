@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pipeline.features.shards import ANSWERS, MANIFEST, Manifest, usable_texts
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import features_state
 from preprocess.dump.driver import dump
-from tests.cluster import CPUS
+from tests import cluster
 from tests.kit import (
     BIN,
     checksums,
@@ -210,9 +211,15 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
         assert message in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.usefixtures("on_cluster")
-def test_workers_that_fit_no_node_are_refused(job, tmp_path):
+@pytest.fixture(scope="module")
+def taking_jobs(rays_python) -> Iterator[cluster.Cluster]:
+    with cluster.started(rays_python, dashboard=True) as found:
+        yield found
+
+
+def test_workers_that_fit_no_node_are_refused(job, tmp_path, taking_jobs, monkeypatch):
     recipe, _, _ = job
+    monkeypatch.setenv("RAY_ADDRESS", taking_jobs.address)
     with pytest.raises(PipelineError, match="no node has room for one worker"):
         dump(load_recipe(recipe, ["features.gpus_per_worker=1", f"output={tmp_path / 'run'}"]))
 
@@ -256,12 +263,12 @@ def test_a_source_that_was_shortened_does_not_damage_the_dump(job, tmp_path, sto
     assert checksums(place) == expected
 
 
-def test_ray_job_submit_on_a_cluster(job, tmp_path, on_cluster):
+def test_ray_job_submit_on_a_cluster(job, tmp_path, taking_jobs):
     """Its workers start by themselves, in the job's copy of the checkout; there is room for one less than asked for."""
     recipe, _, expected = job
-    submit = [str(BIN / "ray"), "job", "submit", "--address", on_cluster.dashboard, "--working-dir", ".", "--"]
+    submit = [str(BIN / "ray"), "job", "submit", "--address", taking_jobs.dashboard, "--working-dir", ".", "--"]
     sets = override_arguments(
-        [f"output={tmp_path / 'run'}", "features.workers=3", f"features.cpus_per_worker={CPUS // 2}"]
+        [f"output={tmp_path / 'run'}", "features.workers=3", f"features.cpus_per_worker={cluster.CPUS // 2}"]
     )
     script = f"pwd && python preprocess/dump_features.py {shlex.join([str(recipe), *sets])}"
     tries = []  # `ray start` returns before the agent that takes jobs is there
