@@ -180,6 +180,11 @@ def referred(known: dict[str, dict[str, str]], against: list[str]) -> dict[str, 
     return out
 
 
+def difference_said(one: dict[str, Any]) -> str:
+    bounds = "" if one["interval"] is None else " [{:+.3f}, {:+.3f}]".format(*one["interval"])
+    return f"{one['difference']:+.3f}{bounds}"
+
+
 def differences_table(results: list[dict[str, Any]], means: list[dict[str, Any]]) -> str:
     """Markdown, a line a method: the mean difference (that of each seed) and the verdict, then one by one."""
     cells = list(dict.fromkeys((one["benchmark"], one["temperature"]) for one in results))
@@ -189,11 +194,11 @@ def differences_table(results: list[dict[str, Any]], means: list[dict[str, Any]]
         mine = {(one["benchmark"], one["temperature"]): one for one in results if one["method"] == mean["method"]}
         by_seed = ", ".join(f"{one:+.3f}" for one in mean["difference_by_seed"])
         row = [mean["method"], mean["against"], f"{mean['tau']:.3f}"]
-        row += [f"{mean['difference']:+.3f}{plots.bracketed(mean['interval'])} ({by_seed})", mean["verdict"]]
+        row += [f"{difference_said(mean)} ({by_seed})", mean["verdict"]]
         for cell in cells:
             one = mine.get(cell)
             left = f", {one['left_out']} prompts left out" if one and one["left_out"] else ""
-            row.append(f"{one['difference']:+.3f}{plots.bracketed(one['interval'])}{left}" if one else "-")
+            row.append(f"{difference_said(one)}{left}" if one else "-")
         rows.append(row)
     return markdown.table([*heads, *(f"{name}, T = {t:g}" for name, t in cells)], rows)
 

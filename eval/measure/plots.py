@@ -114,11 +114,6 @@ def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> P
     return _save(figure_, path)
 
 
-def bracketed(interval: list[float] | None) -> str:
-    """An interval of a difference, in words."""
-    return "" if interval is None else " [{:+.3f}, {:+.3f}]".format(*interval)
-
-
 def draw_differences(results: list[dict], path: Path) -> Path:
     """Each method's tau less that of the one it is compared with, with its interval; the seeds as crosses; a panel a
     benchmark and temperature.

@@ -87,6 +87,14 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
         checkpoint.require_trained_under(published(tree, revision="b" * 40), "jakiro")
 
 
+def test_figures_of_an_older_release_are_told_of_and_its_weights_are_fetched(tree, release, hub):
+    (release / "report.json").write_text("{}")  # and no results.jsonl
+    hub(release, "me/draft")
+    said: list[str] = []
+    fetch(published(tree), said.append)
+    assert said[1] == "jakiro: its figures are in the form of a version before this one, and are not carried on"
+
+
 def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
     """As vLLM loads it: without our config."""
     export(release, "vllm", tmp_path / "exported")
