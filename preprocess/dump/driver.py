@@ -209,7 +209,7 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
-            f"{f' ({together}, which stay together)' if (together := _together(manifest)) else ''}: "
+            f"{f' ({grouped}, which stay together)' if (grouped := _grouped(manifest)) else ''}: "
             "raise it, or say with data.group what belongs together ('id': nothing does)"
         )
 
@@ -232,8 +232,8 @@ def write_rejected(folder: Path, rejected: list[tuple[str, str]]) -> None:
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
 
 
-def listed(fates: dict[str, int]) -> str:
-    return ", ".join(f"{fate} {count}" for fate, count in fates.items()) or "none"
+def listed(fates: dict[str, int], between: str = " ") -> str:
+    return ", ".join(f"{fate}{between}{count}" for fate, count in fates.items()) or "none"
 
 
 def torn_tail(counts: dict[str, Any]) -> list[str]:
@@ -246,7 +246,7 @@ def _count(manifest: Manifest) -> int:
     return len(manifest.shards) + len(manifest.answers)
 
 
-def _together(manifest: Manifest) -> str:
+def _grouped(manifest: Manifest) -> str:
     """Empty where no dialogues are."""
     parts, conversations = (manifest.accounting["grouped"][name] for name in ("dialogues", "conversations"))
     return f"{parts} dialogues are parts of {conversations} conversations" if parts else ""
@@ -258,11 +258,11 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(
         f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "
-        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})"
+        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'], ': ')})"
     )
     lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
-    if together := _together(manifest):
-        lines.append(f"split: {together}, each on one side")
+    if grouped := _grouped(manifest):
+        lines.append(f"split: {grouped}, each on one side")
     for split in SPLITS:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
