@@ -5,16 +5,19 @@ dump that follows.
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from infra.plan.__main__ import answers, disk_warning, make, ranks_of
-from infra.plan.memory import activation_bytes, evaluation_bytes, rank_bytes, step_bytes
+from infra.plan.memory import TEXT_ROW_BYTES, activation_bytes, evaluation_bytes, frame_bytes, rank_bytes, step_bytes
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
+from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype, token_bytes
+from pipeline.features.shards import write_features
 from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -90,6 +93,20 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     size = sum(file.bytes for file in (*manifest.shards, *manifest.text.values()))
     assert abs(figures["dump"]["tokens"] / tokens - 1) < 0.1
     assert abs(figures["dump"]["disk_bytes"] / size - 1) < 0.2  # so small shards are mostly frame
+
+
+@pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", []), (FP8, [1, 4])])
+def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, layers):
+    spec = FeatureSpec(32, dtype, "", "", "", "", auxiliary_layers=" ".join(map(str, layers)))
+    states_TSD = torch.ones(9, 1 + len(layers), 32, dtype=row_dtype(dtype))
+    given = [states_TSD[:, 0], states_TSD[:, 1:] if layers else None]
+    row = Row("abcdefgh-0123", np.ones(9, np.int32), np.ones(9, np.uint8), *given)
+    sizes = []
+    for count in (10, 110):
+        manifest = write_features(tmp_path / str(count), spec, {"train": [[row] * count]})
+        sizes.append(sum(file.bytes for file in manifest.files))
+    planned = frame_bytes(dtype, len(layers)) + TEXT_ROW_BYTES + 9 * token_bytes(dtype, 32, 1 + len(layers))
+    assert (sizes[1] - sizes[0]) / 100 == pytest.approx(planned, rel=0.01)
 
 
 def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is_given(tiny_recipe, monkeypatch):

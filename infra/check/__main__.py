@@ -8,8 +8,8 @@ figures say nothing of real models. The parts (docs/gpu.md says what each figure
 
     machine        name, memory, versions, dtypes; a matrix product's speed and those of copies
     lossless       the losslessness gate on a small random target, both dtypes, eager and compiled, T = 0 and T = 1
-    dump           tokens/s of the dump beside the target's bare forward
-    train-eagle    tokens/s of training steps beside the bare forward and backward; memory beside the plan's formula
+    dump           tokens/s of a dump worker beside the plan's figure, which leaves the writing out
+    train-eagle    tokens/s of training steps beside the plan's figure, and a step's memory beside its formula
     train-jakiro   the same
     costs          what verifying n tokens and a draft step of w nodes cost
     compiled       verifying, compiled

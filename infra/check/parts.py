@@ -2,7 +2,7 @@
 their own, with FOLDER SHAPE SECONDS PART ... as arguments.
 
 A part's figures are written to FOLDER/PART.json when it is finished; what it says on the way is the process's own
-output. Figures of two ways come from turns that they take in one process.
+output.
 """
 
 import os
@@ -22,51 +22,38 @@ from torch._dynamo.utils import counters
 
 from eval.tuning.costs import SIZES, Costs, measure_costs
 from infra.check.lossless import lossless
-from infra.check.shapes import GIB, SHAPES, Given, device, dump_tasks, new_methods, supported, write_random_features
-from infra.check.ways import Dumping, Training
+from infra.check.shapes import GIB, SHAPES, Given, device, documents, new_methods, supported, write_random_features
+from infra.plan import speeds as plan_speeds
 from infra.plan.memory import step_bytes
+from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import LIBRARIES, hardware, revision
 from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.method import LoadedMethod
-from pipeline.drafts import build, parameter_count
+from pipeline.drafts import build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.lm.model import DTYPES, Target, load_config
+from pipeline.features.shards import FeatureStore
+from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head
 from pipeline.running import entry
-from train.engine.engine import start_distributed
+from preprocess.dump.task import ShardTask
+from train.engine.engine import Engine, start_distributed
+from train.input.data import Batches
+from train.loop import new_draft
 
-TURNS = 3  # of each way, at least
-STEPS = 2  # of a turn of training
+TIMES = 10  # that what is timed is done, behind one that warms up
+STEPS = 20  # of training
 COMPILED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is compiled, as far as there is time
 
 
-def in_turns(ways: dict[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
-    """What each way returns, turn by turn, after one that warms up; every round begins with another way."""
-    for way in ways.values():
-        way()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    names, begin, turn = list(ways), time.monotonic(), 0
-    while turn < TURNS or time.monotonic() - begin < seconds:
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(ways[name]())
-        turn += 1
-    return found
-
-
-def compared(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Mean tokens a second of two ways, and mean and extremes of the turns' own ratios."""
-    (ours, theirs), (first, second) = found.values(), found
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {
-        f"{first}_tokens_per_s": round(sum(ours) / len(ours), 1),
-        f"{second}_tokens_per_s": round(sum(theirs) / len(theirs), 1),
-        "ratio": round(sum(ratios) / len(ratios), 4),
-        "ratio_lowest": round(min(ratios), 4),
-        "ratio_highest": round(max(ratios), 4),
-        "turns": len(ratios),
-    }
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Of one of `TIMES` calls."""
+    work()
+    begin = now(torch.device(device()))
+    for _ in range(TIMES):
+        work()
+    return (now(torch.device(device())) - begin) / TIMES
 
 
 def peak() -> dict[str, float]:
@@ -121,21 +108,13 @@ def shape_that_fits(free_gib: float) -> str:
 
 def speeds(given: Given) -> dict[str, float]:
     """A large matrix product's, and those of copies in the device's memory and from there to the host."""
-    width, where = (8192 if device() == "cuda" else 256), torch.device(device())
-    one = torch.randn(width, width, device=where, dtype=DTYPES[given.half])
+    width = 8192 if device() == "cuda" else 256
+    one = torch.randn(width, width, device=device(), dtype=DTYPES[given.half])
     other = torch.empty_like(one)
-
-    def seconds(work: Callable[[], Any]) -> float:
-        work()
-        begin = now(where)
-        for _ in range(10):
-            work()
-        return (now(where) - begin) / 10
-
     figures = {
-        "matmul_tflops": 2 * width**3 / seconds(lambda: one @ other) / 1e12,
-        "copy_gb_per_s": 2 * one.nbytes / seconds(lambda: other.copy_(one)) / 1e9,
-        "to_host_gb_per_s": one.nbytes / seconds(lambda: one.cpu()) / 1e9,
+        "matmul_tflops": 2 * width**3 / seconds_of(lambda: one @ other) / 1e12,
+        "copy_gb_per_s": 2 * one.nbytes / seconds_of(lambda: other.copy_(one)) / 1e9,
+        "to_host_gb_per_s": one.nbytes / seconds_of(lambda: one.cpu()) / 1e9,
     }
     return {name: float(f"{value:.3g}") for name, value in figures.items()}
 
@@ -144,54 +123,66 @@ def speeds(given: Given) -> dict[str, float]:
 
 
 def dump(given: Given) -> dict[str, Any]:
-    """Tokens a second of the whole dump beside the bare forward of its batches."""
-    recipe = given.recipe()
-    tasks, folder = dump_tasks(recipe, given.shape), given.folder / "shards"
+    """Tokens a second of a dump worker, its writing included, and the plan's, which leaves that out."""
+    recipe, folder = given.recipe(), given.folder / "shards"
     folder.mkdir(exist_ok=True)
-    ways = Dumping(recipe, folder, tasks)
-    tokens = sum(len(document.input_ids) for task in tasks for document in task.documents)
-
-    def rate(way: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        way()
-        return tokens / (time.perf_counter() - begin)
-
-    found = in_turns({"dump": partial(rate, ways.dump), "forward": partial(rate, ways.bare)}, given.shape.turns)
+    found = documents(recipe, given.shape)
+    tasks = [ShardTask("train", index, found[index::2]) for index in (0, 1)]
+    worker = plan_speeds.dump_worker(recipe, folder)
+    seconds = seconds_of(lambda: [worker.work(task) for task in tasks])
     rows = sum(pa.ipc.open_file(path).num_record_batches for path in folder.glob("*.arrow"))
-    if rows != given.shape.documents:  # those whose states are not finite are left out of a shard
-        raise PipelineError(
-            f"{given.shape.documents - rows} of {given.shape.documents} dialogues have no finite states"
-        )
+    if rows != len(found):  # those whose states are not finite are left out of a shard
+        raise PipelineError(f"{len(found) - rows} of {len(found)} dialogues have no finite states")
     shutil.rmtree(folder)
-    return compared(found) | peak()
+    tokens = sum(len(document.input_ids) for document in found)
+    return _compared(tokens / seconds, plan_speeds.dump_speed(worker, found)) | peak()
 
 
-def training(draft: str, given: Given) -> dict[str, Any]:
-    """Tokens a second of training steps beside the same forward and backward on features that lie ready; on a GPU, a
-    step's memory beside what the plan's formula says.
+def training(name: str, given: Given) -> dict[str, Any]:
+    """Tokens a second of training steps, their reading and collating included, and the plan's, which leaves that out;
+    on a GPU, a step's memory beside what the plan's formula says.
     """
     start_distributed()
     recipe = given.recipe()
     if not recipe.features_dir.exists():
         write_random_features(recipe, given.shape)
-    ways = {name: Training(recipe, draft, given.folder / name, bare=name == "bare") for name in ("step", "bare")}
-    waits = []
-
-    def rate(name: str) -> float:
-        seconds = ways[name].turn(STEPS)
-        if name == "step":
-            waits.append(ways[name].waited / seconds)
-        return ways[name].tokens / seconds
-
-    found = in_turns({name: partial(rate, name) for name in ways}, given.shape.turns)
-    with torch.device("meta"):
-        shaped = build(recipe.draft[draft], shapes_of(load_config(recipe.target)))
-    figures = compared(found) | {"waiting_for_data": round(sum(waits[1:]) / len(waits[1:]), 4)}
-    figures |= {"parameters": parameter_count(shaped)} | peak()
-    if device() == "cuda":  # what follows counts the peak anew
-        figures["step_gib"] = round(ways["step"].step_bytes(STEPS) / GIB, 2)
+    store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
+    draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
+    objective = objective_of(draft.config, recipe.train.mask)
+    batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)
+    parts = batches.accumulation, batches.order.steps, given.folder / name, name
+    engine = Engine(draft, objective.loss, recipe.train, *parts)
+    draft.move_embed_head(engine.device, engine.dtype)
+    ready = batches.from_step(0, engine.device)
+    engine.advance(next(ready)[1])  # brings the optimizer's moments
+    if device() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    tokens, waited, begin = 0, 0.0, now(engine.device)
+    for _ in range(STEPS):
+        asked = time.perf_counter()
+        _, some = next(ready)
+        waited += time.perf_counter() - asked
+        engine.advance(some)
+        tokens += sum(batch.tokens_BT.numel() for batch in some)
+    seconds = now(engine.device) - begin
+    figures = {"waiting_for_data": round(waited / seconds, 4), "parameters": parameter_count(draft)}
+    if device() == "cuda":
+        with torch.device("meta"):
+            shaped = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+        figures["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
         figures["formula_gib"] = round(step_bytes(recipe, shaped) / GIB, 2)
-    return figures
+    length = tokens // (STEPS * recipe.train.global_batch)
+    planned = plan_speeds.training_speed(recipe, name, length, seconds=5 if device() == "cuda" else 0)
+    return _compared(tokens / seconds, planned) | figures | peak()
+
+
+def _compared(rate: float, planned: float) -> dict[str, float]:
+    return {
+        "tokens_per_s": round(rate, 1),
+        "planned_tokens_per_s": round(planned, 1),
+        "ratio": round(rate / planned, 4),
+    }
 
 
 def costs(given: Given) -> dict[str, Any]:

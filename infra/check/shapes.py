@@ -28,7 +28,6 @@ from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import DTYPES, Target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 
 RECIPE = ROOT / "infra/recipes/llama3-instruct-8b.toml"  # drafts, trees and training are those of the 8B recipe
@@ -48,13 +47,12 @@ class Shape:
 
     config: dict[str, Any]
     sets: tuple[str, ...] = ()  # of the recipe
-    documents: int = 32  # of a turn of the dump, and of the training set
+    documents: int = 32  # of the dump, and of the training set
     context: int = 512  # tokens before those that are verified
     most: int = 128  # tokens verified at once
     small: int = 256  # hidden size of the target that losslessness is shown on
     answer: int = 48  # tokens of its answers
     prompts: int = 4  # that it answers
-    turns: float = 20.0  # seconds of the turns of two ways
     memory: float = 0  # GiB that the GPU has to have free
 
 
@@ -81,7 +79,6 @@ SHAPES = {  # from the largest on: without --shape the first that fits is taken
         small=64,
         answer=14,
         prompts=2,
-        turns=0.0,
     ),
 }
 
@@ -153,10 +150,10 @@ def save_small_target(folder: Path, width: int) -> None:
     number_tokenizer().save_pretrained(folder)
 
 
-def documents(recipe: Recipe, count: int, vocabulary: int) -> list[Document]:
+def documents(recipe: Recipe, shape: Shape) -> list[Document]:
     """Random ones, of a quarter of `data.max_length` up to all of it; the first quarter of each is the prompt's."""
-    draw, longest = np.random.default_rng(0), recipe.data.max_length
-    lengths = np.linspace(longest // 4, longest, count).astype(int)
+    draw, longest, vocabulary = np.random.default_rng(0), recipe.data.max_length, shape.config["vocab_size"]
+    lengths = np.linspace(longest // 4, longest, shape.documents).astype(int)
     return [
         Document(
             f"random-{number}",
@@ -165,12 +162,6 @@ def documents(recipe: Recipe, count: int, vocabulary: int) -> list[Document]:
         )
         for number, length in enumerate(draw.permutation(lengths))
     ]
-
-
-def dump_tasks(recipe: Recipe, shape: Shape) -> list[ShardTask]:
-    """Two shards of them."""
-    found = documents(recipe, shape.documents, shape.config["vocab_size"])
-    return [ShardTask("train", index, found[index::2]) for index in (0, 1)]
 
 
 def write_random_features(recipe: Recipe, shape: Shape) -> None:
@@ -184,7 +175,7 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
             document.loss_mask,
             torch.randn(len(document.input_ids), spec.hidden_size, generator=generator).to(dtype),
         )
-        for document in documents(recipe, shape.documents, shape.config["vocab_size"])
+        for document in documents(recipe, shape)
     ]
     write_features(recipe.features_dir, spec, {"train": [rows]})
 

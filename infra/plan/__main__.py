@@ -83,7 +83,9 @@ class Plan:
         recipe, counts = self.recipe, expected(self.recipe, sample)
         size, free = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), free_bytes(recipe)
         speed, source = self.speed(
-            "dump-speed", "tokens/s a worker", lambda: speeds.dump_speed(recipe, sample.documents["train"])
+            "dump-speed",
+            "tokens/s a worker",
+            lambda: speeds.dump_speed(speeds.dump_worker(recipe), sample.documents["train"]),
         )
         hours = speed and counts["tokens"] / (speed * workers_worth(recipe.features)) / 3600
         need = memory.worker_bytes(recipe)

@@ -3,6 +3,7 @@
 What Python and its libraries take is not in them.
 """
 
+import pyarrow as pa
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -12,7 +13,7 @@ from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch
-from pipeline.features.schema import token_bytes
+from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import DTYPES, empty_decoder, load_config, parameter_count_of
 from pipeline.recipe.recipe import Recipe
@@ -20,7 +21,7 @@ from pipeline.recipe.sections import TrainConfig
 from preprocess.dump.task import in_flight
 
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
-FRAME_BYTES = 360  # Arrow's, of a record batch with its entry in the footer, and of the table's row: measured
+TEXT_ROW_BYTES = 40  # of a text table's row: its id, and where its tokens end
 
 
 def states_of(recipe: Recipe) -> int:
@@ -29,9 +30,25 @@ def states_of(recipe: Recipe) -> int:
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    """Of the dump's shards: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and the frames."""
+    """Of the dump: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and each row's own."""
     width = load_config(recipe.target).hidden_size
-    return tokens * token_bytes(recipe.stored_dtype, width, states_of(recipe)) + rows * FRAME_BYTES
+    frame = frame_bytes(recipe.stored_dtype, states_of(recipe) - 1) + TEXT_ROW_BYTES
+    return tokens * token_bytes(recipe.stored_dtype, width, states_of(recipe)) + rows * frame
+
+
+def frame_bytes(stored_dtype: str, auxiliary: int) -> int:
+    """Arrow's, of a shard's record batch with its entry in the footer: what a second, empty one adds to a file."""
+    layers = " ".join(map(str, range(1, auxiliary + 1)))
+    schema = arrow_schema(FeatureSpec(1, stored_dtype, "", "", "", "", auxiliary_layers=layers))
+    empty = pa.RecordBatch.from_pylist([{"row": 0} | {name: [] for name in schema.names[1:]}], schema)
+    sizes = []
+    for count in (1, 2):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as writer:
+            for _ in range(count):
+                writer.write_batch(empty)
+        sizes.append(sink.getvalue().size)
+    return sizes[1] - sizes[0]
 
 
 def worker_bytes(recipe: Recipe) -> float:

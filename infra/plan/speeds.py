@@ -24,11 +24,16 @@ TOGETHER = 32  # documents of the dump that are timed together
 CONTEXT = 256  # tokens before the plain ones that are timed
 
 
-def dump_speed(recipe: Recipe, documents: list[Document], seconds: float = 20) -> float:
-    """Tokens a second of one worker here, as it works but for the writing, for at least so many seconds."""
+def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
+    """Of a dump to a folder, loaded."""
     recipe = recipe.with_features(store=None)
-    worker = FeatureWorker(recipe, Path(), feature_spec(recipe))
+    worker = FeatureWorker(recipe, folder, feature_spec(recipe))
     worker.ready()
+    return worker
+
+
+def dump_speed(worker: FeatureWorker, documents: list[Document], seconds: float = 20) -> float:
+    """Tokens a second of a worker here, as it works but for the writing, for at least so many seconds."""
     mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it
     for _ in worker.rows(ShardTask("train", 0, mixed[:1]), {}):  # warms up
         pass

@@ -1,20 +1,16 @@
-"""How a stage's progress is shown: by a tqdm bar where it was started by hand; by `pipeline run` as bars on a terminal,
-else as lines, since a log keeps all that was ever drawn.
+"""How a stage's progress is shown: by a tqdm bar where it was started by hand, by `pipeline run` as lines.
 
-A stage that `pipeline run` started appends its reports, JSON lines, to a channel, which the parent reads and draws.
-Without a terminal there is one line when a stage starts, one every half minute while it runs, and one when it ends.
+A stage that `pipeline run` started appends its reports, JSON lines, to a channel, which the parent reads and shows.
 """
 
 import json
 import os
-import sys
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich import progress as rich
-from rich.console import Console
 from tqdm import tqdm
 
 CHANNEL = "JAKIRO_PROGRESS_FILE"  # set by `pipeline run`: a file that stages append JSON lines to
@@ -97,24 +93,22 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Lines:
-    """For a log. `clock` gives seconds."""
+class Display:
+    """The stage's newest report as a line: in a log one every half minute, on a terminal in its place, each second.
+
+    `clock` gives seconds.
+    """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock = out, clock
+        self._erase, self._every = ("\r\x1b[K", 1) if out.isatty() else ("", EVERY)
         self._stage, self._began, self._told = "", 0.0, 0.0
         self._first: dict[str, tuple[float, int]] = {}  # by kind of work: when it began, and what was done then
         self._done: dict[str, int] = {}
         self._newest: dict[str, Any] | None = None
 
-    def __enter__(self) -> "Lines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        self._write(f"{line}\n")
 
     def begin(self, stage: str) -> None:
         self._stage, self._first, self._newest = stage, {}, None
@@ -128,12 +122,19 @@ class Lines:
             if what not in self._first or done < self._done[what]:  # begun, or begun again: the next draft's
                 self._first[what] = now, done
             self._done[what], self._newest = done, report
-        if now - self._told >= EVERY:
-            self._told = now
-            self.say(f"{self._stage}: {self._progress(now)}")
+        if now - self._told >= self._every:
+            self._told, line = now, f"{self._stage}: {self._progress(now)}"
+            if self._erase:
+                self._write(line[: shutil.get_terminal_size().columns - 1])
+            else:
+                self.say(line)
 
     def end(self) -> None:
         """The stage has ended, well or not."""
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        print(self._erase + text, end="", file=self._out, flush=True)
 
     def _progress(self, now: float) -> str:
         report = self._newest
@@ -149,54 +150,3 @@ class Lines:
             if total > done:
                 words.append(f"about {duration((total - done) / speed)} left")
         return ", ".join([*words, *(f"{key} {value}" for key, value in report["shown"].items())])
-
-
-class Bars:
-    """For a terminal."""
-
-    def __init__(self) -> None:
-        columns = (
-            rich.TextColumn("{task.description:<28}"),
-            rich.BarColumn(),
-            rich.TextColumn("{task.fields[state]}"),
-            rich.TimeElapsedColumn(),
-            rich.TimeRemainingColumn(),
-        )
-        self._progress = rich.Progress(*columns, console=Console(), refresh_per_second=2)
-        self._stage, self._bars = "", dict[str, rich.TaskID]()
-
-    def __enter__(self) -> "Bars":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def say(self, line: str) -> None:
-        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def begin(self, stage: str) -> None:
-        self._stage = stage
-
-    def update(self, reports: TextIO) -> None:
-        for report in new_reports(reports):
-            what, done, total = report["what"], report["done"], report["total"]
-            if what not in self._bars:
-                self._bars[what] = self._progress.add_task(f"{self._stage}: {what}", total=total or None, state="")
-            shown = ", ".join(f"{key} {value}" for key, value in report["shown"].items())
-            self._progress.update(
-                self._bars[what], total=total or None, completed=done, state=f"{done:,}/{total:,} {shown}"
-            )
-
-    def end(self) -> None:
-        for bar in self._bars.values():
-            self._progress.remove_task(bar)
-        self._bars.clear()
-
-
-Display = Lines | Bars
-
-
-def display() -> Display:
-    """What fits the standard output."""
-    return Bars() if sys.stdout.isatty() else Lines(sys.stdout)

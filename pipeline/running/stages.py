@@ -20,7 +20,7 @@ from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_sealed
-from pipeline.basics.progress import CHANNEL, Display, display
+from pipeline.basics.progress import CHANNEL, Display
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -147,25 +147,25 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     begin = time.monotonic()
     wanted = stages(recipe_path, overrides, recipe)
     wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
-    with display() as shown:
-        if until != "preprocess":
-            fetch(recipe, shown.say)
-        for line in plan.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
-            shown.say(line)
-        for stage in wanted:
-            done, state = stage.state(recipe)
-            if done:
-                shown.say(f"{stage.name}: done already ({state})")
-                continue
-            shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {plan.stage_said(recipe, stage.name)}")
-            started = time.monotonic()
-            _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
-            done, state = stage.state(recipe)
-            if not done:
-                raise PipelineError(
-                    f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
-                )
-            shown.say(f"{stage.name}: {state}, {_minutes(started)}")
+    shown = Display(sys.stdout)
+    if until != "preprocess":
+        fetch(recipe, shown.say)
+    for line in plan.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
+        shown.say(line)
+    for stage in wanted:
+        done, state = stage.state(recipe)
+        if done:
+            shown.say(f"{stage.name}: done already ({state})")
+            continue
+        shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {plan.stage_said(recipe, stage.name)}")
+        started = time.monotonic()
+        _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
+        done, state = stage.state(recipe)
+        if not done:
+            raise PipelineError(
+                f"stage {stage.name} ended without an error but is not done: {state}. See {logs / stage.name}.log"
+            )
+        shown.say(f"{stage.name}: {state}, {_minutes(started)}")
     if until == "eval":
         _print_release(recipe)
     print(f"total {_minutes(begin)}")
@@ -192,8 +192,7 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
                 time.sleep(0.3)
         finally:
             children.end(process)
-        shown.update(reports)
-    shown.end()
+            shown.end()
     channel.unlink()
     if process.returncode:
         raise PipelineError(

@@ -1,13 +1,14 @@
-"""What `pipeline run` prints without a terminal, on a clock that the test holds."""
+"""What `pipeline run` prints of a stage, on a clock that the test holds."""
 
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 
 import pytest
 
-from pipeline.basics.progress import EVERY, Bars, Lines, display, duration, new_reports
+from pipeline.basics.progress import EVERY, Display, duration, new_reports
 from pipeline.running.stages import _run_stage, stages
 from tests.kit import write_recipe
 
@@ -28,7 +29,7 @@ def report(done: int, total: int = 1000, what: str = "dump", **shown) -> str:
 def watched():
     """(lines, their clock, what they wrote, the channel that they read)"""
     clock, out, channel = Clock(), io.StringIO(), io.StringIO()
-    lines = Lines(out, clock)
+    lines = Display(out, clock)
     lines.begin("preprocess")
     return lines, clock, out, channel
 
@@ -134,7 +135,7 @@ def test_a_stages_own_progress_becomes_such_lines(tiny_recipe, tmp_path):
     out, ticks = io.StringIO(), iter(range(0, 1_000_000, EVERY))
     recipe_file = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
     stage = replace(stages(str(recipe_file), [], tiny_recipe)[1], command=[sys.executable, "-c", code])
-    _run_stage(tiny_recipe, stage, tmp_path / "train.log", Lines(out, lambda: next(ticks)))
+    _run_stage(tiny_recipe, stage, tmp_path / "train.log", Display(out, lambda: next(ticks)))
     said = out.getvalue().splitlines()
     assert any(line.startswith("train: train eagle: ") and " of 4 steps (" in line for line in said)
     assert not any("\r" in line or "\x1b" in line for line in said)
@@ -148,19 +149,15 @@ def test_durations(seconds, said):
     assert duration(seconds) == said
 
 
-def test_bars_are_for_terminals(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert isinstance(display(), Lines)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert isinstance(display(), Bars)
-
-
-def test_bars_take_the_same_reports(capsys):
-    channel = io.StringIO()
-    with Bars() as bars:
-        bars.begin("train")
-        append(channel, report(1, total=0) + report(500, what="decode"))
-        bars.update(channel)
-        bars.say("a [line] with brackets")
-        bars.end()
-    assert "a [line] with brackets" in capsys.readouterr().out
+def test_on_a_terminal_a_line_stands_in_its_place_each_second(monkeypatch):
+    out, channel, clock = io.StringIO(), io.StringIO(), Clock()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((34, 24)))
+    shown = Display(out, clock)
+    shown.begin("train")
+    append(channel, report(1, total=0) + report(500, what="decode"))
+    clock.seconds = 1
+    shown.update(channel)
+    shown.say("a [line]")
+    shown.end()
+    assert out.getvalue() == "\r\x1b[Ktrain: decode: 500 of 1,000 token\r\x1b[Ka [line]\n\r\x1b[K"

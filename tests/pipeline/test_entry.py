@@ -135,14 +135,13 @@ import sys, time
 from pathlib import Path
 from pipeline.running import entry
 from pipeline.running.stages import Stage, _run_stage
-from pipeline.basics.progress import display
+from pipeline.basics.progress import Display
 from pipeline.recipe.load import load_recipe
 inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 def main():
     recipe = load_recipe(sys.argv[1])
     stage = Stage("dump", [sys.executable, "-c", inner], {}, None)
-    with display() as shown:
-        _run_stage(recipe, stage, Path(sys.argv[2]), shown)
+    _run_stage(recipe, stage, Path(sys.argv[2]), Display(sys.stdout))
 entry.run(main)
 """
 
