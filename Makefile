@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo check test lint serve-test one-line
+.PHONY: install demo check test lint serve-test
 
 install: $(STAMP)
 
@@ -40,17 +40,6 @@ ENGINES := .engines
 serve-test: $(STAMP) $(ENGINES)/.installed $(ENGINES)/vllm/.installed
 	$(BIN)/python -m pipeline run infra/recipes/serve.toml --until train
 	$(BIN)/python -m infra.serving.parity $(ENGINES)
-
-# The demo's release in an environment that holds torch, transformers and safetensors alone.
-one-line: $(STAMP) $(ENGINES)/alone/.installed
-	$(BIN)/python -m infra.serving.in_transformers infra/recipes/demo.toml $(ENGINES)/alone/bin/python
-
-$(ENGINES)/alone/.installed: infra/constraints.txt
-	rm -rf $(ENGINES)/alone
-	$(PYTHON) -m venv $(ENGINES)/alone
-	$(ENGINES)/alone/bin/pip install --quiet torch==$$(sed -n 's/^torch==//p' infra/constraints.txt)
-	$(ENGINES)/alone/bin/pip install --quiet -c infra/constraints.txt transformers safetensors
-	touch $(ENGINES)/alone/.installed
 
 $(ENGINES)/.installed: infra/serving/engines.txt infra/serving/source.txt
 	rm -rf $(ENGINES)

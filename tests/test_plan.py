@@ -22,7 +22,6 @@ from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
-from pipeline.running.plan import announcement, stage_said, steps_of
 from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 
@@ -35,39 +34,10 @@ def planned(recipe: Recipe, config=None, **shapes) -> TrainedDraft:
         return build(config or recipe.draft["jakiro"], {**shapes_of(load_config(recipe.target)), **shapes})
 
 
-# -- what a run will do ----------------------------------------------------------------------------------------------
-
-
-def test_a_run_names_its_drafts_with_their_parameters_and_its_answers(tiny_recipe):
-    """Two drafts and plain decoding, 2 prompts, 1 greedy and 3 sampled repeats."""
-    head, *stages = announcement(tiny_recipe, ["train", "eval"])
-    assert head == f"{tiny_recipe.name} ({tiny_recipe.hash}), in {tiny_recipe.run_dir}/"
-    for name, config in tiny_recipe.draft.items():
-        assert f"{name} ({parameter_count(planned(tiny_recipe, config)):,} parameters)" in stages[0]
-    assert "24 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in stages[1]
-    whole = {**tiny_recipe.eval.benchmarks, "mine": BenchmarkConfig(source="mine.jsonl")}
-    said = stage_said(changed(tiny_recipe, "eval", benchmarks=whole), "eval")
-    assert "24 answers and those to all prompts of mine" in said
-    assert not announcement(tiny_recipe, [])
-
-
-def test_steps_are_about_so_many_before_the_dump_and_exact_after_it(tiny_recipe):
-    """Global batches of 8, two epochs."""
-    assert "each 2 epochs of what is dumped" in stage_said(tiny_recipe, "train")
-    assert "each up to 20 steps" in stage_said(changed(tiny_recipe, "data", max_dialogues=85), "train")
-    by_tokens = changed(tiny_recipe, "data", max_tokens=160 * 33)
-    assert "each about 8 steps, more where dialogues are shorter" in stage_said(by_tokens, "train")
-    rows = dump_here(tiny_recipe).total("train", "rows")
-    assert stage_said(tiny_recipe, "train").endswith(f"each {rows // 8 * 2} steps")
-    assert "each about " in stage_said(changed(tiny_recipe, "train", pack_tokens=200), "train")
-    other = changed(tiny_recipe, "data", min_length=2)  # than what was dumped
-    assert "2 epochs of what is dumped" in stage_said(other, "train")
-
-
 def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_recipe):
     recipe = changed(tiny_recipe, "train", epochs=3, global_batch=8, micro_batch=4)
-    assert steps_of(recipe.train, 47, 2000) == 5 * 3
-    assert steps_of(changed(recipe, "train", pack_tokens=100).train, 47, 2000) == 2 * 3
+    assert recipe.train.steps(47, 2000) == 5 * 3
+    assert changed(recipe, "train", pack_tokens=100).train.steps(47, 2000) == 2 * 3
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

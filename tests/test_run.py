@@ -25,7 +25,6 @@ from eval.release.push import require_repository_name
 from eval.results import main as show_results
 from eval.studies.reads import main as count_reads
 from eval.tune import main as tune
-from infra.serving import in_transformers, one_line
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
@@ -234,21 +233,6 @@ def test_the_code_on_the_card_runs(finished, tiny_target, tmp_path):
     done = run_command([sys.executable, "-c", code], HF_MODULES_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert re.search(r"^[1-9]\d* new\n(.*\n)*tau \d", done.stdout, re.MULTILINE)
-
-
-def test_transformers_alone_is_not_this_environment(finished, tmp_path, monkeypatch):
-    """The one line answers as plain generate() does, beside transformers' own ways; but here it proves nothing."""
-    recipe, run, _ = finished
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
-    with pytest.raises(PipelineError, match="also holds ray, deepspeed"):
-        call(in_transformers.main, str(recipe), sys.executable, "--tokens", "4")
-    assert not (run / "eval/one_line.json").exists()
-
-
-def test_the_one_lines_table_is_of_what_was_said():
-    found = {"prompts": 2, "same": {one_line.PLAIN: 2, one_line.DRAFT: 1}}
-    table = in_transformers.table(found | {"seconds": {one_line.PLAIN: 3.0, one_line.DRAFT: 2.0}})
-    assert table.splitlines()[-1] == "| the release, by `custom_generate` | 1 of 2 | 2.0 | 1.50x |"
 
 
 def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_methods(finished):

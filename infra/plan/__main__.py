@@ -42,7 +42,6 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig, TrainConfig
 from pipeline.running import entry, markdown
-from pipeline.running.plan import answers_a_prompt, steps_of
 
 VALIDATION = 1 / 3  # of a token's training
 FORMULA = "formula"
@@ -111,7 +110,7 @@ class Plan:
 
     def train(self, counts: dict[str, float]) -> None:
         recipe, config, ranks = self.recipe, self.recipe.train, ranks_of(self.recipe.train)
-        steps = steps_of(config, counts["train_rows"], counts["train_tokens"])
+        steps = config.steps(counts["train_rows"], counts["train_tokens"])
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.epochs * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
@@ -190,7 +189,7 @@ def ranks_of(config: TrainConfig) -> int:
 def answers(recipe: Recipe) -> int:
     """Of all methods, benchmarks and temperatures: one to each question of a prompt."""
     questions = sum(questions_of(recipe, name) for name in recipe.eval.benchmarks)
-    return questions * answers_a_prompt(recipe.eval) * (1 + len(recipe.methods))
+    return questions * recipe.eval.answers_a_prompt * (1 + len(recipe.methods))
 
 
 def questions_of(recipe: Recipe, name: str) -> int:

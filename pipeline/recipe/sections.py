@@ -150,6 +150,11 @@ class TrainConfig(Section):
             )
         return self.global_batch // (self.micro_batch * ranks)
 
+    def steps(self, rows: float, tokens: float) -> int:
+        """Optimiser steps of all epochs; packed rows are taken as full."""
+        whole = tokens / self.pack_tokens if self.pack_tokens else rows
+        return int(whole // self.global_batch) * self.epochs
+
     def bucket_elements(self, parameters: int) -> int:
         """Of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""
         own = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
@@ -204,6 +209,11 @@ class EvalConfig(Section):
         if self.compile and self.pack_linears:
             raise ValueError("compile=true is for GPUs and pack_linears=true for CPUs: choose one")
         return self
+
+    @property
+    def answers_a_prompt(self) -> int:
+        """By one method, at all temperatures."""
+        return sum(self.sampled_repeats if t > 0 else self.repeats for t in self.temperatures)
 
 
 class PublishedConfig(Section):

@@ -1,7 +1,6 @@
 """The processors of this machine: how many threads a process takes, and how many processes are too many."""
 
 import os
-from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
 
@@ -22,26 +21,9 @@ def workers_as_everyone() -> None:
 
 
 def asked_threads() -> int | None:
-    """Of OMP_NUM_THREADS, where the user set it.
-
-    torchrun sets it to 1 by itself where it is absent: then its own environment, as it was started with, does not have
-    it. (DeepSpeed's launcher sets it with --bind_cores_to_rank only, to the cores that it binds a rank to; Ray sets it
-    in a worker to that worker's CPUs.)
-    """
+    """Of OMP_NUM_THREADS, where the user set it, or Ray for a worker: to its CPUs."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if not text.isdecimal() or int(text) == 0:
-        return None
-    if "TORCHELASTIC_RUN_ID" in os.environ and not _launcher_had("OMP_NUM_THREADS"):
-        return None
-    return int(text)
-
-
-def _launcher_had(variable: str) -> bool:
-    try:
-        started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:  # another user's, or not Linux
-        return True
-    return any(one.startswith(f"{variable}=".encode()) for one in started_with.split(b"\0"))
+    return int(text) or None if text.isdecimal() else None
 
 
 def require_few(key: str, processes: int) -> None:

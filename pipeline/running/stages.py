@@ -24,7 +24,7 @@ from pipeline.basics.progress import CHANNEL, Display
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import children, plan
+from pipeline.running import children
 from pipeline.running.cores import require_few
 
 # What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
@@ -150,14 +150,12 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     shown = Display(sys.stdout)
     if until != "preprocess":
         fetch(recipe, shown.say)
-    for line in plan.announcement(recipe, [stage.name for stage in wanted if not stage.state(recipe)[0]]):
-        shown.say(line)
     for stage in wanted:
         done, state = stage.state(recipe)
         if done:
             shown.say(f"{stage.name}: done already ({state})")
             continue
-        shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}, {plan.stage_said(recipe, stage.name)}")
+        shown.say(f"{stage.name}: starts at {time.strftime('%H:%M')}")
         started = time.monotonic()
         _run_stage(recipe, stage, logs / f"{stage.name}.log", shown)
         done, state = stage.state(recipe)

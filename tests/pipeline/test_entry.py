@@ -267,27 +267,7 @@ def test_more_processes_than_a_machine_could_serve_are_refused(monkeypatch):
     ("given", "asked"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None), (None, None)]
 )
 def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, given, asked):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert asked_threads() == asked
-
-
-LAUNCHED = (
-    "import os; from pipeline.running.cores import asked_threads; os.write(1, "
-    "f'{asked_threads()}\\n'.encode())"
-)  # whole lines
-
-
-@pytest.mark.parametrize(
-    ("given", "asked"), [({}, "None"), ({"OMP_NUM_THREADS": "1"}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")]
-)
-def test_one_thread_that_torchrun_set_by_itself_is_not_the_users(tmp_path, given, asked):
-    script = tmp_path / "rank.py"
-    script.write_text(LAUNCHED)
-    environment = {key: value for key, value in command_environment().items() if key != "OMP_NUM_THREADS"}
-    environment |= {"PYTHONPATH": str(ROOT), **given}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.stdout.split() == [asked] * 2, done.stderr
