@@ -31,181 +31,99 @@ def shapes(hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) ->
 
 
 SEVEN, THIRTEEN = shapes(4096, 11008, 32, 32, 32000), shapes(5120, 13824, 40, 40, 32000)
-PAPER = {  # recipe: (shapes of its target, parameters of jakiro, of eagle)
-    "vicuna-7b": (SEVEN, 201_351_168, 235_933_696),
-    "vicuna-13b": (THIRTEEN, 314_603_520, 369_628_160),
-    "vicuna-33b": (shapes(6656, 17920, 52, 52, 32000), 531_667_968, 623_647_232),
-    "llama2-chat-7b": (SEVEN, 201_351_168, 235_933_696),
-    "llama2-chat-13b": (THIRTEEN, 314_603_520, 369_628_160),
-    "llama2-chat-70b": (shapes(8192, 28672, 64, 8, 32000), 687_915_008, 989_863_936),
-    "llama3-instruct-8b": (shapes(4096, 14336, 32, 8, 128256), 176_181_248, 251_662_336),
-    "llama3-instruct-70b": (shapes(8192, 28672, 64, 8, 128256), 687_906_816, 989_863_936),
+PAPER = {
+    "vicuna-7b": SEVEN,
+    "vicuna-13b": THIRTEEN,
+    "vicuna-33b": shapes(6656, 17920, 52, 52, 32000),
+    "llama2-chat-7b": SEVEN,
+    "llama2-chat-13b": THIRTEEN,
+    "llama2-chat-70b": shapes(8192, 28672, 64, 8, 32000),
+    "llama3-instruct-8b": shapes(4096, 14336, 32, 8, 128256),
+    "llama3-instruct-70b": shapes(8192, 28672, 64, 8, 128256),
 }
-LLAMA_3 = {
-    "model_type": "llama",
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "max_position_embeddings": 131072,
-    "vocab_size": 128256,
-}
-QWEN_3 = {"num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936}
+
+
+def config_of(kind: str, hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int, **more) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocabulary}
+    return {"model_type": kind, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+LLAMA_3 = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
+LLAMA_3["rope_scaling"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 # What drafts' sizes and RoPE follow from in the config.json of meta-llama/Llama-3.1-8B-Instruct,
 # meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B-Instruct-2507 and openai/gpt-oss-20b on the Hub,
 # in its own words.
-TODAY = {  # recipe: (its target's configuration, base and kind of the drafts' RoPE, parameters of jakiro, of eagle)
-    "llama3.1-instruct-8b": (
-        {**LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-        (500000.0, "llama3"),
-        176_181_248,
-        251_662_336,
-    ),
-    "llama3.3-instruct-70b": (
-        {**LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
-        (500000.0, "llama3"),
-        687_906_816,
-        989_863_936,
-    ),
+TODAY = {  # recipe: (its target's configuration, base and kind of the drafts' RoPE)
+    "llama3.1-instruct-8b": (config_of("llama", 4096, 14336, 32, 8, 128256, **LLAMA_3), (500000.0, "llama3")),
+    "llama3.3-instruct-70b": (config_of("llama", 8192, 28672, 64, 8, 128256, **LLAMA_3), (500000.0, "llama3")),
     "qwen3-8b": (
-        {
-            **QWEN_3,
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000,
-        },
+        config_of("qwen3", 4096, 12288, 32, 8, 151936, head_dim=128, rope_theta=1000000),
         (1e6, "default"),
-        176_181_248,
-        226_496_512,
     ),
     "qwen3-30b-a3b": (
-        {
-            **QWEN_3,
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 262144,
-            "rope_theta": 10000000,
-        },
+        config_of("qwen3_moe", 2048, 6144, 32, 4, 151936, head_dim=128, rope_theta=10000000),
         (1e7, "default"),
-        52_439_040,
-        65_013_760,
     ),
     "gpt-oss-20b": (
-        {
-            "model_type": "gpt_oss",
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_local_experts": 32,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 128,
-            "rope_theta": 150000,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "max_position_embeddings": 131072,
-            "vocab_size": 201088,
-        },
+        config_of("gpt_oss", 2880, 2880, 64, 8, 201088, head_dim=64, rope_theta=150000, rope_scaling=YARN),
         (150000.0, "yarn"),
-        92_911_680,
-        117_783_360,
     ),
 }
-
-
-def by_hand(config: dict, jakiro: int, eagle: int) -> list[int]:
-    """fc, attention, one norm, and what follows it: two experts and four rows of the gate, or one MLP."""
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    size = config.get("head_dim", width // heads)
-    shared = 2 * width**2 + 2 * width * size * (heads + config["num_key_value_heads"]) + width
-    return [shared + 4 * width + 2 * 3 * width * jakiro, shared + 3 * width * eagle]
-
-
-@pytest.mark.parametrize("name", sorted(TODAY))
-def test_drafts_of_the_targets_that_are_served_today(name):
-    config, rope, *pinned = TODAY[name]
-    recipe, target = load_recipe(RECIPES / f"{name}.toml"), shapes_of(AutoConfig.for_model(**config))
-    assert (target["rope_parameters"]["rope_theta"], target["rope_parameters"]["rope_type"]) == rope
-    with torch.device("meta"):
-        counts = [parameter_count(build(recipe.draft[draft], target)) for draft in ("jakiro", "eagle")]
-    print(f"{name}: jakiro {counts[0] / 1e6:.1f}M, eagle {counts[1] / 1e6:.1f}M parameters")
-    eagle = recipe.draft["eagle"].mlp_width or config["intermediate_size"]
-    assert counts == pinned == by_hand(config, config["hidden_size"], eagle)
-    assert eagle >= 3 * config["hidden_size"]  # a dense MLP, not one expert of a mixture
-    assert recipe.draft["jakiro"].vocabulary is recipe.draft["eagle"].vocabulary is None
-
-
-@pytest.mark.parametrize("name", sorted(PAPER))
-def test_drafts_of_the_papers_targets(name):
-    target, *pinned = PAPER[name]
-    recipe = load_recipe(RECIPES / f"{name}.toml")
-    with torch.device("meta"):
-        counts = [parameter_count(build(recipe.draft[draft], target)) for draft in ("jakiro", "eagle")]
-    print(f"{name}: jakiro {counts[0] / 1e6:.1f}M, eagle {counts[1] / 1e6:.1f}M parameters")
-    assert counts == pinned
-
-
-ON_EAGLE_3 = {  # recipe: parameters of jakiro on EAGLE-3's frame, of eagle3
-    "gpt-oss-20b": [208_120_320, 232_992_000],
-    "llama2-chat-13b": [583_311_360, 638_341_120],
-    "llama2-chat-70b": [1_101_070_336, 1_403_027_456],
-    "llama2-chat-7b": [399_540_224, 434_126_848],
-    "llama3-instruct-70b": [1_101_070_336, 1_403_027_456],
-    "llama3-instruct-8b": [349_208_576, 424_689_664],
-    "llama3.1-instruct-8b": [349_208_576, 424_689_664],
-    "llama3.3-instruct-70b": [1_101_070_336, 1_403_027_456],
-    "qwen3-30b-a3b": [132_661_248, 145_235_968],
-    "qwen3-8b": [349_208_576, 399_523_840],
-    "vicuna-13b": [583_311_360, 638_341_120],
-    "vicuna-33b": [921_882_624, 1_013_868_544],
-    "vicuna-7b": [399_540_224, 434_126_848],
+PINNED = {  # parameters of jakiro and eagle; on EAGLE-3's frame of jakiro and eagle3
+    "vicuna-7b": [201_351_168, 235_933_696, 399_540_224, 434_126_848],
+    "llama3-instruct-8b": [176_181_248, 251_662_336, 349_208_576, 424_689_664],
+    "qwen3-30b-a3b": [52_439_040, 65_013_760, 132_661_248, 145_235_968],
+    "gpt-oss-20b": [92_911_680, 117_783_360, 208_120_320, 232_992_000],
 }
 
 
-def on_eagle_3_by_hand(target: dict, vocabulary: int, mlp: int) -> list[int]:
-    """fc of three states, attention over [embedding; feature], four norms, an own head, and what follows: two experts
-    of the hidden size and four rows of the gate, or one MLP.
+def counted(recipe, names: tuple[str, ...], target: dict) -> list[int]:
+    with torch.device("meta"):
+        return [parameter_count(build(recipe.draft[name], target)) for name in names]
+
+
+def by_hand(target: dict, eagle: int, on_eagle_3: int, vocabulary: int, bias: bool) -> list[int]:
+    """fc (of jakiro with a bias in the papers' recipes), attention, one norm, and what follows it: two experts of the
+    hidden size and four rows of the gate, or one MLP. On EAGLE-3's frame: fc of three states, attention over
+    [embedding; feature], four norms, an own head, and the same.
     """
     width, size = target["hidden_size"], target["head_dim"]
     heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
+    shared = 2 * width**2 + 2 * width * size * (heads + groups) + width
     attention = 2 * width * size * (heads + 2 * groups) + size * heads * width
-    shared = 3 * width**2 + attention + 4 * width + width * vocabulary
-    return [shared + 4 * width + 2 * 3 * width**2, shared + 3 * width * mlp]
+    third = 3 * width**2 + attention + 4 * width + width * vocabulary
+    experts = 4 * width + 2 * 3 * width**2
+    return [
+        shared + bias * width + experts,
+        shared + 3 * width * eagle,
+        third + experts,
+        third + 3 * width * on_eagle_3,
+    ]
 
 
 @pytest.mark.parametrize("name", sorted({*PAPER, *TODAY}))
-def test_drafts_on_eagle_3s_frame(name):
-    shapes_here = PAPER[name][0] if name in PAPER else shapes_of(AutoConfig.for_model(**TODAY[name][0]))
-    recipe = load_recipe(RECIPES / "eagle-3" / f"{name}.toml")
-    with torch.device("meta"):
-        counts = [parameter_count(build(recipe.draft[draft], shapes_here)) for draft in ("jakiro", "eagle3")]
-    print(f"{name}: jakiro on eagle-3 {counts[0] / 1e6:.1f}M, eagle3 {counts[1] / 1e6:.1f}M parameters")
-    vocabulary = recipe.draft["eagle3"].vocabulary or shapes_here["vocab_size"]
-    mlp = recipe.draft["eagle3"].mlp_width or shapes_here["intermediate_size"]
-    assert counts == ON_EAGLE_3[name] == on_eagle_3_by_hand(shapes_here, vocabulary, mlp)
-    assert vocabulary == 32_000 and recipe.stored_dtype == "float8_e4m3fn"
-    assert recipe.draft["eagle3"].ttt_steps == recipe.draft["jakiro"].ttt_steps == 7
+def test_drafts_of_the_papers_targets_and_of_those_that_are_served_today(name):
+    if name in TODAY:
+        config, rope = TODAY[name]
+        target = shapes_of(AutoConfig.for_model(**config))
+        assert (target["rope_parameters"]["rope_theta"], target["rope_parameters"]["rope_type"]) == rope
+    else:
+        target = PAPER[name]
+    recipe, other = load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / "eagle-3" / f"{name}.toml")
+    counts = counted(recipe, ("jakiro", "eagle"), target) + counted(other, ("jakiro", "eagle3"), target)
+    print(f"{name}: jakiro, eagle; jakiro on eagle-3, eagle3: {counts} parameters")
+    mlp, mlp_3 = (
+        one.mlp_width or target["intermediate_size"] for one in (recipe.draft["eagle"], other.draft["eagle3"])
+    )
+    vocabulary = other.draft["eagle3"].vocabulary or target["vocab_size"]
+    assert counts == by_hand(target, mlp, mlp_3, vocabulary, recipe.draft["jakiro"].fc_bias)
+    assert counts == PINNED.get(name, counts)
+    assert vocabulary == 32_000 and other.stored_dtype == "float8_e4m3fn"
+    assert other.draft["eagle3"].ttt_steps == other.draft["jakiro"].ttt_steps == 7
+    if name in TODAY:
+        assert mlp >= 3 * target["hidden_size"]  # a dense MLP, not one expert of a mixture
+        assert recipe.draft["jakiro"].vocabulary is recipe.draft["eagle"].vocabulary is None
 
 
 def others_by_hand(target: dict) -> dict[str, int]:
@@ -230,23 +148,13 @@ def others_by_hand(target: dict) -> dict[str, int]:
     }
 
 
-OTHERS = {
-    "eagle-1": 251_666_432,
-    "hydra-plain": 2_571_141_120,
-    "gumiho": 1_057_099_776,
-    "medusa": 2_168_471_552,
-    "hydra": 2_990_632_960,
-    "skipper": 1470,
-    "small-llama": 215_491_584,
-}
+OTHERS = ("eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skipper", "small-llama")
 
 
-@pytest.mark.parametrize("name", sorted(OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_drafts_of_other_papers(name):
-    recipe, target = load_recipe(RECIPES / "papers" / f"{name}.toml"), PAPER["llama3-instruct-8b"][0]
-    with torch.device("meta"):
-        count = parameter_count(build(recipe.draft[name], target))
-    assert count == OTHERS[name] == others_by_hand(target)[name]
+    recipe, target = load_recipe(RECIPES / "papers" / f"{name}.toml"), PAPER["llama3-instruct-8b"]
+    assert counted(recipe, (name,), target) == [others_by_hand(target)[name]]
     assert recipe.name == f"{name}-llama3{'.1' if name == 'small-llama' else ''}-instruct-8b"
 
 
@@ -269,9 +177,9 @@ METHODS = {  # docs/results/comparison.md has them
 
 
 def test_drafts_side_by_side_for_the_embedded_target():
-    recipe, target = load_recipe(RECIPES / "methods.toml"), shapes(576, 1536, 9, 3, 49152)
-    with torch.device("meta"):
-        assert {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained} == METHODS
+    recipe = load_recipe(RECIPES / "methods.toml")
+    assert counted(recipe, tuple(METHODS), shapes(576, 1536, 9, 3, 49152)) == list(METHODS.values())
+    assert set(METHODS) == set(recipe.trained)
 
 
 def test_every_recipe_is_covered_and_loads():
@@ -280,19 +188,8 @@ def test_every_recipe_is_covered_and_loads():
     assert on_eagle_3 == set(PAPER) | set(TODAY)
     for path in RECIPES.glob("eagle-3/*.toml"):
         assert load_recipe(path).name == f"{path.stem}-eagle-3"
-    found = {path.stem for path in RECIPES.glob("*.toml")}
-    assert found == set(PAPER) | set(TODAY) | {
-        "demo",
-        "smoke",
-        "serve",
-        "ablations",
-        "frames",
-        "losses",
-        "methods",
-        "experts",
-        "experts-3",
-        "pruned",
-    }
+    own = {"demo", "smoke", "serve", "ablations", "frames", "losses", "methods", "experts", "experts-3", "pruned"}
+    assert {path.stem for path in RECIPES.glob("*.toml")} == set(PAPER) | set(TODAY) | own
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem
 
@@ -320,8 +217,7 @@ def test_pairs_of_the_experts_question_read_as_many_weights():
     target = shapes(576, 1536, 9, 3, 49152)
     counts = {}
     for recipe in (load_recipe(RECIPES / "experts.toml"), load_recipe(RECIPES / "experts-3.toml")):
-        with torch.device("meta"):
-            counts |= {name: parameter_count(build(recipe.draft[name], target)) for name in recipe.trained}
+        counts |= dict(zip(recipe.trained, counted(recipe, tuple(recipe.trained), target), strict=True))
     passed_over = {"sparse": 6 * 3 * 576 * 768, "two": 0}
     for one, unread in passed_over.items():
         for frame in ("", "3"):

@@ -112,20 +112,12 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     assert {path.name for path in (run / "release").iterdir()} == RELEASE
 
 
-def test_without_a_terminal_a_run_says_what_it_will_do_and_a_line_where_a_stage_starts_and_ends(finished):
-    recipe, run, printed = finished
-    lines = printed.splitlines()
-    plan, names = lines[1:4], ("preprocess", "train", "eval")
-    told = {stage: [line for line in lines if line.startswith(f"{stage}: ")] for stage in names}
-    assert lines[0] == f"tiny ({load_recipe(recipe).hash}), in {run}/"
-    assert tuple(line.split()[0] for line in plan) == names
-    assert "36 answers, of up to 8 tokens, by plain decoding, eagle, jakiro" in plan[2]
-    for stage in names:  # on a slow machine there are lines between
-        assert told[stage][0].startswith(f"{stage}: starts at ")
-        assert re.search(r", \d+ min \d\d s$", told[stage][-1]) and len(told[stage]) >= 2
-    steps = json.loads((run / "drafts/eagle/config.json").read_text())["training"]["steps"]
-    assert "2 epochs of what is dumped" in plan[1]
-    assert told["train"][0].endswith(f"each {steps} steps")  # exact once it is dumped
+def test_without_a_terminal_a_run_says_a_line_where_a_stage_starts_and_ends(finished):
+    _, _, printed = finished
+    for stage in ("preprocess", "train", "eval"):  # on a slow machine there are lines between
+        told = [line for line in printed.splitlines() if line.startswith(f"{stage}: ")]
+        assert told[0].startswith(f"{stage}: starts at ")
+        assert re.search(r", \d+ min \d\d s$", told[-1]) and len(told) >= 2
     assert "\r" not in printed and "\x1b" not in printed
 
 

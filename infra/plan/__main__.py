@@ -23,7 +23,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -55,10 +54,17 @@ class Plan:
     recipe: Recipe
     given: dict[str, float | None]
     rows: list[list[str]] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)  # by "stage: what"; hours, bytes
 
-    def say(self, stage: str, what: str, figure: str, source: str) -> None:
-        self.rows.append([stage, what, figure, source])
+    def say(self, stage: str, what: str, figure: float | None, said: str, source: str) -> None:
+        self.rows.append([stage, what, said, source])
+        self.figures[f"{stage}: {what}"] = figure and round(figure, 6)
+
+    def say_hours(self, stage: str, what: str, hours: float | None, by: str, source: str) -> None:
+        self.say(stage, what, hours, f"{'unknown' if hours is None else f'{hours:,.2f} h'}{by}", source)
+
+    def say_memory(self, stage: str, what: str, need: float, one: str) -> None:
+        self.say(stage, what, need, f"{need / 1e9:,.1f} GB a {one}", FORMULA)
 
     def speed(self, flag: str, unit: str, measure: Callable[[], float]) -> tuple[float | None, str]:
         """It, and where it comes from."""
@@ -79,33 +85,25 @@ class Plan:
 
     def dump(self, sample: Sample) -> dict[str, float]:
         """Rows and tokens of the dump."""
-        recipe, counts = self.recipe, expected(self.recipe, sample)
-        size, free = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), free_bytes(recipe)
+        recipe, features, counts = self.recipe, self.recipe.features, expected(self.recipe, sample)
+        size, states = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), memory.states_of(recipe)
         speed, source = self.speed(
             "dump-speed",
             "tokens/s a worker",
             lambda: speeds.dump_speed(speeds.dump_worker(recipe), sample.documents["train"]),
         )
-        hours = speed and counts["tokens"] / (speed * workers_worth(recipe.features)) / 3600
-        need = memory.worker_bytes(recipe)
-        states, store = memory.states_of(recipe), recipe.features.store
+        hours = speed and counts["tokens"] / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
-        place = f"in {public_name(store)}" if store else f"free here: {free / 1e9:,.0f} GB"
+        free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
+        place = f"in {public_name(features.store)}" if features.store else free
         accepted = sum(map(len, sample.documents.values()))
-        self.say("dump", "records", f"{sample.records:,}", "counted")
         tokens = f"{counts['tokens']:,.0f} in {counts['rows']:,.0f} documents"
-        self.say("dump", "tokens", tokens, f"{accepted} documents of {sample.tried} records")
-        self.say("dump", "disk", f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
-        by = f"{recipe.features.workers} workers{self.gpus(recipe.features.workers, recipe.features.gpus_per_worker)}"
-        self.say("dump", "hours", f"{hours_said(hours)} with {by}", source)
-        self.say("dump", "memory", f"{need / 1e9:,.1f} GB a worker", FORMULA)
-        self.figures["dump"] = {key: round(value) for key, value in counts.items()} | {
-            "disk_bytes": round(size),
-            "hours": hours and round(hours, 6),
-            "memory_bytes": round(need),
-            "tokens_per_second": speed and round(speed, 1),
-            "free_bytes": free,
-        }
+        workers = f" with {features.workers} workers{self.gpus(features.workers, features.gpus_per_worker)}"
+        self.say("dump", "records", sample.records, f"{sample.records:,}", "counted")
+        self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records")
+        self.say("dump", "disk", size, f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
+        self.say_hours("dump", "hours", hours, workers, source)
+        self.say_memory("dump", "memory", memory.worker_bytes(recipe), "worker")
         return counts
 
     def train(self, counts: dict[str, float]) -> None:
@@ -114,7 +112,6 @@ class Plan:
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.epochs * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
-        drafts: dict[str, dict[str, float | None]] = {}
         for name in recipe.to_train:
             with torch.device("meta"):
                 draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
@@ -124,18 +121,10 @@ class Plan:
                 lambda name=name: speeds.training_speed(recipe, name, length) / self._sharing(ranks),
             )
             hours = speed and tokens / (speed * ranks) / 3600
-            need = memory.rank_bytes(recipe, draft, ranks)
-            self.say("train", f"{name}: steps", f"{steps:,} ({parameter_count(draft):,} parameters)", FORMULA)
-            self.say("train", f"{name}: hours", f"{hours_said(hours)} with {ranks} ranks{self.gpus(ranks)}", source)
-            self.say("train", f"{name}: memory", f"{need / 1e9:,.1f} GB a rank", FORMULA)
-            drafts[name] = {
-                "parameters": parameter_count(draft),
-                "hours": hours and round(hours, 6),
-                "memory_bytes": round(need),
-                "tokens_per_second": speed and round(speed * ranks, 1),
-            }
-        hours = total([one["hours"] for one in drafts.values()])
-        self.figures["train"] = {"steps": steps, "hours": hours, "drafts": drafts}
+            said = f"{steps:,} ({parameter_count(draft):,} parameters)"
+            self.say("train", f"{name}: steps", steps, said, FORMULA)
+            self.say_hours("train", f"{name}: hours", hours, f" with {ranks} ranks{self.gpus(ranks)}", source)
+            self.say_memory("train", f"{name}: memory", memory.rank_bytes(recipe, draft, ranks), "rank")
 
     def _sharing(self, ranks: int) -> int:
         """Ranks that share what is measured: a GPU is one rank's, this machine's CPU all of theirs."""
@@ -143,38 +132,23 @@ class Plan:
 
     def evaluate(self) -> None:
         recipe, limit, workers = self.recipe, self.recipe.eval.max_new_tokens, self.recipe.eval.workers
-        count, need = answers(recipe), memory.evaluation_bytes(recipe)
+        count = answers(recipe)
         token, source = self.speed("decode-ms", "ms a token", lambda: 1e3 * speeds.plain_token(recipe))
         hours = token and count * limit * token / 1e3 / workers / 3600
-        by = f"{workers} worker{'s' * (workers > 1)}{self.gpus(workers, recipe.eval.gpus_per_worker)}"
-        self.say("eval", "answers", f"{count:,} of up to {limit} tokens", "counted")
-        self.say("eval", "hours", f"{hours_said(hours)} with {by}", source)
-        self.say("eval", "memory", f"{need / 1e9:,.1f} GB a worker", FORMULA)
-        self.figures["eval"] = {
-            "answers": count,
-            "hours": hours and round(hours, 6),
-            "ms_per_token": token and round(token, 2),
-            "memory_bytes": round(need),
-        }
+        by = f" with {workers} worker{'s' * (workers > 1)}{self.gpus(workers, recipe.eval.gpus_per_worker)}"
+        self.say("eval", "answers", count, f"{count:,} of up to {limit} tokens", "counted")
+        self.say_hours("eval", "hours", hours, by, source)
+        self.say_memory("eval", "memory", memory.evaluation_bytes(recipe), "worker")
 
 
 def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
     plan = Plan(recipe, given)
     plan.train(plan.dump(sample_source(recipe)))
     plan.evaluate()
-    hours = total([stage["hours"] for stage in plan.figures.values()])
-    plan.say("all", "hours", hours_said(hours), "their sum")
-    return plan
-
-
-def total(hours: list[float | None]) -> float | None:
-    """None where one of them is unknown."""
+    hours = [figure for name, figure in plan.figures.items() if name.endswith(": hours")]
     known = [one for one in hours if one is not None]
-    return round(sum(known), 6) if len(known) == len(hours) else None
-
-
-def hours_said(hours: float | None) -> str:
-    return "unknown" if hours is None else f"{hours:,.2f} h"
+    plan.say_hours("all", "hours", sum(known) if len(known) == len(hours) else None, "", "their sum")
+    return plan
 
 
 def workers_worth(features: FeaturesConfig) -> float:
@@ -220,8 +194,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
     print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
-    dump = plan.figures["dump"]
-    if not recipe.features.store and dump["disk_bytes"] > dump["free_bytes"]:
+    if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
         print(disk_warning(recipe.stored_dtype))
     print(json.dumps(plan.figures))
 

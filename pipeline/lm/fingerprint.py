@@ -1,8 +1,7 @@
 """A target's identity: its configuration and every byte of its weights.
 
 A file's SHA-256 is computed once on a machine and kept in the cache folder ($JAKIRO_CACHE), by the file's path, size,
-times and inode. Of a file that huggingface_hub fetched it is at hand: the Hub's cache names large files by it. What
-damages a file there later goes unnoticed here.
+times and inode.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "us
 KEPT_FROM = 1 << 26  # bytes of a file from which on its sum is kept
 SHOWN_FROM = 1 << 30  # bytes of a file from which on its progress is shown
 PART = 1 << 24  # bytes that are read at once
-_BLOB = re.compile(r"[0-9a-f]{64}")  # not the 40 digits of a small file's git hash
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
@@ -37,8 +36,6 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
 
 def weights_sha256(path: Path) -> str:
     """Of a whole file. Several processes may ask for the same at once: one computes it."""
-    if (blob := _blob_of_the_hub(path)) is not None:
-        return blob
     path = path.resolve()
     if path.stat().st_size < KEPT_FROM:
         return _computed(path)
@@ -49,18 +46,6 @@ def weights_sha256(path: Path) -> str:
             return _known_or_computed(path, known)
     except OSError:  # a cache folder that may not be written to
         return _computed(path)
-
-
-def _blob_of_the_hub(path: Path) -> str | None:
-    """models--OWNER--NAME/snapshots/COMMIT/FILE links to models--OWNER--NAME/blobs/SHA-256. That may be a link in turn,
-    to a store of blobs by another hash, which says nothing here.
-    """
-    if not path.is_symlink():
-        return None
-    blob = path.parent / path.readlink()
-    folder = blob.parent.resolve()
-    known = folder.name == "blobs" and folder.parent.name.startswith("models--")
-    return blob.name if known and _BLOB.fullmatch(blob.name) else None
 
 
 def _known_or_computed(path: Path, known: Path) -> str:
@@ -77,7 +62,7 @@ def _read(known: Path) -> dict[str, Any] | None:
     """None where it is not there, or damaged."""
     try:
         kept = json.loads(known.read_text())
-        return kept if _BLOB.fullmatch(kept["sha256"]) and "file" in kept else None
+        return kept if _SHA256.fullmatch(kept["sha256"]) and "file" in kept else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

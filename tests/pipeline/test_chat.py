@@ -37,23 +37,6 @@ LLAMA_3 = (
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
-    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
-    "{% set system_message = 'A chat between a curious user and an artificial intelligence assistant.' %}{% endif %}"
-    "{{ system_message }}{% for message in loop_messages %}{% if message['role'] == 'user' %}"
-    "{{ ' USER: ' + message['content'].strip() }}{% elif message['role'] == 'assistant' %}"
-    "{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
-)
-QWEN_2_5 = (
-    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
-    "assistant.<|im_end|>\n' }}{% endif %}{% for message in messages %}"
-    "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') "
-    "%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
@@ -154,19 +137,6 @@ def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
             ["I am\n\nAda.<|eot_id|>", "Yes — é😀<|eot_id|>"],
             "",
         ),
-        (
-            VICUNA,
-            "A chat between a curious user and an artificial intelligence assistant. USER: Hi, who? ASSISTANT:",
-            [" I am\n\nAda.</s>", " Yes — é😀</s>"],
-            "",
-        ),
-        (
-            QWEN_2_5,
-            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-            "<|im_start|>user\nHi, who?<|im_end|>\n<|im_start|>assistant\n",
-            ["I am\n\nAda.<|im_end|>", "Yes — é😀<|im_end|>"],
-            "\n",
-        ),
         (MISTRAL, "<s>[INST] Hi, who? [/INST]", ["I am\n\nAda.</s>", "Yes — é😀</s>"], " "),
         (
             GEMMA,
@@ -175,7 +145,7 @@ def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
             "\n",
         ),
     ],
-    ids=["smollm", "llama-2", "llama-3", "vicuna", "qwen-2.5", "mistral", "gemma"],
+    ids=["smollm", "llama-2", "llama-3", "mistral", "gemma"],
 )
 def test_golden_masks_of_well_known_templates(template, before_first, runs, last):
     tokenizer = tokenizer_with(template)
@@ -188,7 +158,7 @@ def test_golden_masks_of_well_known_templates(template, before_first, runs, last
     assert encoded.loss_mask[len(encoded.loss_mask) - len(last) :].tolist() == [0] * len(last)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_2, LLAMA_3, VICUNA], ids=["chatml", "llama-2", "llama-3", "vicuna"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA_2, LLAMA_3], ids=["chatml", "llama-2", "llama-3"])
 def test_what_is_asked_for_is_how_the_training_text_begins(template):
     """Prompts at evaluation are prefixes of the text that the draft was trained on."""
     tokenizer = tokenizer_with(template)

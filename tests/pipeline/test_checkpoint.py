@@ -44,20 +44,10 @@ def make(tiny_recipe, loaded_target, embed_head, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("eagle", {}),
         ("eagle", {"vocabulary": 50, "fc_bias": True, "mlp_width": 24}),
-        ("jakiro", {}),
         ("jakiro", {"vocabulary": None, "contrast": "scalar", "experts": 3}),
         ("eagle", {"kind": "eagle3", "vocabulary": 50, "fc_norm": True}),
-        (
-            "jakiro",
-            {
-                "frame": "eagle-3",
-                "experts": 4,
-                "expert_width": 16,
-                "balance_loss": 0.1,
-            },
-        ),
+        ("jakiro", {"frame": "eagle-3", "experts": 4, "expert_width": 16, "balance_loss": 0.1}),
     ],
 )
 def test_what_was_saved_is_loaded_bit_for_bit(make, embed_head, name, changes, dtype):
@@ -177,19 +167,10 @@ def test_a_config_that_is_not_the_weights_is_refused(make, embed_head, change, m
         load(folder, embed_head.fingerprint)
 
 
-def test_a_truncated_config_is_refused(make, embed_head):
-    folder, _ = make()
-    (folder / CONFIG).write_text('{"format_version": 1')
-    with pytest.raises(PipelineError, match=r"config.json is not JSON"):
-        load(folder, embed_head.fingerprint)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ('"rope_theta": 1', '"rope_theta": 2'),
-        ('"rms_norm_eps": 1', '"rms_norm_eps": 3'),
-        ('"embedding_scale": 1', '"embedding_scale": 5'),
         ('"train_hash": "', '"train_hash": "0'),
     ],
 )

@@ -72,16 +72,6 @@ def test_work_that_begins_again_has_a_speed_of_its_own(watched):
     assert out.getvalue() == "preprocess: decode: 500 of 1,000 tokens (50%), 50 tokens/s, about 10 s left\n"
 
 
-def test_before_the_first_report_it_says_that_there_is_none(watched):
-    lines, clock, out, channel = watched
-    clock.seconds = EVERY - 1
-    lines.update(channel)
-    assert not out.getvalue()
-    clock.seconds = EVERY
-    lines.update(channel)
-    assert out.getvalue() == f"preprocess: no progress to report yet after {EVERY} s\n"
-
-
 def test_work_without_a_known_end_has_no_share_and_nothing_left(watched):
     lines, clock, out, channel = watched
     append(channel, report(0, total=0))

@@ -58,7 +58,6 @@ OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, sliding_window=64)
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
-    "eagle with a bias to sglang": (EagleConfig(fc_bias=True), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
     "jakiro to vllm": (
         JakiroConfig(vocabulary=100),
@@ -78,12 +77,6 @@ CASES = {  # settings, engine -> architecture, names
         "JakiroForCausalLMEagle3",
         of_experts(EAGLE_3) | {"d2t", "t2d"},
     ),
-    "eagle3, reduced, to vllm": (
-        Eagle3Config(vocabulary=100),
-        "vllm",
-        "LlamaForCausalLMEagle3",
-        REDUCED,
-    ),
     "eagle3.1 to vllm": (
         Eagle3Config(vocabulary=100, fc_norm=True, norm_output=True, norm_before_residual=True),
         "vllm",
@@ -97,12 +90,6 @@ CASES = {  # settings, engine -> architecture, names
         EAGLE_3 | {"input_norm.weight"},
     ),
     "eagle3 with Qwen3's attention to vllm": (OF_QWEN, "vllm", "Eagle3Qwen3ForCausalLM", EAGLE_3 | QWEN),
-    "eagle3 with Qwen3's attention to speculators": (
-        OF_QWEN,
-        "speculators",
-        "Eagle3Speculator",
-        {name.replace("midlayer.", "layers.0.") for name in EAGLE_3 | QWEN},
-    ),
     "eagle3 to sglang": (Eagle3Config(vocabulary=100), "sglang", "LlamaForCausalLMEagle3", REDUCED),
     "eagle3 to speculators": (
         Eagle3Config(vocabulary=100),

@@ -96,42 +96,6 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch
     assert weights_sha256(path) == sha256(path)
 
 
-def in_the_hubs_cache(folder: Path, blob: str, target: Path | None = None) -> Path:
-    """As huggingface_hub lays files out; `target`: the store of blobs by Xet hash, to which a blob may link."""
-    repository = folder / "models--owner--name"
-    (repository / "blobs").mkdir(parents=True)
-    (repository / "snapshots/abc").mkdir(parents=True)
-    if target is None:
-        (repository / "blobs" / blob).write_bytes(b"content")
-    else:
-        target.parent.mkdir(parents=True)
-        target.write_bytes(b"content")
-        (repository / "blobs" / blob).symlink_to(os.path.relpath(target, repository / "blobs"))
-    link = repository / "snapshots/abc/model.safetensors"
-    link.symlink_to(f"../../blobs/{blob}")
-    return link
-
-
-def test_of_the_hubs_files_the_name_of_the_blob_is_taken(counted, tmp_path):
-    assert weights_sha256(in_the_hubs_cache(tmp_path / "hub", "a" * 64)) == "a" * 64
-    store = tmp_path / "shared/blobs/cc" / ("c" * 64)
-    assert weights_sha256(in_the_hubs_cache(tmp_path / "shared", "b" * 64, store)) == "b" * 64
-    assert not counted
-
-
-@pytest.mark.parametrize("name", ["d" * 40, "model"])
-def test_no_other_name_is_taken_for_a_sum(counted, tmp_path, name):
-    link = in_the_hubs_cache(tmp_path / "hub", name)
-    assert weights_sha256(link) == sha256(link) and len(counted) == 1
-
-
-def test_a_link_elsewhere_is_no_blob_of_the_hub(counted, tmp_path):
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / ("e" * 64)).write_bytes(b"content")
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / ("e" * 64))
-    assert weights_sha256(tmp_path / "model.safetensors") == sha256(tmp_path / "model.safetensors")
-
-
 # -- a target that is not there --------------------------------------------------------------------------------------
 
 

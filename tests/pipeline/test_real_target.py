@@ -7,7 +7,7 @@ from scipy.stats import chisquare
 from eval.measure.packed import pack_linears
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.parts.module import TrainedDraft
@@ -87,12 +87,3 @@ def test_the_first_two_tokens_of_drawn_trees_have_the_real_targets_distribution(
     keep = [place for place, w in enumerate(request) if w > 0]
     total = sum(request[place] for place in keep)
     assert chisquare([observed[p] for p in keep], [request[p] * RUNS / total for p in keep]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_trees_answer_is_plain_decodings(real_target, temperature):
-    prompt = real_target.tokenizer(PROMPT)["input_ids"]
-    method = LoadedMethod(Knowing(real_target, prompt), TreeConfig(depth=3, top_k=4, nodes=16))
-    for seed in range(3):
-        sampling = Sampling(12, frozenset(), temperature=temperature, seed=seed)
-        assert speculative(real_target, method, prompt, sampling).tokens == plain(real_target, prompt, sampling).tokens

@@ -51,11 +51,6 @@ def test_a_drafts_rope_is_that_of_its_targets_full_layers(family):
     assert len(rope.inv_freq) == shapes["head_dim"] // 2  # whole heads are turned
 
 
-def test_gpt_oss_scales_what_rope_turns():
-    shapes = shapes_of(configured("gpt-oss", rope_parameters=dict(YARN)))
-    assert build(EagleConfig(kind="eagle"), shapes)._rope[0].attention_scaling == pytest.approx(1.1386, abs=1e-4)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_have_the_targets_heads_and_no_biases(family):
     config = configured(family)

@@ -152,11 +152,9 @@ def test_what_toml_or_a_template_cannot_take_is_refused(value):
     [
         (LLAMA_3_2, {}, "date 2024-07-26"),
         (LLAMA_3_2, {"date_string": "1 Jan 2000"}, 'date_string = "1 Jan 2000"'),
-        (QWEN_3, {}, "thinking on"),
         (QWEN_3, {"enable_thinking": True}, "thinking on, enable_thinking = true"),
         (QWEN_3, {"enable_thinking": False}, "thinking off, enable_thinking = false"),
         (QWEN_3_THINKING, {}, "thinking on"),
-        (SMOLLM_3, {}, "thinking on, date 2024-07-26"),
         (SMOLLM_3, {"enable_thinking": False}, "thinking off, date 2024-07-26, enable_thinking = false"),
         (GPT_OSS, {"reasoning_effort": "low"}, 'thinking on, date 2024-07-26, reasoning_effort = "low"'),
     ],
