@@ -46,8 +46,7 @@ def _plan(given: argparse.Namespace) -> None:
     known = {"--dump-speed": given.dump_speed, "--train-speed": given.train_speed, "--decode-ms": given.decode_ms}
     flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
     command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
-    status, _ = children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd())
-    sys.exit(status)
+    sys.exit(children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd()))
 
 
 def _import(given: argparse.Namespace) -> None:

@@ -20,13 +20,11 @@ def start(command: list[str], environment: Mapping[str, str], **options: Any) ->
     return subprocess.Popen(command, env={**environment, CHILD: "1"}, start_new_session=True, **options)
 
 
-def call(command: list[str], environment: Mapping[str, str], folder: Path, capture: bool = False) -> tuple[int, str]:
-    """(status, what it printed where that is captured) of a command, started in `folder`."""
-    pipe = subprocess.PIPE if capture else None
-    process = start(command, environment, cwd=folder, stdout=pipe, text=True)
+def call(command: list[str], environment: Mapping[str, str], folder: Path) -> int:
+    """The status of a command that ran in `folder`."""
+    process = start(command, environment, cwd=folder)
     try:
-        printed, _ = process.communicate()
-        return process.returncode, printed or ""
+        return process.wait()
     finally:
         end(process)
 

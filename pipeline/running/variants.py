@@ -19,7 +19,7 @@ def run_until(recipe: str, overrides: list[str], stage: str) -> None:
     """`python -m pipeline run --until`: what is done is not done again. Raises PipelineError where it fails."""
     handed, environment = hand_over(recipe, overrides)
     command = [sys.executable, "-m", "pipeline", "run", *handed, "--until", stage]
-    if children.call(command, environment, ROOT)[0]:
+    if children.call(command, environment, ROOT):
         raise PipelineError("the study stopped where that command failed; run it again to continue")
 
 
