@@ -52,7 +52,7 @@ Figures = dict[str, Any]
 
 
 def measure(gpu: bool, shape: str, parts: list[str], minutes: float, folder: Path) -> Figures:
-    """By part: its figures, or {"error"} or {"skipped"} with one line. On a CPU, where nothing is left behind in a
+    """The figures of each part, or {"error"} or {"skipped"} with one line. On a CPU, where nothing is left behind in a
     device's memory, one process does all parts that it survives.
     """
     end, found, waiting = time.monotonic() + 60 * minutes, {}, ["machine", *(p for p in parts if p != "machine")]

@@ -48,7 +48,7 @@ COMPILED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is compile
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Of one of `TIMES` calls."""
+    """Mean seconds of a call, of `TIMES` behind one that warms up."""
     work()
     begin = now(torch.device(device()))
     for _ in range(TIMES):

@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 
 def device() -> str:
-    """Of every part: "cuda" (of NVIDIA and AMD) where there is one, else "cpu"."""
+    """The device of every part: "cuda" (NVIDIA's and AMD's) where there is one, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -203,7 +203,7 @@ class Given:
         return {"backend": "eager" if device() == "cpu" else "inductor"}
 
     def recipe(self) -> Recipe:
-        """Of the random target, whose folder is made when it is first asked for."""
+        """The recipe of the random target, whose folder is made when it is first asked for."""
         folder = self.folder / "target"
         if not folder.exists():
             begun = self.folder / "target.begun"
@@ -234,7 +234,7 @@ def supported() -> dict[str, bool]:
 def new_methods(
     recipe: Recipe, target: Target, weights: dict[str, dict[str, torch.Tensor]] | None = None
 ) -> dict[str, LoadedMethod]:
-    """Of the recipe, bound to the target, in its dtype: with random weights, or with these."""
+    """The recipe's methods, bound to the target, in its dtype: with random weights, or with these."""
     found: dict[str, LoadedMethod] = {}
     embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():

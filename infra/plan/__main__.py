@@ -67,7 +67,7 @@ class Plan:
         self.say(stage, what, need, f"{need / 1e9:,.1f} GB a {one}", FORMULA)
 
     def speed(self, flag: str, unit: str, measure: Callable[[], float]) -> tuple[float | None, str]:
-        """It, and where it comes from."""
+        """A speed and, in words, where it comes from."""
         if value := self.given[flag]:
             return value, f"{value:,g} {unit}, as given"
         try:
@@ -161,7 +161,7 @@ def ranks_of(config: TrainConfig) -> int:
 
 
 def answers(recipe: Recipe) -> int:
-    """Of all methods, benchmarks and temperatures: one to each question of a prompt."""
+    """How many answers all methods give, at all temperatures: one to each question of a prompt."""
     questions = sum(questions_of(recipe, name) for name in recipe.eval.benchmarks)
     return questions * recipe.eval.answers_a_prompt * (1 + len(recipe.methods))
 
@@ -175,7 +175,7 @@ def questions_of(recipe: Recipe, name: str) -> int:
 
 
 def free_bytes(recipe: Recipe) -> int:
-    """Of the disk that the run goes to."""
+    """Free bytes of the disk that the run goes to."""
     folder = recipe.run_dir.resolve()
     return shutil.disk_usage(next(place for place in [folder, *folder.parents] if place.exists())).free
 

@@ -30,7 +30,7 @@ def states_of(recipe: Recipe) -> int:
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    """Of the dump: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and each row's own."""
+    """Bytes of the dump: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and each row's own."""
     width = load_config(recipe.target).hidden_size
     frame = frame_bytes(recipe.stored_dtype, states_of(recipe) - 1) + TEXT_ROW_BYTES
     return tokens * token_bytes(recipe.stored_dtype, width, states_of(recipe)) + rows * frame
@@ -52,8 +52,8 @@ def frame_bytes(stored_dtype: str, auxiliary: int) -> int:
 
 
 def worker_bytes(recipe: Recipe) -> float:
-    """Of one worker of the dump: the target's weights; of each batch in flight 8 + states numbers of the hidden size
-    and 3 of the MLP's a token.
+    """Bytes of one worker of the dump: the target's weights; of each batch in flight 8 + states numbers of the hidden
+    size and 3 of the MLP's a token.
     """
     config = load_config(recipe.target)
     numbers = (8 + states_of(recipe)) * config.hidden_size + 3 * config.intermediate_size
@@ -62,8 +62,8 @@ def worker_bytes(recipe: Recipe) -> float:
 
 
 def evaluation_bytes(recipe: Recipe) -> float:
-    """Of one worker of evaluation: the target's weights, the cache of one answer, and all drafts. Where layers are
-    packed, the plain ones live beside them until they are replaced.
+    """Bytes of one worker of evaluation: the target's weights, the cache of one answer, and all drafts. Where layers
+    are packed, the plain ones live beside them until they are replaced.
     """
     config = load_config(recipe.target)
     shapes = shapes_of(config)
@@ -77,7 +77,7 @@ def evaluation_bytes(recipe: Recipe) -> float:
 
 
 def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
-    """Of one rank of training, the first. The draft may be on the meta device.
+    """Bytes of the first rank of training. The draft may be on the meta device.
 
     Weights, gradients and AdamW's moments (with a float32 copy of half-precision weights), shared as the ZeRO stage
     says, and its bucket; the target's frozen embedding and head; and what a step comes to need (`step_bytes`) or, where

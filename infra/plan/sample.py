@@ -19,7 +19,7 @@ ENCODED = 200  # records, evenly spread over the source
 
 @dataclass(frozen=True)
 class Sample:
-    """Of every k-th record: how many were tried, and the documents that came of them, by split."""
+    """Every k-th record of a source: how many were tried, and the documents that they gave, by split."""
 
     records: int  # of the source
     tried: int

@@ -25,7 +25,7 @@ CONTEXT = 256  # tokens before the plain ones that are timed
 
 
 def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
-    """Of a dump to a folder, loaded."""
+    """A loaded worker of a dump to `folder`."""
     recipe = recipe.with_features(store=None)
     worker = FeatureWorker(recipe, folder, feature_spec(recipe))
     worker.ready()

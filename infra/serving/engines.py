@@ -50,7 +50,7 @@ class Engine:
         raise NotImplementedError
 
     def command(self, target: str, draft: Path | None, chain: int, port: int) -> tuple[list[str], dict[str, str]]:
-        """It, and the environment variables that it needs. `draft`: as exported for vLLM."""
+        """The command, and the environment variables that it needs. `draft`: as exported for vLLM."""
         raise NotImplementedError
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
@@ -134,7 +134,7 @@ class LlamaCpp(Engine):
         return [str(program / "llama-server"), *models, *exact, *where], {"LD_LIBRARY_PATH": str(program)}
 
     def _converted(self, model: Path, target: Path | None = None) -> Path:
-        """As GGUF."""
+        """The model as a GGUF file."""
         out = self.work / f"{model.name}.gguf"
         if not out.exists():
             convert(self.folder / "llama.cpp", model, out, target, [self.folder / "site"])

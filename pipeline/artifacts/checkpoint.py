@@ -79,7 +79,7 @@ class Saved:
 
     @property
     def training_said(self) -> str:
-        """In a few words."""
+        """How it was trained, in a few words."""
         if "imported" in self.training:
             return f"imported from {self.training['imported']['from']}"
         return f"{self.training['trained_tokens']:,} trained tokens"
@@ -112,7 +112,7 @@ def save(
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Whole, or PipelineError."""
+    """Writes the file whole. Raises PipelineError where it cannot."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     with atomic_path(path) as temporary:
         try:

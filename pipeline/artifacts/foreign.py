@@ -154,7 +154,7 @@ def _object(where: str, value: Any) -> dict[str, Any]:
 
 
 def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
-    """Of the keys that are computed with."""
+    """Raises PipelineError for a value of the wrong type under a key that is computed with."""
     sizes = {*SHAPE_FIELDS, "num_hidden_layers", "max_window_layers"} - {"rms_norm_eps", "rope_parameters"}
     texts, reals = ("model_type",), ("partial_rotary_factor", "rms_norm_eps", "rope_theta")
     for key, value in theirs.items():

@@ -152,7 +152,7 @@ def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
 
 
 def _require_embedding(name: str, tensor: Tensor, embedding_VD: Tensor) -> None:
-    """Up to rounding to half precision."""
+    """Raises PipelineError where it is not the target's, up to rounding to half precision."""
     same = tensor.shape == embedding_VD.shape
     if not same or not torch.allclose(tensor.float(), embedding_VD.float(), rtol=2**-7, atol=1e-3):
         raise PipelineError(f"{name} is not the target's embedding: a draft with one of its own has no place here")
@@ -174,5 +174,5 @@ def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[s
 
 
 def _facts(source: Path, files: list[Path], found: Imported) -> dict[str, Any]:
-    """For the card: where from, and the weights' own SHA-256, of each file."""
+    """Where the weights are from, and the SHA-256 of each file: for the card."""
     return {"from": source.name, "sha256": ", ".join(map(sha256, files)), "dropped": sorted(found.dropped)}

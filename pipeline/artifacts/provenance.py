@@ -42,8 +42,8 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @cache
 def code_of(module: str) -> str:
-    """Of what a module computes: SHA-256 of its code and of all that it imports of this checkout, committed or not, and
-    of torch's and transformers' versions. A comment, a docstring or a line broken elsewhere changes nothing.
+    """SHA-256 of a module's code, of all that it imports of this checkout, committed or not, and of torch's and
+    transformers' versions. A comment, a docstring or a line broken elsewhere changes nothing.
     """
     found: dict[str, str] = {}
     wanted = [module]
@@ -126,8 +126,8 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def changed(folder: Path, recipe: Recipe, draft: str) -> str:
-    """In words, which keys of the recipe beside a draft, of the sections that its weights depend on, are others now.
-    May be empty.
+    """Which keys differ between the recipe beside a draft and this one, in words; empty where none does. Only sections
+    that the draft's weights depend on are compared.
     """
     if not (folder / RECIPE).exists():
         return ""
@@ -146,7 +146,7 @@ def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """With every text in it changed."""
+    """The value with every text in it changed."""
     if isinstance(value, dict):
         return {key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, list):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def kind() -> torch.device | None:
-    """Of which kind this process's accelerator is; None where torch sees none, or Apple's, which has no float64 to draw
+    """The kind of this process's accelerator; None where torch sees none, or Apple's, which has no float64 to draw
     with. Nothing is set up for the answer: a process may still fork, or hide GPUs from itself.
     """
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -146,7 +146,9 @@ SEAL = "seal"  # the key: SHA-256 of the canonical JSON of the rest
 
 
 def seal_of(value: dict[str, Any]) -> str:
-    """Of what `value` is after a round trip through JSON, without its own seal; the order of keys does not count."""
+    """The seal of what `value` is after a round trip through JSON, without its own seal; the order of keys does not
+    count.
+    """
     rest = json.loads(json.dumps({key: item for key, item in value.items() if key != SEAL}))
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -208,7 +208,7 @@ def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
 
 
 def thoughts_of(message: dict[str, Any]) -> str:
-    """Empty where a turn has none."""
+    """The thoughts in a turn; empty where it has none."""
     before, closed, _ = message["content"].partition(CLOSE)
     inside = before.rpartition(OPEN)[2] if closed else ""
     return message.get("reasoning_content", inside).strip()

@@ -35,7 +35,7 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
 
 
 def weights_sha256(path: Path) -> str:
-    """Of a whole file. Several processes may ask for the same at once: one computes it."""
+    """The SHA-256 of a whole file. Several processes may ask for the same at once: one computes it."""
     path = path.resolve()
     if path.stat().st_size < KEPT_FROM:
         return _computed(path)
@@ -59,7 +59,7 @@ def _known_or_computed(path: Path, known: Path) -> str:
 
 
 def _read(known: Path) -> dict[str, Any] | None:
-    """None where it is not there, or damaged."""
+    """What was kept of a file; None where nothing was, or where it is damaged."""
     try:
         kept = json.loads(known.read_text())
         return kept if _SHA256.fullmatch(kept["sha256"]) and "file" in kept else None

@@ -55,8 +55,8 @@ class Source:
 
 
 def local_folder(model: str) -> Path | None:
-    """Of a target on this machine; None for one of the Hub, OWNER/NAME. Raises PipelineError for a folder that is not
-    there, about which the Hub is not asked.
+    """The folder of a target on this machine; None for one of the Hub, OWNER/NAME. Raises PipelineError for a folder
+    that is not there, about which the Hub is not asked.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -111,7 +111,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Of "spread" the first; where the target's hidden states arrive, `Target.device` says."""
+    """The device of this name; of "spread" the first. Where the target's hidden states arrive, `Target.device` says."""
     here = accelerator()
     if name == "cpu" or (name == "auto" and here is None):
         return torch.device("cpu")

@@ -99,7 +99,7 @@ def _keywords(parsed: nodes.Template) -> list[str]:
 
 
 def _literal(value: Any) -> str:
-    """In Jinja's words."""
+    """The value as a literal of Jinja."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -59,7 +59,7 @@ class Verifier:
         require_tree(self, name)
 
     def embed_head(self, fingerprint: str) -> EmbeddingAndHead:
-        """For drafts, where the hidden states arrive."""
+        """The embedding and head for drafts, on the device where the hidden states arrive."""
         return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, fingerprint, self.model.get_decoder())
 
     def _require_split(self, name: str) -> None:
@@ -130,8 +130,8 @@ class Verifier:
 
     @torch.inference_mode()
     def new_cache(self, capacity: int) -> TreeCache:
-        """For up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs are bound to
-        addresses: the cache that was given out before is void.
+        """A cache for up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs are
+        bound to addresses: the cache that was given out before is void.
         """
         if not self.compiled:
             return TreeCache(expected=capacity)

@@ -104,12 +104,14 @@ class Recipe(Section):
 
     @property
     def stored_dtype(self) -> str:
-        """Of the features: four states a token are worth half their size."""
+        """The dtype that the features are stored in: four states a token are worth half their size."""
         wants = any(config.auxiliary for config in self._dumped_for)
         return self.features.stored_dtype or (FP8 if wants else "bfloat16")
 
     def auxiliary_layers(self, target_layers: int) -> list[int]:
-        """Of a target with so many: those that the recipe names or, unless it does, those that its drafts want."""
+        """The auxiliary layers of a target with so many layers: those that the recipe names or, unless it does, those
+        that its drafts want.
+        """
         if self.features.auxiliary_layers is not None:
             return self.features.auxiliary_layers
         return sorted({n for config in self._dumped_for for n in config.needs(target_layers).auxiliary})

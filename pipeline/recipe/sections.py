@@ -47,7 +47,7 @@ class DataConfig(Section):
 
     @property
     def group_key(self) -> str | None:
-        """None where `group` is a regular expression, or nothing."""
+        """The record's key; None where `group` is a regular expression, or nothing."""
         return self.group if self.group is not None and self.group.isidentifier() else None
 
 
@@ -156,7 +156,7 @@ class TrainConfig(Section):
         return int(whole // self.global_batch) * self.epochs
 
     def bucket_elements(self, parameters: int) -> int:
-        """Of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""
+        """Elements of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""
         own = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
         return own or min(parameters, 500_000_000)
 
@@ -212,7 +212,7 @@ class EvalConfig(Section):
 
     @property
     def answers_a_prompt(self) -> int:
-        """By one method, at all temperatures."""
+        """How many answers one method gives to a prompt, at all temperatures."""
         return sum(self.sampled_repeats if t > 0 else self.repeats for t in self.temperatures)
 
 

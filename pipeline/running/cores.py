@@ -9,7 +9,7 @@ ENOUGH = 32  # so many are no crowd anywhere
 
 
 def cores() -> int:
-    """That this process may use."""
+    """How many processors this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -21,7 +21,7 @@ def workers_as_everyone() -> None:
 
 
 def asked_threads() -> int | None:
-    """Of OMP_NUM_THREADS, where the user set it, or Ray for a worker: to its CPUs."""
+    """The number in OMP_NUM_THREADS, which the user sets and, in a worker, Ray: to the worker's CPUs."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(text) or None if text.isdecimal() else None
 

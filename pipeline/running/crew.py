@@ -79,7 +79,9 @@ def gpus_each(section: str, asked: float | None, device: str, there: bool) -> fl
 
 
 def hide_gpus(each: float) -> None:
-    """In a worker, before it asks for a device: Ray hides the other workers' GPUs only from one that takes some."""
+    """Hides all GPUs from a worker that takes none, before it asks for a device: Ray hides the other workers' GPUs only
+    from one that takes some.
+    """
     if not each:
         os.environ |= NO_GPUS
 

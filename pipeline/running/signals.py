@@ -59,7 +59,7 @@ def leave_on_signals(leave: Callable[[int], None]) -> None:
 
 @contextmanager
 def kept_handlers() -> Iterator[None]:
-    """Around a library that sets handlers of its own: afterwards ours are back."""
+    """Restores our handlers behind a library that sets its own."""
     before = {number: signal.getsignal(number) for number in BOTH}
     try:
         yield

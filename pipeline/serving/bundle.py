@@ -87,7 +87,7 @@ def bundle(release: Path) -> None:
 
 
 def _classes(value: Any) -> set[type]:
-    """Of this project, whose values stand in a setting's text."""
+    """This project's classes whose values occur in a setting: its text in generate.py names them."""
     if isinstance(value, list | tuple | set):
         return set().union(*map(_classes, value)) if value else set()
     if isinstance(value, dict):

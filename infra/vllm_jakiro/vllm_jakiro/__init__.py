@@ -4,7 +4,7 @@ ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # behind 
 
 
 def register() -> None:
-    """By name: nothing of torch is imported here."""
+    """Registers them by name: nothing of torch is imported here."""
     from vllm import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()

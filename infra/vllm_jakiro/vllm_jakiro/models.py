@@ -20,7 +20,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 class Experts(nn.Module):
-    """In the place of the MLP: (tokens, D) -> (tokens, D)."""
+    """Stands in the place of the MLP: (tokens, D) -> (tokens, D)."""
 
     def __init__(self, config, prefix: str):
         super().__init__()
