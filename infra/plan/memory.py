@@ -30,7 +30,7 @@ def states_of(recipe: Recipe) -> int:
 
 
 def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    """Bytes of the dump: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and each row's own."""
+    """Bytes of the dump: tokens x (5 + states x (hidden size x bytes of a word, + 4 for float8)), and frames."""
     width = load_config(recipe.target).hidden_size
     frame = frame_bytes(recipe.stored_dtype, states_of(recipe) - 1) + TEXT_ROW_BYTES
     return tokens * token_bytes(recipe.stored_dtype, width, states_of(recipe)) + rows * frame

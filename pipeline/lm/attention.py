@@ -159,7 +159,7 @@ def masks(
 
 
 def _filled_up(visible_NC: Tensor, width: int, capacity: int) -> Tensor:
-    """The mask over the whole capacity, for `width` tokens. Padding tokens see the first token, and no token sees them."""
+    """The mask over the whole capacity, for `width` tokens. Padding tokens see the first token; no token sees them."""
     count, known = visible_NC.shape
     whole = F.pad(visible_NC, (0, capacity - known, 0, width - count))
     whole[count:, 0] = True
