@@ -37,6 +37,14 @@ LLAMA_3 = (
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+QWEN_2_5 = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+    "assistant.<|im_end|>\n' }}{% endif %}{% for message in messages %}"
+    "{% if (message.role == 'user') or (message.role == 'system' and not loop.first) or (message.role == 'assistant') "
+    "%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
@@ -137,6 +145,13 @@ def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
             ["I am\n\nAda.<|eot_id|>", "Yes — é😀<|eot_id|>"],
             "",
         ),
+        (
+            QWEN_2_5,
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\nHi, who?<|im_end|>\n<|im_start|>assistant\n",
+            ["I am\n\nAda.<|im_end|>", "Yes — é😀<|im_end|>"],
+            "\n",
+        ),
         (MISTRAL, "<s>[INST] Hi, who? [/INST]", ["I am\n\nAda.</s>", "Yes — é😀</s>"], " "),
         (
             GEMMA,
@@ -145,7 +160,7 @@ def test_white_space_is_marked_when_the_tokenizer_trims_offsets():
             "\n",
         ),
     ],
-    ids=["smollm", "llama-2", "llama-3", "mistral", "gemma"],
+    ids=["smollm", "llama-2", "llama-3", "qwen-2.5", "mistral", "gemma"],
 )
 def test_golden_masks_of_well_known_templates(template, before_first, runs, last):
     tokenizer = tokenizer_with(template)
