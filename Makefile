@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo check test lint serve-test
+.PHONY: install demo check first-tests test lint serve-test
 
 install: $(STAMP)
 
@@ -22,7 +22,10 @@ FIRST_TESTS := tests/test_layout.py \
 	"tests/pipeline/test_architectures.py::test_the_whole_path_from_dump_to_lossless_decoding[llama-3.1]" \
 	tests/test_run.py::test_a_run_ends_with_its_table_its_release_and_its_plots
 
-check: lint
+check: $(STAMP)
+	$(MAKE) --jobs=2 --output-sync lint first-tests
+
+first-tests: $(STAMP)
 	$(BIN)/python -m pytest -p no:xdist -q $(FIRST_TESTS)
 
 test: $(STAMP)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
@@ -13,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import close_session
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
@@ -38,6 +41,7 @@ from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.running.stages import eval_state, run, stages, status
 from preprocess.dump.driver import dump
+from tests.eval.test_push import reach
 from tests.hub import Hub
 from tests.kit import (
     ROOT,
@@ -55,6 +59,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.pipeline.taught import prompt_of
+from tests.warm import Forked
 from train.input.features import stores
 
 pytestmark = pytest.mark.real
@@ -167,11 +172,9 @@ def test_a_run_that_is_ended_leaves_no_process_behind(finished, tmp_path):
     mark = str(shutil.copy(recipe, tmp_path / "recipe.json"))  # no other command line names it
     output = f"output={tmp_path / 'run'}"
     command = [sys.executable, "-m", "pipeline", "run", mark, "--set", output, "--set", "train.epochs=5000"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = Forked(command, command_environment())
     started = wait_until((tmp_path / "run/drafts/eagle/metrics.jsonl").exists, process)
-    process.terminate()
+    os.kill(process.pid, signal.SIGTERM)
     # Whatever is left, a rank or its launcher, would train for far longer.
     wait_until(lambda: process.poll() is not None and not running(mark), seconds=5 * started)
 
@@ -316,27 +319,27 @@ def test_a_name_that_the_hub_cannot_hold_is_refused_before_anything_is_measured(
             require_repository_name(name)
 
 
-def test_push_uploads_the_release_and_only_on_demand(finished):
+def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, capsys):
     """What else a Hub can answer: tests/eval/test_push.py."""
     recipe, run, _ = finished
     with Hub() as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "eval/main.py", str(recipe)]
-        quiet = run_command(command, **environment)
-        assert quiet.returncode == 0 and not hub.requests
-        pushed = run_command([*command, "--push", "me/draft"], **environment)
-        assert pushed.returncode == 0, pushed.stdout + pushed.stderr
-        assert f"uploaded: {hub.url}/me/draft/commit/" in pushed.stdout
+        reach(monkeypatch, hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        call(evaluate, str(recipe))
+        assert not hub.requests
+        call(evaluate, str(recipe), "--push", "me/draft")
+        assert f"uploaded: {hub.url}/me/draft/commit/" in capsys.readouterr().out
         assert hub.created[0]["visibility"] == "private"
         assert {path: len(content) for path, content in hub.files.items()} == {
             name: (run / "release" / name).stat().st_size
             for name in files_in(run / "release")
             if name != "release.json"
         }
-        refused = run_command([*command, "--push", "me/draft"], **{**environment, "HF_TOKEN": "hf_wrong"})
-        assert refused.returncode == 2
-        assert "the Hub refused the upload to me/draft (401)" in refused.stderr
-        assert "hf_wrong" not in refused.stdout + refused.stderr
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        with pytest.raises(PipelineError, match=r"the Hub refused the upload to me/draft \(401\)") as refused:
+            call(evaluate, str(recipe), "--push", "me/draft")
+        assert "hf_wrong" not in str(refused.value) + capsys.readouterr().out
+    close_session()
 
 
 # -- what can be asked of a finished run ----------------------------------------------------------------------------
