@@ -44,7 +44,6 @@ from preprocess.dump.driver import dump
 from tests.eval.test_push import reach
 from tests.hub import Hub
 from tests.kit import (
-    ROOT,
     TEMPLATE,
     call,
     change_sealed,

@@ -30,7 +30,7 @@ def text(loaded_target):
 def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
     draft = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=120 if "eagle3" in name else 60)
-    prompt, sampling = text[0], Sampling(40, NEVER, temperature=temperature, seed=0)
+    prompt, sampling = text[0], Sampling(24, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
     states, taus, choices = loaded_target.states(tokens[:-2], draft.needs.auxiliary), set(), draft.config.parallels
@@ -62,7 +62,7 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
 )
 def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, embed_head, text, name, tree):
     method = grown(taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60), **tree)
-    prompt, count = text[0], 40
+    prompt, count = text[0], 24
     want = speculative(loaded_target, method, prompt, Sampling(count, NEVER))
     tokens = prompt + want.tokens
     states = loaded_target.states(tokens[:-1], method.draft.needs.auxiliary)
