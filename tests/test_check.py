@@ -13,12 +13,12 @@ from infra.check.parts import PARTS, shape_that_fits
 from infra.check.shapes import SHAPES, Given
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.model import Target, load_embed_head
-from tests.kit import run_command
+from tests.kit import run_warm
 
 
 @pytest.mark.real
 def test_every_part_runs_on_a_cpu_with_a_tiny_shape():
-    done = run_command([sys.executable, "-m", "infra.check"], CUDA_VISIBLE_DEVICES="")
+    done = run_warm([sys.executable, "-m", "infra.check"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     parts = figures["parts"]

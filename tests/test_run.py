@@ -405,7 +405,7 @@ def answers_of(run: Path) -> dict:
     return found
 
 
-def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept(copied):
+def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept(copied, on_cluster):
     recipe, run = copied
     before, records = answers_of(run), run / "eval/records.jsonl"
     kept = records.read_text().splitlines()[:2]
@@ -413,9 +413,7 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
         "\n".join([*kept, kept[1][:100]]) + "\n"
     )  # four of six prompts were lost, one in the middle of a line
     (run / "eval/report.json").unlink()
-    command = [sys.executable, "eval/main.py", str(recipe), "--set", f"output={run}", "--set", "eval.workers=2"]
-    done = run_warm(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(evaluate, str(recipe), "--set", f"output={run}", "--set", "eval.workers=2")
     assert records.read_text().splitlines()[:2] == kept  # timings included: they were not decoded again
     assert answers_of(run) == before
 
