@@ -1,37 +1,34 @@
 """Whether a feature folder can be trusted.
 
-    python -m preprocess.verify DIR [--rows 8] [--recipe RECIPE] [--repair]
+    python -m preprocess.verify DIR [--rows 8] [--against ENGINE] [--recipe RECIPE] [--repair]
 
 Reads every table and shard in full (a dump that goes on and a training read what changed since it was last found
 whole) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
 the tables and shards of a finished dump with each other and with the manifest. Looks for files that the manifest does
-not know, and forwards a sample of rows through the target again. The recipe is the one that the dump left beside the
-shards on its own machine, unless another is given (one has to be where the shards were fetched from a store). What is
-in a store is fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
+not know, and forwards a sample of rows through the target again, by the recipe's engine or by another one: --against
+transformers says how far an engine's states are off, layer by layer. The recipe is the one that the dump left beside
+the shards on its own machine, unless another is given (one has to be where the shards were fetched from a store). What
+is in a store is fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
 """
 
 import argparse
 import json
-import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
+from typing import get_args
 
 from pipeline.artifacts.features import fetch, store_of
 from pipeline.artifacts.provenance import OWN_RECIPE, RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import THREADS, forget
-from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
     FILES,
     HELDOUT_PROMPTS,
     SPLITS,
-    FeatureStore,
     Manifest,
     Record,
     ShardRecord,
@@ -42,17 +39,14 @@ from pipeline.features.shards import (
     text_name,
     usable_texts,
 )
-from pipeline.features.source import FeatureSource
 from pipeline.features.text import TextRecord, TextTable
+from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
+from preprocess.dump.compare import compare
 from preprocess.dump.driver import dump
-
-# Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token
-# of another text or target has an error of about 1.
-ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -144,22 +138,6 @@ def _inconsistency(
     return None
 
 
-def recomputed(store: FeatureStore, source: FeatureSource, rows: int) -> dict[str, tuple[float, float]]:
-    """Document id -> relative error of its stored hidden states against the target's now, of the row (of its worst
-    layer, with auxiliary ones) and of the worst token, for a fixed random sample.
-    """
-    errors = {}
-    for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
-        row = store.row(number)
-        fresh_TSD = next(source.states([row.input_ids])).float().cpu()
-        stored = [row.hidden_TD[:, None]] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
-        wrong_TSD = torch.cat(stored, 1).float() - fresh_TSD
-        worst = (wrong_TSD.norm(dim=-1) / fresh_TSD.norm(dim=-1)).max()
-        of_state_S = wrong_TSD.norm(dim=(0, 2)) / fresh_TSD.norm(dim=(0, 2))
-        errors[row.doc_id] = (of_state_S.max().item(), worst.item())
-    return errors
-
-
 def recipe_beside(folder: Path) -> Path | None:
     """The recipe that the dump left in the folder: its own; else, where nothing was cut off from it, the public
     copy.
@@ -174,7 +152,9 @@ def recipe_beside(folder: Path) -> Path | None:
     return public if whole else None
 
 
-def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: int, repair: bool) -> None:
+def verify(
+    folder: Path, recipe_path: Path | None, overrides: list[str], rows: int, repair: bool, against: str | None = None
+) -> None:
     """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
     if recipe_path is None and (rows or repair):
         raise PipelineError(
@@ -198,7 +178,7 @@ def verify(folder: Path, recipe_path: Path | None, overrides: list[str], rows: i
             f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --recipe RECIPE --repair"
         )
     if recipe and rows:
-        _forward_again(folder, recipe, manifest, rows)
+        _forward_again(folder, recipe, manifest, rows, against)
 
 
 def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
@@ -236,24 +216,15 @@ def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, s
     fetch(recipe, checksums=False)
 
 
-def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int) -> None:
-    """Compares a sample of each set with the target."""
+def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int, against: str | None) -> None:
+    """Compares a sample of each set with the target, by another engine where one is named."""
     _require_runs_folder(folder, recipe)
     if fingerprint(recipe.target) != manifest.spec.target:
         raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
-    source = open_source(recipe.target, manifest.spec.auxiliary_numbers)
-    errors: dict[str, tuple[float, float]] = {}
-    for name in (*SPLITS, ANSWERS):
-        if manifest.total(name, "rows"):
-            errors |= recomputed(FeatureStore(folder, name, manifest.spec), source, rows)
-    of_row, of_token = (max(error[place] for error in errors.values()) for place in (0, 1))
-    print(
-        f"{len(errors)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed {ALLOWED_ROW}), "
-        f"of a token {of_token:.4f} (allowed {ALLOWED_TOKEN})"
-    )
-    wrong = [name for name, (row, token) in errors.items() if not (row <= ALLOWED_ROW and token <= ALLOWED_TOKEN)]
+    said, wrong = compare(folder, manifest.spec, recipe.target, rows, against)
+    print("\n".join(said))
     if wrong:
-        raise PipelineError(f"{folder}: the hidden states of {wrong[0]} are not the target's; dump into another folder")
+        raise PipelineError(f"{folder}: the hidden states of {wrong} are not the target's; dump into another folder")
 
 
 def main() -> None:
@@ -262,10 +233,13 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, help="default: the dump's own, in the folder")
     parser.add_argument("--set", dest="overrides", metavar="section.key=value", action="append", default=[])
     parser.add_argument("--rows", type=int, default=8, help="rows of each split to forward again (0: none)")
+    engines = get_args(TargetConfig.model_fields["engine"].annotation)
+    parser.add_argument("--against", choices=engines, help="the engine that forwards them; default: the recipe's")
     parser.add_argument("--repair", action="store_true", help="dump again what is damaged or missing")
     arguments = parser.parse_args()
     folder = arguments.folder
-    verify(folder, arguments.recipe or recipe_beside(folder), arguments.overrides, arguments.rows, arguments.repair)
+    recipe = arguments.recipe or recipe_beside(folder)
+    verify(folder, recipe, arguments.overrides, arguments.rows, arguments.repair, arguments.against)
 
 
 if __name__ == "__main__":

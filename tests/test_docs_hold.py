@@ -232,3 +232,15 @@ def test_tests_and_targets_of_make_that_a_page_names_are_there(page):
         assert name in names or (cut and any(one.startswith(name) for one in names)), f"{page.name}: {name}"
     for target in re.findall(r"(?:^|`|\n)make ([\w-]+)", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{page.name}: make {target}"
+
+
+@pytest.mark.parametrize(
+    "page", ["README", "docs/README", "docs/results/experts", "docs/results/ablations", "docs/results/demo"]
+)
+def test_whether_experts_pay_is_said_with_the_scale_it_was_measured_at(page):
+    sentences = re.split(r"(?<=[.?;])\s|\n\n|\n(?=[-#|])", (ROOT / f"{page}.md").read_text())
+    answer = r"(mixture of experts|experts pay|form of experts|number of experts)(?! *\W* if)"
+    said = [one for one in sentences if re.search(answer, one, re.I) and re.search(r"\b(no|not|level|pay)\b", one)]
+    assert said
+    for one in said:
+        assert re.search(r"trained\s+tokens", one) and "135M" in one, one

@@ -36,7 +36,8 @@ class Prompt:
 @dataclass(frozen=True)
 class Answer:
     """What the target says to a prompt: its tokens, the stop token included, and, where they were asked for, the states
-    of prompt and answer ([T, S, D], as `FeatureSource.states` gives them).
+    of prompt and answer ([T, S, D], as `FeatureSource.states` gives them). In one pass nothing is computed behind the
+    last token: its state, which nothing reads, is 0.
     """
 
     tokens: list[int]
@@ -49,6 +50,7 @@ class FeatureSource(Protocol):
     identity: SourceIdentity
     tokenizer: Any
     positions: int  # that a text may have
+    one_pass: bool  # answers bring their states from the pass that gave them
     stop_ids: frozenset[int]
 
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -69,7 +71,8 @@ class FeatureSource(Protocol):
     ) -> Iterator[Answer]:
         """The answer to each prompt, in their order. With `capture` it brings its states, of the same pass where the
         engine can do that. `alive` is called now and then while the target decodes. With `plainly` each prompt is
-        decoded alone, by the loop that evaluation decodes plainly with: bit for bit its answer.
+        decoded alone, by the loop that evaluation decodes plainly with: bit for bit its answer. (An engine that batches
+        by itself has no such loop.)
 
         Raises PipelineError where the target's logits are not finite, on any token of an answer; with `plainly`, which
         computes nothing that evaluation does not, on its first.

@@ -1,9 +1,20 @@
 """Which target, and how it is loaded."""
 
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
-from pipeline.basics.section import Dtype, Scalar, Section
+from pydantic import model_validator
+
+from pipeline.basics.section import Dtype, Positive, Scalar, Section
+
+ENGINE_KEYS = {"engine", "engine_python", "tensor_parallel", "engine_options"}
+# Of vLLM's EngineArgs: those that other keys of the recipe say, and those under which states are not the target's.
+NOT_OPTIONS = {
+    *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size", "generation_config"),
+    *("enable_prefix_caching", "speculative_config", "kv_transfer_config", "hf_overrides", "enable_lora"),
+    *("quantization", "kv_cache_dtype", "load_format", "model_impl", "hf_config_path", "config_format"),
+    *("runner", "convert", "skip_tokenizer_init", "logits_processors", "override_generation_config"),
+}
 
 
 class TargetConfig(Section):
@@ -12,8 +23,32 @@ class TargetConfig(Section):
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
     revision: str | None = None
     dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
+    engine: Literal["transformers", "vllm"] = "transformers"  # what computes states and answers of the dump
+    engine_python: str | None = None  # the Python of vLLM's own environment
+    tensor_parallel: Positive = 1  # GPUs of one engine
+    engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs
     device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
     template_keywords: dict[str, Scalar | list[Scalar]] = {}  # of the chat template: { enable_thinking = false }, ...
     template_date: date = date(2024, 7, 26)  # today, for templates that print it; Llama's own where it knows no clock
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> "TargetConfig":
+        if self.engine == "transformers":
+            for key in ENGINE_KEYS - {"engine"}:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is of an engine: set engine = 'vllm', too")
+            return self
+        if self.engine_python is None:
+            raise ValueError("engine='vllm' wants engine_python, the Python of the environment that vLLM is in")
+        if refused := sorted(NOT_OPTIONS & self.engine_options.keys()):
+            raise ValueError(
+                f"engine_options.{refused[0]}: the project sets it itself, or it would change the states without a "
+                "word; leave it out"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What states depend on, but for rounding: not where they are computed, nor by which engine."""
+        return self.model_dump(mode="json", exclude={"device", *ENGINE_KEYS})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
@@ -208,6 +208,30 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
     return EmbeddingAndHead(read["embedding"], head, fingerprint(config), decoder)
 
 
+def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
+    """The target's norm behind its last layer, its weights alone read. Raises PipelineError where it has none."""
+    skeleton = _skeleton(config)
+    decoder = skeleton.get_decoder()
+    norm = getattr(decoder, "norm", None)
+    if norm is None:
+        raise PipelineError(
+            f"target {config.model!r}: its decoder has no final norm by that name, so states of an engine cannot be "
+            "normed: use target.engine = 'transformers'"
+        )
+    where = source(config)
+    files, stored = weight_files(where), _stored_names(skeleton, weight_files(where))
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    read = {}
+    for own, parameter in norm.named_parameters():
+        name = names[id(parameter)]
+        if name not in stored:
+            raise _incomplete(config, name)
+        with safe_open(files[stored[name]], "pt") as tensors:
+            read[own] = tensors.get_tensor(stored[name]).to(DTYPES[dtype])
+    norm.load_state_dict(read, assign=True)
+    return norm.requires_grad_(False)
+
+
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
     """Any causal language model that can read a tree, and its tokenizer. Raises PipelineError."""
     where, text = source(config), load_config(config)
@@ -266,6 +290,20 @@ class Target(Verifier):
         super().__init__(model, text, config.model)
 
     def stop_ids(self) -> set[int]:
-        eos = self.model.generation_config.eos_token_id
-        ids = {self.tokenizer.eos_token_id} | set(eos if isinstance(eos, list) else [eos])
-        return {token for token in ids if token is not None}
+        return _stop_ids(self.model.generation_config, self.tokenizer)
+
+
+def stop_ids_of(config: TargetConfig, tokenizer: Any) -> frozenset[int]:
+    """`Target.stop_ids` without loading it."""
+    where = source(config)
+    try:
+        generation = GenerationConfig.from_pretrained(where.name, revision=where.revision or "main")
+    except OSError:  # it has no such file
+        generation = GenerationConfig.from_model_config(load_config(config))
+    return frozenset(_stop_ids(generation, tokenizer))
+
+
+def _stop_ids(generation: Any, tokenizer: Any) -> set[int]:
+    eos = generation.eos_token_id
+    ids = {tokenizer.eos_token_id} | set(eos if isinstance(eos, list) else [eos])
+    return {token for token in ids if token is not None}

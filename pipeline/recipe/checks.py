@@ -49,6 +49,11 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
 def _of_devices(recipe: "Recipe") -> Iterator[str]:
     """Target and workers do not agree on the GPUs that one has."""
     device, features, measuring = recipe.target.device, recipe.features, recipe.eval
+    if recipe.target.engine != "transformers":
+        if features.gpus_per_worker is not None:
+            yield "features.gpus_per_worker: an engine's GPUs are counted by target.tensor_parallel"
+        if device == "spread":
+            yield "target.device='spread' is transformers' way: an engine has target.tensor_parallel"
     if device != "spread":
         if (features.gpus_per_worker or 0) > 1:
             yield (

@@ -17,7 +17,7 @@ from pipeline.decoding.method import Method
 from pipeline.drafts.lookup.corpus import corpus_sha256
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
-from pipeline.lm.config import TargetConfig
+from pipeline.lm.config import ENGINE_KEYS, TargetConfig
 from pipeline.recipe.checks import complaints
 from pipeline.recipe.sections import (
     AnyDraft,
@@ -121,13 +121,14 @@ class Recipe(Section):
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
+        apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python"}
         drafts = {name: config.public().to_json() for name, config in self.draft.items()}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
 
     @property
     def regenerate_hash(self) -> str:
         """What the target's own answers depend on."""
-        target = self.target.model_dump(mode="json", exclude={"device"})
+        target = self.target.identity()
         asked = {
             "source",
             "subset",
@@ -141,6 +142,8 @@ class Recipe(Section):
         }
         data = self.data.model_dump(mode="json", include=asked)
         answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
+        if self.target.engine != "transformers":  # its random numbers are others
+            target |= {"engine": self.target.engine}
         return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
 
     @property
@@ -155,7 +158,7 @@ class Recipe(Section):
             features["auxiliary_layers"] = sorted(wanted, key=lambda layer: (isinstance(layer, str), layer))
         features["stored_dtype"] = self.stored_dtype
         data = self.data.model_dump(mode="json", exclude={"calibration_prompts"})
-        target = self.target.model_dump(mode="json", exclude={"device"})
+        target = self.target.identity()
         return digest({"target": target, "data": data, "features": features})
 
     @property

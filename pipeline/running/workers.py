@@ -249,7 +249,7 @@ def start_ray(crew: Crew) -> None:
             workers_as_everyone()
             ray.init(
                 address="local",
-                _node_ip_address="127.0.0.1",  # servers of a laptop run are not for the network
+                _node_ip_address="127.0.0.1",  # this version binds to all addresses all the same, behind a token
                 num_cpus=max(crew.workers * crew.cpus, 1),
                 include_dashboard=False,
                 logging_level=logging.WARNING,

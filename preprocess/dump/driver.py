@@ -75,10 +75,10 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     """What an earlier run left; answers to other calibration prompts, or of other lengths, are not taken over."""
     sizes = {} if store is None else store.sizes()
     manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(spec)
-    require_same(manifest.spec, spec, folder)
+    _require_its_own(manifest.spec, spec, folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
-        require_same(manifest.spec, spec, store.name)
+        _require_its_own(manifest.spec, spec, store.name)
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
@@ -93,6 +93,15 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     manifest.shards = [shard for shard in manifest.shards if shard.name not in lost]
     manifest.answers = [s for s in manifest.answers if not {s.name, s.text.name if s.text else ""} & lost]
     return manifest
+
+
+def _require_its_own(got: FeatureSpec, spec: FeatureSpec, where: object) -> None:
+    require_same(got, spec, where)
+    if got.engine != spec.engine:
+        raise PipelineError(
+            f"{where}: its states were computed by {got.engine}, this run has target.engine={spec.engine!r}: one dump "
+            "has one engine. Go on with that one, or dump into another output folder"
+        )
 
 
 def _lost(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:

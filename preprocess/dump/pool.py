@@ -22,12 +22,12 @@ class SetAside:
 
 
 def crew_of(recipe: Recipe) -> Crew:
-    settings = recipe.features
+    settings, parallel = recipe.features, recipe.target.tensor_parallel
     return Crew(
         section="features",
         workers=settings.workers,
         cpus=settings.cpus_per_worker,
-        gpus=settings.gpus_per_worker,
+        gpus=float(parallel) if parallel > 1 else settings.gpus_per_worker,
         device=recipe.target.device,
         hang_seconds=settings.hang_seconds,
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import FeaturesConfig
 
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
 log = logging.getLogger(__name__)
@@ -19,9 +18,13 @@ def nobody_listens(_: tuple[str, ...]) -> None:
     """The heartbeat of a worker outside of a pool."""
 
 
-def in_flight(settings: FeaturesConfig) -> int:
-    """Batches that a worker forwards at a time: one for every GPU of a spread target."""
-    return max(1, int(settings.gpus_per_worker or 0))
+def in_flight(recipe: Recipe) -> int:
+    """Batches that a worker forwards at a time: one for every GPU of a spread target, some for an engine, which takes
+    requests of several together.
+    """
+    if recipe.target.engine != "transformers":
+        return 4
+    return max(1, int(recipe.features.gpus_per_worker or 0))
 
 
 def longest_first(documents: Iterable[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shard
-from pipeline.features.source import FeatureSource, Prompt
+from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.features.text import write_text_table
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
@@ -27,6 +27,7 @@ from preprocess.dump.task import ShardTask, in_flight, longest_first, nobody_lis
 
 S, T = TypeVar("S"), TypeVar("T")
 NOT_ANSWERED = "not_answered"
+ASKED_AT_ONCE = 64  # prompts, of an engine that batches by itself
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Document:
     doc_id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    states_TSD: torch.Tensor | None = None  # where the target's answer brought them
 
     def content(self) -> bytes:
         ids, mask = self.input_ids.astype("<i4"), self.loss_mask.astype("u1")
@@ -102,7 +104,7 @@ class FeatureWorker:
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._heartbeat, self._store = heartbeat, store_of(recipe)
         self._computing = ThreadPoolExecutor(
-            in_flight(self._settings), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
+            in_flight(recipe), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
         )
         self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
         self._busy_lock = Lock()
@@ -140,26 +142,29 @@ class FeatureWorker:
         stays a prompt, and is entered into `rejected`.
         """
         sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
-        whole = []
-        for document in task.documents:
-            tokens: list[int] = []
+
+        def answered(document: Document) -> Document:
+            answer = Answer([])
             if document.doc_id not in rejected:
                 alive = partial(self._heartbeat, (document.doc_id,))
                 alive()
                 try:
-                    prompt = Prompt(document.input_ids.tolist())
-                    (answer,) = self._source.answers([prompt], sampling, alive=alive, plainly=True)
-                    tokens = answer.tokens
+                    prompt, capture = Prompt(document.input_ids.tolist()), self._source.one_pass
+                    (answer,) = self._source.answers([prompt], sampling, capture, alive, plainly=True)
                 except PipelineError:  # logits that are not finite
                     rejected[document.doc_id] = NOT_ANSWERED
-            ids = np.concatenate([document.input_ids, np.array(tokens, np.int32)])
+            ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
-            whole.append(Document(document.doc_id, ids, mask.astype(np.uint8)))
-        return whole
+            return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
+
+        with ThreadPoolExecutor(ASKED_AT_ONCE if self._source.one_pass else 1) as threads:
+            return list(threads.map(answered, task.documents))
 
     def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
         """``states_TSD`` of each dialogue, in the target's dtype, on its device."""
-        return list(self._source.states([document.input_ids for document in batch]))
+        known = [document.states_TSD for document in batch]
+        rest = self._source.states([one.input_ids for one in batch if one.states_TSD is None])
+        return [next(rest) if states_TSD is None else states_TSD for states_TSD in known]
 
     def _compute(self, batch: list[Document]) -> _Stored:
         """The batch's states as its shard stores them; of an accelerator they are still on their way when it returns,
@@ -205,7 +210,7 @@ class FeatureWorker:
         numbers = {document.doc_id: first + place for place, document in enumerate(task.in_order)}
         documents = [document for document in task.documents if document.doc_id not in rejected]
         batches = length_sorted_batches(documents, self._settings.batch_tokens)
-        for batch, stored in ahead(self._compute, batches, self._computing, in_flight(self._settings)):
+        for batch, stored in ahead(self._compute, batches, self._computing, in_flight(self._recipe)):
             finite_B = self._arrived(stored).finite_B.tolist()
             for document, columns, finite in zip(batch, stored.columns, finite_B, strict=True):
                 if finite:

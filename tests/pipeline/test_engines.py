@@ -5,7 +5,8 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import ALIVE_EVERY, GumbelNoise, identity_of, open_source
+from pipeline.features.engines import identity_of, open_source
+from pipeline.features.engines.here import ALIVE_EVERY, GumbelNoise
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.config import TargetConfig
 

@@ -15,6 +15,7 @@ from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
+from pipeline.lm.config import ENGINE_KEYS
 from pipeline.recipe import load
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -373,6 +374,7 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
 
 ANSWERED = {"data.calibration_prompts", "features.answer_tokens"}
 NOT_WHAT_SHARDS_HOLD = {  # but for the answers to calibration prompts
+    *(f"target.{key}" for key in ENGINE_KEYS),
     "target.device",
     *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
     *(f"features.{key}" for key in ("store", "hang_seconds")),
@@ -392,6 +394,7 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
         "eval.workers",
         "eval.gpus_per_worker",
         "eval.hang_seconds",
+        *(f"target.{key}" for key in ENGINE_KEYS - {"engine"}),  # of another engine than the recipe's
     }
 
 
@@ -446,6 +449,7 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     }
     expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - {
         "target.device",
+        *(f"target.{key}" for key in ENGINE_KEYS - {"engine"}),
         "regenerate.batch",
         *(f"data.{key}" for key in later),
     }

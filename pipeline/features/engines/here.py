@@ -1,10 +1,9 @@
-"""The engines behind `FeatureSource`: today one, the target in this process through transformers' own forward."""
+"""The target in this process, through transformers' own forward: a `FeatureSource`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -19,27 +18,19 @@ from transformers import (
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.source import Answer, FeatureSource, Prompt, SourceIdentity
+from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 
 ALIVE_EVERY = 16  # steps of a batch between two signs of life
 
 
-def identity_of(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
-    """Of the source that `open_source` gives, without loading it."""
-    return SourceIdentity("transformers", transformers.__version__, config.dtype, tuple(layers))
-
-
-def open_source(config: TargetConfig, layers: Sequence[int] = ()) -> FeatureSource:
-    """Loads the target. Raises PipelineError."""
-    return TransformersSource(config, identity_of(config, layers))
-
-
 class TransformersSource:
     """States of a padded batch come from one forward. Prompts are answered by transformers' `generate`, padded on the
     left, however many they are: what is asked again alone takes the same path.
     """
+
+    one_pass = False
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
         self._target, self.identity = Target(config, identity.dtype), identity

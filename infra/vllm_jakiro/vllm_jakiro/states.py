@@ -1,0 +1,91 @@
+"""A connector of vLLM that hands over the states which the target computed for a request: one file for each.
+
+vLLM's speculative method "extract_hidden_states" keeps the outputs of chosen decoder layers beside its keys and values.
+Its own connector, which this one refines, is a debugging aid: it needs CUDA, locks files, and says nothing where a file
+could not be written. Here a request's states are copied while the next step runs (on a GPU by a stream of their own,
+into pinned memory) and written by a thread (files.py).
+
+What a request wants is in `SamplingParams.extra_args["kv_transfer_params"]`: {"states": "prompt"} or "all", prompt and
+answer, and its "file": vLLM adds to a request's own name. Without these the request has no file.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+    extract_from_kv_cache,
+)
+
+from vllm_jakiro.files import write
+
+WRITERS = 4  # threads
+
+
+class StatesConnector(ExampleHiddenStatesConnector):
+    """The scheduler's side names the requests that have finished; the worker of tensor-parallel rank 0 writes them."""
+
+    def __init__(self, *arguments: Any, **more: Any):
+        super().__init__(*arguments, **more)
+        self._executor.shutdown()
+        self._executor = ThreadPoolExecutor(WRITERS, thread_name_prefix="states")
+        self._copied: dict[str, Any] = {}  # request -> the event after which its states have left the cache; or None
+
+    # -- scheduler ------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks are kept until the copy is done, None)"""
+        wanted = request.kv_transfer_params or {}
+        if self._request_filenames.pop(request.request_id, None) is None or "states" not in wanted:
+            return False, None
+        # Nothing was computed behind an answer's last token.
+        tokens = request.prompt_token_ids if wanted["states"] == "prompt" else list(request.all_token_ids)[:-1]
+        path = Path(self._storage_path) / Path(wanted["file"]).name
+        self._pending_saves[request.request_id] = PendingSave(
+            req_id=request.request_id, filename=str(path), token_ids=torch.tensor(tokens), block_ids=list(block_ids)
+        )
+        return True, None
+
+    # -- worker ---------------------------------------------------------------------------------------------------
+
+    def wait_for_save(self) -> None:
+        """No lock files."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose blocks may be freed."""
+        if self.has_connector_metadata():
+            metadata = self._get_connector_metadata()
+            if isinstance(metadata, ExampleHiddenStatesConnectorMetadata):
+                for pending in metadata.pending_saves:
+                    self._submit_async_write(pending)
+        done = {name for name, copy in self._copied.items() if copy is None or copy.query()}
+        for name in done:
+            del self._copied[name]
+        return done or None, None
+
+    def _submit_async_write(self, pending: PendingSave) -> None:
+        if not self._is_tp_rank_zero:
+            return
+        cache, size = self._kv_cache, self._block_size
+        assert cache is not None
+        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
+        slots = (blocks[:, None] * size + torch.arange(size)).flatten()[: len(pending.token_ids)]
+        event = None
+        if cache.is_cuda:
+            ready, stream = torch.cuda.Event(), self._get_copy_stream()
+            ready.record()
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                found = extract_from_kv_cache(cache, slots.to(cache.device, non_blocking=True), len(slots))
+                states = torch.empty_like(found, device="cpu", pin_memory=True)
+                states.copy_(found, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+        else:
+            states = extract_from_kv_cache(cache, slots, len(slots)).clone()
+        self._copied[pending.req_id] = event
+        self._executor.submit(write, Path(pending.filename), states, pending.token_ids, event)

@@ -1,0 +1,211 @@
+"""The target in an engine of another environment: here a stand-in for vLLM behind the real protocol (tests/standin)."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.artifacts.features import feature_spec
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT
+from pipeline.decoding.generate import Sampling, plain
+from pipeline.features.engines import identity_of, open_source
+from pipeline.features.engines.child import SHARED, EngineDied
+from pipeline.features.shards import ANSWERS, FeatureStore
+from pipeline.features.source import Prompt
+from pipeline.lm.config import TargetConfig
+from pipeline.recipe.recipe import Recipe
+from preprocess.dump.compare import compare
+from tests.kit import dump_here, recipe_tree, save_tiny_target, write_sharegpt
+
+TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> str:
+    """The Python of an environment with a vLLM."""
+    python = tmp_path_factory.mktemp("environment") / "python"
+    paths = os.pathsep.join([str(ROOT / "tests/standin"), str(ROOT / "infra/vllm_jakiro")])
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def configured(target: Path, python: str, **options) -> TargetConfig:
+    keys = {"engine": "vllm", "engine_python": python, "engine_options": options}
+    return TargetConfig(model=str(target), dtype="float32", device="cpu", **keys)
+
+
+def left_behind() -> set[str]:
+    return {path.name for path in SHARED.glob("jakiro-states-*")}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_target, environment):
+    before = left_behind()
+    source = open_source(configured(tiny_target, environment), [1])
+    (folder,) = left_behind() - before
+    yield source
+    source.close()
+    assert folder not in left_behind()
+
+
+def greedy(source, tokens: int = 12) -> Sampling:
+    return Sampling(tokens, source.stop_ids)
+
+
+def test_it_says_what_its_states_are_and_who_computes_them(engine, tiny_target, environment):
+    identity = identity_of(configured(tiny_target, environment), [1])
+    assert engine.identity == identity
+    assert (identity.engine, identity.version, identity.dtype, identity.layers) == ("vllm", "0.0.0", "float32", (1,))
+
+
+def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at_once(engine, loaded_target):
+    texts = [[*text, number] for number in range(5) for text in TEXTS]
+
+    def ask(text):
+        (states_TSD,) = engine.states([text])
+        (answer,) = engine.answers([Prompt(text)], greedy(engine), capture=True)
+        return states_TSD, answer
+
+    with ThreadPoolExecutor(4) as threads:
+        for text, (states_TSD, answer) in zip(texts, threads.map(ask, texts), strict=True):
+            torch.testing.assert_close(states_TSD, loaded_target.capture_all(torch.tensor([text]), [1])[0])
+            assert answer.tokens == plain(loaded_target, text, greedy(engine)).tokens
+            whole = loaded_target.capture_all(torch.tensor([text + answer.tokens]), [1])[0]
+            torch.testing.assert_close(answer.states_TSD[:-1], whole[:-1])
+            assert not answer.states_TSD[-1].any()  # nothing was computed behind the last token
+
+
+def test_answers_without_states_leave_no_file(engine):
+    signs: list[int] = []
+    for text, answer in zip(TEXTS, engine.answers([Prompt(t) for t in TEXTS], greedy(engine)), strict=True):
+        assert answer.states_TSD is None and answer.tokens, text
+    assert not [path for folder in SHARED.glob("jakiro-states-*") for path in folder.iterdir()] and not signs
+
+
+def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
+    prompts = [Prompt([5] * 1024)]
+    with pytest.raises(PipelineError, match="longer than the maximum model length"):
+        list(engine.answers(prompts, greedy(engine)))
+    assert len(list(engine.states(TEXTS))) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("memory", PipelineError, "CUDA out of memory"),
+        ("dies", EngineDied, "status 9"),
+        ("disk", PipelineError, "could not be written.*No space left on device"),
+    ],
+)
+def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_target, environment, fault, error, message):
+    before, source = left_behind(), None
+    try:
+        with pytest.raises(error, match=message):
+            source = open_source(configured(tiny_target, environment, fault=fault), [1])
+            for _ in range(5):
+                list(source.states(TEXTS))
+    finally:
+        if source is not None:
+            source.close()
+    assert left_behind() == before
+
+
+def test_an_engine_that_is_gone_stays_gone(tiny_target, environment):
+    source = open_source(configured(tiny_target, environment, fault="dies"), [1])
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            for _ in range(5):
+                list(source.states(TEXTS))
+    source.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
+    """Also where the engine hangs in a step."""
+    before = left_behind()
+    script = (
+        "import sys; from tests.pipeline.test_vllm import TEXTS, configured\n"
+        "from pipeline.features.engines import open_source\n"
+        f"source = open_source(configured({str(tiny_target)!r}, {environment!r}, fault='hangs'), [1])\n"
+        "print(source._engine._child.pid, flush=True)\n"
+        "while True: list(source.states(TEXTS))\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
+    )
+    child = int(owner.stdout.readline())
+    time.sleep(0.5)
+    owner.send_signal(number)
+    owner.wait(30)
+    deadline = time.monotonic() + 30
+    while (Path(f"/proc/{child}").exists() or left_behind() != before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{child}").exists() and left_behind() == before
+
+
+def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(tiny_target, environment, tmp_path):
+    """The target's own answers come with their states, of one pass; a dump has one engine."""
+    source, drafts = write_sharegpt(tmp_path / "data.json", 40), {"eagle3": {"kind": "eagle3", "auxiliary_layers": [1]}}
+    manifests, stores = {}, {}
+    for engine in ("transformers", "vllm"):
+        tree = recipe_tree(tiny_target, source, tmp_path / engine)
+        tree["draft"] |= drafts
+        tree["data"] |= {"calibration_prompts": 3}
+        tree["features"] |= {"stored_dtype": "float32", "answer_tokens": 9}
+        if engine == "vllm":
+            tree["target"] |= {"engine": "vllm", "engine_python": environment}
+        recipe = Recipe.model_validate(tree)
+        manifests[engine] = dump_here(recipe)
+        spec = feature_spec(recipe)
+        stores[engine] = [FeatureStore(recipe.features_dir, split, spec) for split in ("train", "validation", ANSWERS)]
+    made, own = manifests["vllm"].spec, manifests["transformers"].spec
+    assert (made.engine, made.engine_version) == ("vllm", "0.0.0") and made.recipe == own.recipe
+    for ours, theirs in zip(stores["transformers"], stores["vllm"], strict=True):
+        assert len(ours) == len(theirs) > 0
+        for number in range(len(ours)):
+            want, got = ours.row(number), theirs.row(number)
+            assert got.doc_id == want.doc_id and got.input_ids.tolist() == want.input_ids.tolist()
+            assert got.loss_mask.tolist() == want.loss_mask.tolist()
+            last = len(want.input_ids) - (ours is stores["transformers"][2])
+            torch.testing.assert_close(got.hidden_TD[:last], want.hidden_TD[:last])
+            torch.testing.assert_close(got.auxiliary_TKD[:last], want.auxiliary_TKD[:last])
+    said, wrong = compare(recipe.features_dir, made, recipe.target, 4, against="transformers")
+    assert wrong is None and said[1].startswith("vllm 0.0.0 against transformers")
+    assert [line.split(":")[0].strip() for line in said[2:4]] == ["the last state, normed", "layer 1"]
+    (_, same, tokens) = re.fullmatch(r"(.*) after ([\d,]+) of ([\d,]+) tokens", said[4]).groups()
+    assert same == tokens
+    other = recipe.target.model_copy(update={"model": str(save_tiny_target(tmp_path / "other", seed=1))})
+    assert compare(recipe.features_dir, made, other, 4, against="transformers")[1] is not None
+    tree["target"] = {k: v for k, v in tree["target"].items() if not k.startswith("engine")}
+    with pytest.raises(PipelineError, match=r"computed by vllm, this run has target.engine='transformers'"):
+        dump_here(Recipe.model_validate(tree))
+
+
+def test_an_environment_without_vllm_is_named(tiny_target, tmp_path):
+    with pytest.raises(PipelineError, match=r"engine_python='/no/python'.*pip install infra/vllm_jakiro"):
+        open_source(configured(tiny_target, "/no/python"))
+    with pytest.raises(PipelineError, match="No package metadata was found for vllm"):
+        open_source(configured(tiny_target, sys.executable))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"engine": "vllm"}, "wants engine_python"),
+        ({"tensor_parallel": 2}, "set engine = 'vllm', too"),
+        ({"engine": "vllm", "engine_python": "p", "engine_options": {"enable_prefix_caching": True}}, "leave it out"),
+        ({"engine": "vllm", "engine_python": "p", "engine_options": {"speculative_config": {}}}, "leave it out"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        TargetConfig(model="m", **keys)

@@ -1,0 +1,95 @@
+"""A stand-in for vLLM: as much of its interface as `vllm_jakiro.engine` uses, over transformers on a CPU. Like vLLM it
+hands over states one step after a request has finished, and its last layer's are not normed.
+
+`EngineArgs(fault=...)`: "dies" in the third step; "hangs" in it; "memory" while it loads; "disk" has every file fail.
+"""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_jakiro import files
+
+__version__ = "0.0.0"
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+class TokensPrompt(dict):
+    pass
+
+
+class EngineArgs(SimpleNamespace):
+    def __init__(self, **options: Any):
+        super().__init__(**({"fault": None, "max_model_len": None} | options))
+
+
+class LLMEngine:
+    def __init__(self, args: EngineArgs):
+        if args.fault == "memory":
+            raise RuntimeError("CUDA out of memory")
+        if args.fault == "disk":
+            files.save_file = full
+        self._fault, self._steps = args.fault, 0
+        self._model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+        longest = args.max_model_len or self._model.config.max_position_embeddings
+        self.model_config = SimpleNamespace(max_model_len=longest)
+        self._layers = args.speculative_config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        self._folder = Path(args.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
+        self._open: dict[str, tuple[list[int], list[int], Any]] = {}
+        self._finished: list[tuple[list[int], dict[str, str]]] = []
+
+    from_engine_args = classmethod(lambda cls, args: cls(args))
+
+    def add_request(self, name: str, prompt: TokensPrompt, sampling: SamplingParams) -> None:
+        if len(prompt["prompt_token_ids"]) >= self.model_config.max_model_len:
+            raise ValueError("the prompt is longer than the maximum model length")
+        self._open[name] = list(prompt["prompt_token_ids"]), [], sampling
+
+    def step(self) -> list[Any]:
+        """A token of every request."""
+        self._steps += 1
+        if self._fault == "dies" and self._steps > 3:
+            os._exit(9)
+        if self._fault == "hangs" and self._steps > 3:
+            time.sleep(1000)
+        for tokens, asked in self._finished:
+            self._capture(tokens, self._folder / asked["file"])
+        self._finished, done = [], []
+        for name, (prompt, answer, sampling) in list(self._open.items()):
+            answer.append(int(self._model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
+            if len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ()):
+                del self._open[name]
+                done.append(
+                    SimpleNamespace(request_id=name, finished=True, outputs=[SimpleNamespace(token_ids=answer)])
+                )
+                if asked := getattr(sampling, "extra_args", {}).get("kv_transfer_params"):
+                    tokens = prompt if asked["states"] == "prompt" else (prompt + answer)[:-1]
+                    self._finished.append((tokens, asked))
+        return done
+
+    @torch.inference_mode()
+    def _capture(self, tokens: list[int], path: Path) -> None:
+        found: dict[int, torch.Tensor] = {}
+        decoder = self._model.get_decoder()
+        hooks = [
+            decoder.layers[layer - 1].register_forward_hook(
+                lambda _m, _i, out, layer=layer: found.update({layer: out if torch.is_tensor(out) else out[0]})
+            )
+            for layer in self._layers
+        ]
+        self._model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        states = torch.stack([found[layer][0] for layer in self._layers], dim=1)
+        files.write(path, states, torch.tensor(tokens))
