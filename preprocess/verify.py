@@ -237,6 +237,8 @@ def main() -> None:
     parser.add_argument("--against", choices=engines, help="the engine that forwards them; default: the recipe's")
     parser.add_argument("--repair", action="store_true", help="dump again what is damaged or missing")
     arguments = parser.parse_args()
+    if arguments.against and not arguments.rows:
+        parser.error("--against compares rows: --rows 0 leaves none")
     folder = arguments.folder
     recipe = arguments.recipe or recipe_beside(folder)
     verify(folder, recipe, arguments.overrides, arguments.rows, arguments.repair, arguments.against)

@@ -30,7 +30,8 @@ class Cluster:
 
     def raylets(self) -> list[int]:
         """The process of each node, in the order in which they were started."""
-        return sorted(pid for pid, words in self._processes() if "/raylet " in words)
+        found = [pid for pid, words in self._processes() if "/raylet " in words]
+        return sorted(found, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # numbers are given out anew
 
     def stop(self) -> None:
         """`ray stop` would stop every cluster of the machine."""

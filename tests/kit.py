@@ -169,8 +169,11 @@ def without_ray() -> Iterator[None]:
     """
 
     def results(self: Pool, tasks: Iterator[Task]) -> Iterator[tuple[Task, Any]]:
-        worker = self._make(lambda items: None)
+        worker = None
         for task in tasks:
+            if worker is None:
+                worker = self._make(lambda items: None)
+                worker.ready()
             yield task, worker.work(task)
 
     with mock.patch.object(Pool, "results", results):

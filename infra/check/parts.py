@@ -135,7 +135,7 @@ def dump(given: Given) -> dict[str, Any]:
         raise PipelineError(f"{len(found) - rows} of {len(found)} dialogues have no finite states")
     shutil.rmtree(folder)
     tokens = sum(len(document.input_ids) for document in found)
-    return _compared(tokens / seconds, plan_speeds.dump_speed(worker, found)) | peak()
+    return _compared(tokens / seconds, plan_speeds.worker_speed(worker, found)) | peak()
 
 
 def training(name: str, given: Given) -> dict[str, Any]:

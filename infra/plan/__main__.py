@@ -90,7 +90,7 @@ class Plan:
         speed, source = self.speed(
             "dump-speed",
             "tokens/s a worker",
-            lambda: speeds.dump_speed(speeds.dump_worker(recipe), sample.documents["train"]),
+            lambda: speeds.dump_speed(recipe, sample.documents["train"]),
         )
         hours = speed and counts["tokens"] / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
@@ -98,7 +98,7 @@ class Plan:
         place = f"in {public_name(features.store)}" if features.store else free
         accepted = sum(map(len, sample.documents.values()))
         tokens = f"{counts['tokens']:,.0f} in {counts['rows']:,.0f} documents"
-        workers = f" with {features.workers} workers{self.gpus(features.workers, features.gpus_per_worker)}"
+        workers = f" with {features.workers} workers{self.gpus(features.workers, recipe.worker_gpus)}"
         self.say("dump", "records", sample.records, f"{sample.records:,}", "counted")
         self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records")
         self.say("dump", "disk", size, f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)

@@ -57,7 +57,7 @@ def worker_bytes(recipe: Recipe) -> float:
     """
     config = load_config(recipe.target)
     numbers = (8 + states_of(recipe)) * config.hidden_size + 3 * config.intermediate_size
-    batches = in_flight(recipe.features) * recipe.features.batch_tokens * numbers
+    batches = in_flight(recipe) * recipe.features.batch_tokens * numbers
     return (parameter_count_of(recipe.target) + batches) * DTYPES[recipe.target.dtype].itemsize
 
 

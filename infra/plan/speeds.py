@@ -32,7 +32,16 @@ def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
     return worker
 
 
-def dump_speed(worker: FeatureWorker, documents: list[Document], seconds: float = 20) -> float:
+def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
+    """Tokens a second of a worker that is loaded for it."""
+    worker = dump_worker(recipe)
+    try:
+        return worker_speed(worker, documents)
+    finally:
+        worker.close()
+
+
+def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = 20) -> float:
     """Tokens a second of a worker here, as it works but for the writing, for at least so many seconds."""
     mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it
     for _ in worker.rows(ShardTask("train", 0, mixed[:1]), {}):  # warms up

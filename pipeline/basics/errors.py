@@ -3,3 +3,7 @@
 
 class PipelineError(ValueError):
     """Bad input. Entry points print its message without a traceback and exit with status 2."""
+
+
+class NoAnswer(PipelineError):
+    """The target has no answer to one text; it may have some to others."""

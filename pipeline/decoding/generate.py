@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from pipeline.basics.accelerator import now, sent
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
 from pipeline.decoding.contract import Cache, Draws, RoundInput, States, TargetModel
 from pipeline.decoding.method import LoadedMethod
@@ -180,7 +180,7 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
     states = target.forward(sent(prompt, target.device), cache, layers=layers)
     logits_V = target.head(states.final_ND[-1])
     if not logits_V.isfinite().all():
-        raise PipelineError(
+        raise NoAnswer(
             f"the target's logits are not finite in {target.dtype} after a prompt of {len(prompt)} tokens: use "
             "another dtype"
         )

@@ -74,7 +74,12 @@ class FeatureSource(Protocol):
         decoded alone, by the loop that evaluation decodes plainly with: bit for bit its answer. (An engine that batches
         by itself has no such loop.)
 
-        Raises PipelineError where the target's logits are not finite, on any token of an answer; with `plainly`, which
-        computes nothing that evaluation does not, on its first.
+        Raises NoAnswer where the target's logits are not finite, on any token of an answer; with `plainly`, which
+        computes nothing that evaluation does not, on its first; where an engine does not show its logits, for states
+        that are not finite, if it captures.
         """
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds: of an engine its process."""
         ...

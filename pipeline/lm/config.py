@@ -8,12 +8,12 @@ from pydantic import model_validator
 from pipeline.basics.section import Dtype, Positive, Scalar, Section
 
 ENGINE_KEYS = {"engine", "engine_python", "tensor_parallel", "engine_options"}
-# Of vLLM's EngineArgs: those that other keys of the recipe say, and those under which states are not the target's.
-NOT_OPTIONS = {
-    *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size", "generation_config"),
-    *("enable_prefix_caching", "speculative_config", "kv_transfer_config", "hf_overrides", "enable_lora"),
-    *("quantization", "kv_cache_dtype", "load_format", "model_impl", "hf_config_path", "config_format"),
-    *("runner", "convert", "skip_tokenizer_init", "logits_processors", "override_generation_config"),
+# Of vLLM's EngineArgs: how it uses the machine. Others are keys of the recipe, or change what the target computes.
+OPTIONS = {
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("enforce_eager", "enable_chunked_prefill", "block_size", "swap_space", "cpu_offload_gb", "attention_backend"),
+    *("enable_expert_parallel", "disable_custom_all_reduce", "distributed_executor_backend", "download_dir"),
+    *("max_parallel_loading_workers", "compilation_config"),
 }
 
 
@@ -26,7 +26,7 @@ class TargetConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"  # what computes states and answers of the dump
     engine_python: str | None = None  # the Python of vLLM's own environment
     tensor_parallel: Positive = 1  # GPUs of one engine
-    engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs
+    engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs: OPTIONS
     device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
@@ -42,10 +42,10 @@ class TargetConfig(Section):
             return self
         if self.engine_python is None:
             raise ValueError("engine='vllm' wants engine_python, the Python of the environment that vLLM is in")
-        if refused := sorted(NOT_OPTIONS & self.engine_options.keys()):
+        if refused := sorted(self.engine_options.keys() - OPTIONS):
             raise ValueError(
-                f"engine_options.{refused[0]}: the project sets it itself, or it would change the states without a "
-                "word; leave it out"
+                f"engine_options.{refused[0]}: a key of the recipe says it, or it would change the states without a "
+                f"word. Expected some of {', '.join(sorted(OPTIONS))}"
             )
         return self
 

@@ -147,6 +147,12 @@ class Recipe(Section):
         return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
 
     @property
+    def worker_gpus(self) -> float | None:
+        """GPUs of one worker of the dump; None: one where a node has any."""
+        parallel = self.target.tensor_parallel
+        return float(parallel) if parallel > 1 else self.features.gpus_per_worker
+
+    @property
     def dump_hash(self) -> str:
         """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that
         changes rounding at most, and a dump whose batches were too large goes on with smaller ones.

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, repeats_itself
 from pipeline.features.engines import open_source
 from pipeline.features.source import FeatureSource, Prompt
@@ -144,7 +144,7 @@ class AnswerWorker:
         try:
             answers = self._source.answers(prompts, self._sampling, alive=lambda: self._heartbeat(doc_ids))
             return [answer.tokens for answer in answers]
-        except PipelineError:  # logits that are not finite, of one row at least
+        except NoAnswer:  # of one row at least
             return [[]] if len(batch) == 1 else [answer for row in batch for answer in self._answers([row])]
 
     def _seed(self, conversation: Conversation) -> int:

@@ -1,11 +1,13 @@
 """Stored states against the target's now, whoever computed them."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pipeline.basics.errors import PipelineError
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest
@@ -17,6 +19,21 @@ from pipeline.lm.model import load_embed_head
 # Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token
 # of another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
+
+# What an engine's states are compared on before it dumps anything: prose, code, digits.
+SAMPLE = (
+    "Speculative decoding lets a small model guess several tokens, which the large model checks in one forward pass. "
+    "The answer stays the large model's own, token for token, and it comes sooner wherever the guesses are right.",
+    """def primes(limit):
+    found = []
+    for number in range(2, limit):
+        if all(number % p for p in found):
+            found.append(number)
+    return found
+
+print(primes(50))  # 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31""",
+)
+Sample = list[tuple[list[int], torch.Tensor]]  # texts, and the target's states [T, S, D] of each
 
 
 @dataclass(frozen=True)
@@ -30,27 +47,63 @@ class Compared:
     tokens: int
 
 
-def recomputed(store: FeatureStore, source: FeatureSource, head: LMHead, rows: int) -> dict[str, Compared]:
-    """By document id, of a fixed random sample. The last state of an answer that came of one pass is left out: it is
-    0.
+def off(got_TSD: torch.Tensor, want_TSD: torch.Tensor, head: LMHead) -> Compared:
+    """How far some states are off."""
+    got_TSD, want_TSD = got_TSD.float().cpu(), want_TSD.float().cpu()
+    wrong_TSD, dtype = got_TSD - want_TSD, head.linear.weight.dtype
+    was_T, is_T = (head(states_TSD[:, 0].to(dtype)).argmax(-1) for states_TSD in (want_TSD, got_TSD))
+    return Compared(
+        of_row=(wrong_TSD.norm(dim=(0, 2)) / want_TSD.norm(dim=(0, 2))).max().item(),
+        of_token=(wrong_TSD.norm(dim=-1) / want_TSD.norm(dim=-1)).max().item(),
+        of_state_S=wrong_TSD.abs().amax((0, 2)) / want_TSD.abs().amax((0, 2)),
+        same=int((was_T == is_T).sum()),
+        tokens=len(was_T),
+    )
+
+
+def recomputed(
+    store: FeatureStore, source: FeatureSource, head: LMHead, rows: int, one_pass: bool
+) -> dict[str, Compared]:
+    """By document id, of a fixed random sample. Where answers came with their states of `one_pass`, the last one is
+    left out: it is 0.
     """
     found = {}
     for number in sorted(random.Random(0).sample(range(len(store)), min(rows, len(store)))):
         row = store.row(number)
-        known = slice(None if row.hidden_TD[-1].any() else -1)
+        known = slice(-1 if one_pass else None)
         stored = [row.hidden_TD[:, None]] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
-        fresh_TSD, stored_TSD = next(source.states([row.input_ids])).float().cpu()[known], torch.cat(stored, 1)[known]
-        wrong_TSD = stored_TSD.float() - fresh_TSD
-        dtype = head.linear.weight.dtype
-        was_T, is_T = (head(states_TSD[:, 0].to(dtype)).argmax(-1) for states_TSD in (stored_TSD, fresh_TSD))
-        found[row.doc_id] = Compared(
-            of_row=(wrong_TSD.norm(dim=(0, 2)) / fresh_TSD.norm(dim=(0, 2))).max().item(),
-            of_token=(wrong_TSD.norm(dim=-1) / fresh_TSD.norm(dim=-1)).max().item(),
-            of_state_S=wrong_TSD.abs().amax((0, 2)) / fresh_TSD.abs().amax((0, 2)),
-            same=int((was_T == is_T).sum()),
-            tokens=len(was_T),
-        )
+        fresh_TSD = next(source.states([row.input_ids]))
+        found[row.doc_id] = off(torch.cat(stored, 1)[known], fresh_TSD[known], head)
     return found
+
+
+def sampled(target: TargetConfig, layers: Sequence[int]) -> Sample:
+    """The target's states of `SAMPLE` by transformers on this machine's CPU."""
+    own = target.model_copy(update={"engine": "transformers", "device": "cpu"})
+    source = open_source(own, layers)
+    texts = [source.tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAMPLE]
+    return list(zip(texts, source.states(texts), strict=True))
+
+
+def require_alike(source: FeatureSource, sample: Sample, target: TargetConfig) -> None:
+    """Raises PipelineError where an engine's states are not the target's: of other weights, another quantisation,
+    another RoPE.
+    """
+    head = load_embed_head(target).head
+    found = [
+        off(states, want, head) for (_, want), states in zip(sample, source.states([t for t, _ in sample]), strict=True)
+    ]
+    worst = max(found, key=lambda one: one.of_row)
+    if not worst.of_row <= ALLOWED_ROW:
+        same, tokens = sum(one.same for one in found), sum(one.tokens for one in found)
+        names = ["last", *map(str, source.identity.layers)]
+        states = ", ".join(f"{name} {x:.1e}" for name, x in zip(names, worst.of_state_S.tolist(), strict=True))
+        raise PipelineError(
+            f"{source.identity.engine} {source.identity.version} does not compute the states of {target.model!r}: "
+            f"relative error {worst.of_row:.3f} (allowed {ALLOWED_ROW}) against transformers, largest difference over "
+            f"largest value by layer: {states}; the likeliest next token is the same after {same} of {tokens}. Look at "
+            "target.engine_options and at the engine's version"
+        )
 
 
 def compare(
@@ -64,7 +117,9 @@ def compare(
     manifest, found = Manifest.load(folder), {}
     for name in (*SPLITS, ANSWERS):
         if manifest.total(name, "rows"):
-            found |= recomputed(FeatureStore(folder, name, spec), source, head, rows)
+            one_pass = name == ANSWERS and spec.engine != "transformers"
+            found |= recomputed(FeatureStore(folder, name, spec), source, head, rows, one_pass)
+    source.close()
     of_row, of_token = max(one.of_row for one in found.values()), max(one.of_token for one in found.values())
     said = [
         f"{len(found)} rows forwarded again: largest relative error of a row {of_row:.4f} (allowed {ALLOWED_ROW}), "

@@ -21,6 +21,7 @@ from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
 from pipeline.features.checked import checked
+from pipeline.features.engines.vllm import python_of, version_of
 from pipeline.features.schema import FeatureSpec, require_same, text_schema
 from pipeline.features.shards import (
     ANSWERS,
@@ -40,6 +41,7 @@ from pipeline.features.store import Store
 from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
+from preprocess.dump.compare import sampled
 from preprocess.dump.plan import Plan
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
@@ -175,7 +177,11 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     write_own_recipe(folder, recipe)
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
-    make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec)
+    sample = None
+    if recipe.target.engine != "transformers":
+        version_of(python_of(recipe.target))
+        sample = sampled(recipe.target, manifest.spec.auxiliary_numbers)
+    make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec, sample=sample)
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))

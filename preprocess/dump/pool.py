@@ -22,12 +22,12 @@ class SetAside:
 
 
 def crew_of(recipe: Recipe) -> Crew:
-    settings, parallel = recipe.features, recipe.target.tensor_parallel
+    settings = recipe.features
     return Crew(
         section="features",
         workers=settings.workers,
         cpus=settings.cpus_per_worker,
-        gpus=float(parallel) if parallel > 1 else settings.gpus_per_worker,
+        gpus=recipe.worker_gpus,
         device=recipe.target.device,
         hang_seconds=settings.hang_seconds,
     )

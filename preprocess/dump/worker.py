@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.artifacts.features import store_of
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
@@ -23,6 +23,7 @@ from pipeline.features.text import write_text_table
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
 from pipeline.running.crew import Heartbeat
+from preprocess.dump.compare import Sample, require_alike
 from preprocess.dump.task import ShardTask, in_flight, longest_first, nobody_listens
 
 S, T = TypeVar("S"), TypeVar("T")
@@ -100,7 +101,16 @@ def take_threads(most: int) -> None:
 class FeatureWorker:
     """Runs the frozen target; its tensors go to its own shards only."""
 
-    def __init__(self, recipe: Recipe, folder: Path, spec: FeatureSpec, heartbeat: Heartbeat = nobody_listens):
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        spec: FeatureSpec,
+        heartbeat: Heartbeat = nobody_listens,
+        sample: Sample | None = None,
+    ):
+        """`sample`: states that an engine's are compared with before it works."""
+        self._sample = sample
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._heartbeat, self._store = heartbeat, store_of(recipe)
         self._computing = ThreadPoolExecutor(
@@ -112,11 +122,22 @@ class FeatureWorker:
     def ready(self) -> None:
         """Loads the target."""
         take_threads(self._settings.cpus_per_worker)
+        if self._sample:
+            require_alike(self._source, self._sample, self._recipe.target)
         _ = self._source
 
     @cached_property
     def _source(self) -> FeatureSource:
-        return open_source(self._recipe.target, self._spec.auxiliary_numbers)
+        source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
+        if self._recipe.data.max_length > source.positions:
+            raise PipelineError(
+                f"data.max_length={self._recipe.data.max_length}, but {source.identity.engine} takes texts of at most "
+                f"{source.positions} tokens here: lower it, or raise target.engine_options.max_model_len"
+            )
+        return source
+
+    def close(self) -> None:
+        self._source.close()
 
     def work(self, task: ShardTask) -> ShardRecord:
         """Writes the task's shard: the same bytes whoever writes it, and however often."""
@@ -144,15 +165,15 @@ class FeatureWorker:
         sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
 
         def answered(document: Document) -> Document:
-            answer = Answer([])
+            answer, doc_ids = Answer([]), (document.doc_id,)
             if document.doc_id not in rejected:
-                alive = partial(self._heartbeat, (document.doc_id,))
-                alive()
+                self._take(doc_ids)
                 try:
                     prompt, capture = Prompt(document.input_ids.tolist()), self._source.one_pass
-                    (answer,) = self._source.answers([prompt], sampling, capture, alive, plainly=True)
-                except PipelineError:  # logits that are not finite
+                    (answer,) = self._source.answers([prompt], sampling, capture, self._beat, plainly=True)
+                except NoAnswer:
                     rejected[document.doc_id] = NOT_ANSWERED
+                self._free(doc_ids)
             ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
             return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
@@ -171,9 +192,7 @@ class FeatureWorker:
         so that the next batch's forward follows at once. Says first what this worker is busy with.
         """
         doc_ids = tuple(document.doc_id for document in batch)
-        with self._busy_lock:
-            self._busy.append(doc_ids)
-            self._heartbeat(tuple(doc_id for busy in self._busy for doc_id in busy))
+        self._take(doc_ids)
         found = [self._stored(states_TSD) for states_TSD in self._forward(batch)]
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
@@ -182,6 +201,16 @@ class FeatureWorker:
         if event is None:
             self._free(doc_ids)
         return stored
+
+    def _take(self, doc_ids: tuple[str, ...]) -> None:
+        with self._busy_lock:
+            self._busy.append(doc_ids)
+        self._beat()
+
+    def _beat(self) -> None:
+        """Names all that is worked on."""
+        with self._busy_lock:
+            self._heartbeat(tuple(doc_id for busy in self._busy for doc_id in busy))
 
     def _free(self, doc_ids: tuple[str, ...]) -> None:
         with self._busy_lock:

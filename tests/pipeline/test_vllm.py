@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.artifacts.features import feature_spec
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import ROOT
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.engines import identity_of, open_source
@@ -29,13 +30,20 @@ TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> str:
-    """The Python of an environment with a vLLM."""
-    python = tmp_path_factory.mktemp("environment") / "python"
-    paths = os.pathsep.join([str(ROOT / "tests/standin"), str(ROOT / "infra/vllm_jakiro")])
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return str(python)
+def environment(tmp_path_factory) -> Callable[..., str]:
+    """The Python of an environment with a vLLM that has some fault. Like a user's wrapper it prints something, too."""
+
+    def made(fault: str = "") -> str:
+        python = tmp_path_factory.mktemp("environment") / "python"
+        paths = os.pathsep.join([str(ROOT / "tests/standin"), str(ROOT / "infra/vllm_jakiro")])
+        python.write_text(
+            f"#!/bin/sh\necho my environment\nprintf '\\377\\n' >&2\n"
+            f'FAULT={fault} PYTHONPATH={paths} exec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        return str(python)
+
+    return made
 
 
 def configured(target: Path, python: str, **options) -> TargetConfig:
@@ -50,7 +58,7 @@ def left_behind() -> set[str]:
 @pytest.fixture(scope="module")
 def engine(tiny_target, environment):
     before = left_behind()
-    source = open_source(configured(tiny_target, environment), [1])
+    source = open_source(configured(tiny_target, environment()), [1])
     (folder,) = left_behind() - before
     yield source
     source.close()
@@ -62,7 +70,7 @@ def greedy(source, tokens: int = 12) -> Sampling:
 
 
 def test_it_says_what_its_states_are_and_who_computes_them(engine, tiny_target, environment):
-    identity = identity_of(configured(tiny_target, environment), [1])
+    identity = identity_of(configured(tiny_target, environment()), [1])
     assert engine.identity == identity
     assert (identity.engine, identity.version, identity.dtype, identity.layers) == ("vllm", "0.0.0", "float32", (1,))
 
@@ -84,16 +92,30 @@ def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at
             assert not answer.states_TSD[-1].any()  # nothing was computed behind the last token
 
 
-def test_answers_without_states_leave_no_file(engine):
-    signs: list[int] = []
+def files() -> list[Path]:
+    return [path for folder in SHARED.glob("jakiro-states-*") for path in folder.iterdir()]
+
+
+def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes(engine):
     for text, answer in zip(TEXTS, engine.answers([Prompt(t) for t in TEXTS], greedy(engine)), strict=True):
         assert answer.states_TSD is None and answer.tokens, text
-    assert not [path for folder in SHARED.glob("jakiro-states-*") for path in folder.iterdir()] and not signs
+    assert not files()
+    for _ in engine.states(TEXTS):
+        break
+    list(engine.states(TEXTS))
+    assert not files()
+
+
+def test_it_gives_signs_of_life_while_it_answers(tiny_target, environment):
+    source, signs = open_source(configured(tiny_target, environment("slow")), [1]), []
+    list(source.answers([Prompt(TEXTS[0])], Sampling(20, frozenset()), alive=lambda: signs.append(1)))
+    source.close()
+    assert signs
 
 
 def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
     prompts = [Prompt([5] * 1024)]
-    with pytest.raises(PipelineError, match="longer than the maximum model length"):
+    with pytest.raises(NoAnswer, match="longer than the maximum model length"):
         list(engine.answers(prompts, greedy(engine)))
     assert len(list(engine.states(TEXTS))) == 3
 
@@ -103,14 +125,14 @@ def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
     [
         ("memory", PipelineError, "CUDA out of memory"),
         ("dies", EngineDied, "status 9"),
-        ("disk", PipelineError, "could not be written.*No space left on device"),
+        ("disk", PipelineError, "jakiro-states-.*could not be written.*No space left on device"),
     ],
 )
 def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_target, environment, fault, error, message):
     before, source = left_behind(), None
     try:
         with pytest.raises(error, match=message):
-            source = open_source(configured(tiny_target, environment, fault=fault), [1])
+            source = open_source(configured(tiny_target, environment(fault)), [1])
             for _ in range(5):
                 list(source.states(TEXTS))
     finally:
@@ -120,7 +142,7 @@ def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_targ
 
 
 def test_an_engine_that_is_gone_stays_gone(tiny_target, environment):
-    source = open_source(configured(tiny_target, environment, fault="dies"), [1])
+    source = open_source(configured(tiny_target, environment("dies")), [1])
     for _ in range(2):
         with pytest.raises(EngineDied):
             for _ in range(5):
@@ -131,11 +153,12 @@ def test_an_engine_that_is_gone_stays_gone(tiny_target, environment):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
     """Also where the engine hangs in a step."""
-    before = left_behind()
+    before, python = left_behind(), environment("hangs")
     script = (
-        "import sys; from tests.pipeline.test_vllm import TEXTS, configured\n"
+        "import signal; from tests.pipeline.test_vllm import TEXTS, configured\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "from pipeline.features.engines import open_source\n"
-        f"source = open_source(configured({str(tiny_target)!r}, {environment!r}, fault='hangs'), [1])\n"
+        f"source = open_source(configured({str(tiny_target)!r}, {python!r}), [1])\n"
         "print(source._engine._child.pid, flush=True)\n"
         "while True: list(source.states(TEXTS))\n"
     )
@@ -162,7 +185,7 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         tree["data"] |= {"calibration_prompts": 3}
         tree["features"] |= {"stored_dtype": "float32", "answer_tokens": 9}
         if engine == "vllm":
-            tree["target"] |= {"engine": "vllm", "engine_python": environment}
+            tree["target"] |= {"engine": "vllm", "engine_python": environment()}
         recipe = Recipe.model_validate(tree)
         manifests[engine] = dump_here(recipe)
         spec = feature_spec(recipe)
@@ -190,11 +213,31 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         dump_here(Recipe.model_validate(tree))
 
 
-def test_an_environment_without_vllm_is_named(tiny_target, tmp_path):
-    with pytest.raises(PipelineError, match=r"engine_python='/no/python'.*pip install infra/vllm_jakiro"):
-        open_source(configured(tiny_target, "/no/python"))
-    with pytest.raises(PipelineError, match="No package metadata was found for vllm"):
-        open_source(configured(tiny_target, sys.executable))
+def test_an_engine_whose_states_are_not_the_targets_dumps_nothing(tiny_target, environment, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["target"] |= {"engine": "vllm", "engine_python": environment("other")}
+    with pytest.raises(PipelineError, match=r"vllm 0.0.0 does not compute the states of .*relative error \d.*last \d"):
+        dump_here(Recipe.model_validate(tree))
+    assert not list((tmp_path / "run/features").glob("*.arrow"))
+
+
+@pytest.mark.parametrize("python", ["/no/python", sys.executable, "/bin/false"])
+def test_an_environment_without_vllm_is_named_when_it_is_wanted(tiny_target, python):
+    """Whoever only reads what was dumped needs none."""
+    config = configured(tiny_target, python)
+    assert identity_of(config, []).version == ""
+    with pytest.raises(PipelineError, match=rf"engine_python='{python}' is not.*pip install infra/vllm_jakiro"):
+        open_source(config)
+    with pytest.raises(PipelineError, match="engine_python is not given"):
+        open_source(config.model_copy(update={"engine_python": None}))
+
+
+def test_a_text_as_long_as_the_engine_takes_leaves_it_no_room(tiny_target, environment, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    keys = {"engine": "vllm", "engine_python": environment(), "engine_options": {"max_model_len": 160}}
+    tree["target"] |= keys
+    with pytest.raises(PipelineError, match=r"data.max_length=160, but vllm takes texts of at most 159 tokens"):
+        dump_here(Recipe.model_validate(tree))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +245,11 @@ def test_an_environment_without_vllm_is_named(tiny_target, tmp_path):
     [
         ({"engine": "vllm"}, "wants engine_python"),
         ({"tensor_parallel": 2}, "set engine = 'vllm', too"),
-        ({"engine": "vllm", "engine_python": "p", "engine_options": {"enable_prefix_caching": True}}, "leave it out"),
-        ({"engine": "vllm", "engine_python": "p", "engine_options": {"speculative_config": {}}}, "leave it out"),
+        (
+            {"engine": "vllm", "engine_python": "p", "engine_options": {"enable_prefix_caching": True}},
+            "Expected some of",
+        ),
+        ({"engine": "vllm", "engine_python": "p", "engine_options": {"hf_token": "x"}}, "Expected some of"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts.regenerated import are_of
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import repeats_itself
 from pipeline.lm import chat
 from pipeline.lm.model import fingerprint, load_tokenizer
@@ -78,7 +78,7 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
 
     def broken(asked, sampling, **how):
         if worker._seed(Conversation(doc_id, [], [])) in [prompt.seed for prompt in asked]:
-            raise PipelineError("not finite")
+            raise NoAnswer("not finite")
         return answers(asked, sampling, **how)
 
     worker._source.answers = broken

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts.features import feature_spec
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
@@ -292,10 +292,10 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     (doc_id, *_) = prompts
     answers = worker._source.answers
 
-    def broken(asked, sampling, **how):  # of the first prompt, logits that are not finite
+    def broken(asked, *how, **more):  # of the first prompt, logits that are not finite
         if asked[0].tokens == prompts[doc_id]:
-            raise PipelineError("not finite")
-        return answers(asked, sampling, **how)
+            raise NoAnswer("not finite")
+        return answers(asked, *how, **more)
 
     worker._source.answers = broken
     for aside, reason in (({}, "not_answered"), ({doc_id: "kills_workers"}, "kills_workers")):

@@ -9,8 +9,9 @@ request. Every line on standard output answers; what vLLM prints goes to standar
     out   {"ready": {"version": of vLLM, "positions": that a text may have}}
     in    {"id": "a", "tokens": [...], "states": null, "prompt" or "all", "sampling": {of SamplingParams}}
     out   {"id": "a", "tokens": [of the answer], "file": the states' name in the folder, or null}
-          {"id": "a", "error": why it has no answer, or no states}
-          {"alive": steps so far}       about once a second, while there is something to do
+          {"id": "a", "refused": why the engine does not take it}
+          {"id": "a", "lost": why its states could not be written}
+          {"alive": steps so far}       at most once a second, when something has come out
           {"failed": why}               the engine is of no use any more; the process ends
 
 A file has "states" [T, S, D], in the rising order of the layers and in the target's dtype, none of them normed, and
@@ -22,6 +23,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -47,6 +49,14 @@ def arguments(options: dict[str, Any], layers: list[int], folder: str) -> dict[s
     return {**options, "speculative_config": capture, "kv_transfer_config": connector}
 
 
+def leave(folder: Path) -> None:
+    """Ends this process and those of its tensor-parallel workers: it leads a session of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
 class Requests:
     """What is asked for: lines of standard input, read by a thread."""
 
@@ -57,9 +67,11 @@ class Requests:
 
     def _read(self) -> None:
         for line in self._lines:
-            self._queue.put(json.loads(line))
-        shutil.rmtree(self._folder, ignore_errors=True)  # nobody is there any more to read an answer
-        os._exit(0)
+            try:
+                self._queue.put(json.loads(line))
+            except ValueError:  # whoever wrote it was killed meanwhile
+                break
+        leave(self._folder)  # nobody is there any more to read an answer
 
     def take(self, wait: bool) -> list[dict[str, Any]]:
         """What has come; with `wait` at least one."""
@@ -91,8 +103,8 @@ class Server:
         try:
             sampling = SamplingParams(**request["sampling"], **more)
             self._engine.add_request(name, TokensPrompt(prompt_token_ids=request["tokens"]), sampling)
-        except (ValueError, TypeError) as error:  # a text that is too long, ...
-            self._say({"id": name, "error": str(error)})
+        except Exception as error:  # a text that is too long, ...: vLLM's own errors are no ValueErrors
+            self._say({"id": name, "refused": str(error)})
         else:
             self._wants[name] = states is not None
 
@@ -100,17 +112,20 @@ class Server:
         """One step of the engine. Also without anything unfinished: the states of what finished in the last step are
         copied in the next one.
         """
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        for output in outputs:
             if output.finished:
                 answer = list(output.outputs[0].token_ids)
                 if self._wants.pop(output.request_id):
                     self._written[output.request_id] = answer
                 else:
                     self._say({"id": output.request_id, "tokens": answer, "file": None})
-        for name in list(self._written):
+        waiting = list(self._written)
+        for name in waiting:
             self._hand_over(name)
         self._steps += 1
-        if time.monotonic() - self._told > ALIVE:
+        moved = bool(outputs) or len(self._written) < len(waiting)
+        if moved and time.monotonic() - self._told > ALIVE:
             self._say({"alive": self._steps})
             self._told = time.monotonic()
         if not self._wants and self._written:
@@ -123,7 +138,7 @@ class Server:
             self._say({"id": name, "tokens": self._written.pop(name), "file": path.name})
         elif error.exists():
             del self._written[name]
-            self._say({"id": name, "error": f"its states could not be written: {error.read_text()}"})
+            self._say({"id": name, "lost": error.read_text()})
             error.unlink()
 
 
@@ -154,8 +169,7 @@ def main() -> None:
             server.step()
     except Exception as error:
         say({"failed": f"{type(error).__name__}: {error}"})
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        leave(folder)
 
 
 if __name__ == "__main__":

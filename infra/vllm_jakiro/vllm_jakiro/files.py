@@ -14,10 +14,10 @@ SUFFIX = ".safetensors"
 
 def write(path: Path, states_TSD: torch.Tensor, tokens_T: torch.Tensor, event: Any = None) -> None:
     """Waits for the copy's event, where there is one; writes under a temporary name, and renames."""
-    if event is not None:
-        event.synchronize()
     temporary = path.with_suffix(".tmp")
     try:
+        if event is not None:
+            event.synchronize()
         save_file({"states": states_TSD.contiguous(), "tokens": tokens_T}, temporary)
         temporary.rename(path)
     except Exception as error:  # a full disk, a folder that is gone, ...: whoever waits for the file has to know

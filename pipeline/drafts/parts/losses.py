@@ -119,7 +119,7 @@ class Asked:
 
     term: Term
     feature_MD: Tensor  # the draft's
-    rows_M: Tensor  # the labels that it soft, ascending
+    rows_M: Tensor  # its labels, ascending
     ends: list[int]  # how many of these lie before each chunk, and before the end
     share: float  # of its classification in the loss, but for a factor that all terms have
 

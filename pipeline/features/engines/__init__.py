@@ -5,16 +5,18 @@ from collections.abc import Sequence
 import transformers
 
 from pipeline.features.engines.here import TransformersSource
-from pipeline.features.engines.vllm import VllmSource, version_of
+from pipeline.features.engines.vllm import VllmSource, asked_version, python_of
 from pipeline.features.source import FeatureSource, SourceIdentity
 from pipeline.lm.config import TargetConfig
 
 
 def identity_of(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
-    """Of the source that `open_source` gives, without loading it. Raises PipelineError for an environment without the
-    engine.
+    """Of the source that `open_source` gives, without loading it; the version is "" where the engine is not installed
+    on this machine.
     """
-    version = version_of(str(config.engine_python)) if config.engine == "vllm" else transformers.__version__
+    version = transformers.__version__
+    if config.engine == "vllm":
+        version = asked_version(python_of(config)) or ""
     return SourceIdentity(config.engine, version, config.dtype, tuple(layers))
 
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 
 SHARED = Path("/dev/shm")
+ROOM = 4 << 30  # bytes free there, or else states go to the temporary folder
 REMEMBERED = 20  # last lines of its standard error that an error shows
 PATIENCE = 20  # seconds for a child that was told to end
 POLL = 0.5  # seconds between two looks for a sign of life
@@ -54,13 +55,12 @@ class EngineProcess:
         self.beats = 0  # signs of life
         self._died: EngineDied | None = None
         self._ready: Future[dict[str, Any]] = Future()
-        shared = SHARED if os.access(SHARED, os.W_OK) else None
+        shared = SHARED if _room(SHARED) >= ROOM else None  # a container's is small
         self._folder = Path(tempfile.mkdtemp(prefix="jakiro-states-", dir=shared))  # for this user alone
         pipe = subprocess.PIPE
         try:
-            environment = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
-            streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
-            self._child = subprocess.Popen(list(command), env=environment, start_new_session=True, **streams)
+            streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "errors": "replace"}
+            self._child = subprocess.Popen(list(command), env=own_environment(), start_new_session=True, **streams)
         except OSError as error:
             shutil.rmtree(self._folder)
             raise PipelineError(
@@ -90,8 +90,8 @@ class EngineProcess:
         return future
 
     def reply(self, future: "Future[dict[str, Any]]", alive: Callable[[], None] = lambda: None) -> Reply:
-        """Waits; `alive` is called whenever the child shows a sign of life. Raises PipelineError where the engine could
-        not answer this request, EngineDied where it is no more.
+        """Waits; `alive` is called whenever the child shows a sign of life. Raises NoAnswer where the engine does not
+        take the text, PipelineError where its states could not be written, EngineDied where it is no more.
         """
         beats = self.beats
         while True:
@@ -102,30 +102,50 @@ class EngineProcess:
                 if self.beats != beats:
                     beats = self.beats
                     alive()
-        if "error" in said:
-            raise PipelineError(f"the engine gave no answer: {said['error']}")
+        if "refused" in said:
+            raise NoAnswer(f"the engine does not take this text: {said['refused']}")
+        if "lost" in said:
+            raise PipelineError(f"{self._folder}: states could not be written: {said['lost']}")
         states = None
-        if said["file"] is not None:
-            path = self._folder / Path(said["file"]).name
+        if (path := self._file(said)) is not None:
             states = load(path.read_bytes())["states"]
             path.unlink()
         return Reply(said["tokens"], states)
 
+    def drop(self, future: "Future[dict[str, Any]]") -> None:
+        """Nobody wants this reply any more: its file goes when it comes."""
+
+        def remove(done: "Future[dict[str, Any]]") -> None:
+            if done.exception() is None and (path := self._file(done.result())) is not None:
+                path.unlink(missing_ok=True)
+
+        future.add_done_callback(remove)
+
+    def _file(self, said: dict[str, Any]) -> Path | None:
+        return self._folder / Path(said["file"]).name if said.get("file") else None
+
     def close(self) -> None:
         """Ends the child, which its input's end tells to; nothing of it stays."""
         assert self._child.stdin is not None
-        with suppress(BrokenPipeError):
+        # Closing waits for whoever is writing to a child that reads no more.
+        killing = threading.Timer(PATIENCE, self._kill)
+        killing.start()
+        with suppress(BrokenPipeError, ValueError):
             self._child.stdin.close()
-        try:
-            self._child.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+        self._child.wait()
+        killing.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._child.stdin is not None
-        with suppress(BrokenPipeError), self._lock:  # `_read_messages` tells whoever waits
+        with (
+            suppress(BrokenPipeError, ValueError),
+            self._lock,
+        ):  # it ended: `_read_messages` tells
             self._child.stdin.write(json.dumps(message) + "\n")
             self._child.stdin.flush()
 
@@ -133,7 +153,11 @@ class EngineProcess:
         assert self._child.stdout is not None
         why = ""
         for line in self._child.stdout:
-            said = json.loads(line)
+            try:
+                said = json.loads(line)
+            except ValueError:  # no message: what a wrapper printed, or the last line of a child that was killed
+                self._log.append(line.rstrip())
+                continue
             if "ready" in said:
                 self._ready.set_result(said["ready"])
             elif "id" in said:
@@ -157,3 +181,15 @@ class EngineProcess:
 
     def _tail(self) -> str:
         return "The last lines of what it printed:\n" + "\n".join(self._log) if self._log else ""
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, but for what belongs to its own Python."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+
+
+def _room(folder: Path) -> int:
+    """Bytes that are free there; 0 where nothing can be written."""
+    if not os.access(folder, os.W_OK):
+        return 0
+    return shutil.disk_usage(folder).free

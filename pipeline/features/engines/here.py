@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
@@ -65,6 +65,9 @@ class TransformersSource:
             found = [replace(one, states_TSD=s) for one, s in zip(found, self.states(texts), strict=True)]
         yield from found
 
+    def close(self) -> None:
+        """Nothing: the target is this process's own."""
+
     @torch.inference_mode()
     def _generated(self, prompts: Sequence[Prompt], sampling: Sampling, alive: Callable[[], None]) -> list[list[int]]:
         stops, device = sorted(sampling.stop_ids), self._target.device
@@ -88,7 +91,7 @@ class TransformersSource:
         )
         answers = [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
         if not finite.were(answers):
-            raise PipelineError(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
+            raise NoAnswer(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
         return answers
 
     def _processors(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[LogitsProcessor]:

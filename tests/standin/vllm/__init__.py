@@ -1,7 +1,8 @@
 """A stand-in for vLLM: as much of its interface as `vllm_jakiro.engine` uses, over transformers on a CPU. Like vLLM it
 hands over states one step after a request has finished, and its last layer's are not normed.
 
-`EngineArgs(fault=...)`: "dies" in the third step; "hangs" in it; "memory" while it loads; "disk" has every file fail.
+`FAULT` in the environment: "dies" in the third step; "hangs" in it; "memory" while it loads; "disk" has every file
+fail; "other" has the target compute something else; "slow" takes time for a step.
 """
 
 import os
@@ -21,6 +22,10 @@ def full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+class Refused(Exception):
+    """As vLLM's own errors, no ValueError."""
+
+
 class SamplingParams(SimpleNamespace):
     pass
 
@@ -31,16 +36,16 @@ class TokensPrompt(dict):
 
 class EngineArgs(SimpleNamespace):
     def __init__(self, **options: Any):
-        super().__init__(**({"fault": None, "max_model_len": None} | options))
+        super().__init__(**({"max_model_len": None} | options))
 
 
 class LLMEngine:
     def __init__(self, args: EngineArgs):
-        if args.fault == "memory":
+        self._fault, self._steps = os.environ.get("FAULT"), 0
+        if self._fault == "memory":
             raise RuntimeError("CUDA out of memory")
-        if args.fault == "disk":
+        if self._fault == "disk":
             files.save_file = full
-        self._fault, self._steps = args.fault, 0
         self._model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
         longest = args.max_model_len or self._model.config.max_position_embeddings
         self.model_config = SimpleNamespace(max_model_len=longest)
@@ -53,7 +58,7 @@ class LLMEngine:
 
     def add_request(self, name: str, prompt: TokensPrompt, sampling: SamplingParams) -> None:
         if len(prompt["prompt_token_ids"]) >= self.model_config.max_model_len:
-            raise ValueError("the prompt is longer than the maximum model length")
+            raise Refused("the prompt is longer than the maximum model length")
         self._open[name] = list(prompt["prompt_token_ids"]), [], sampling
 
     def step(self) -> list[Any]:
@@ -61,6 +66,8 @@ class LLMEngine:
         self._steps += 1
         if self._fault == "dies" and self._steps > 3:
             os._exit(9)
+        if self._fault == "slow":
+            time.sleep(0.2)
         if self._fault == "hangs" and self._steps > 3:
             time.sleep(1000)
         for tokens, asked in self._finished:
@@ -68,11 +75,10 @@ class LLMEngine:
         self._finished, done = [], []
         for name, (prompt, answer, sampling) in list(self._open.items()):
             answer.append(int(self._model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
-            if len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ()):
+            ends = len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ())
+            done.append(SimpleNamespace(request_id=name, finished=ends, outputs=[SimpleNamespace(token_ids=answer)]))
+            if ends:
                 del self._open[name]
-                done.append(
-                    SimpleNamespace(request_id=name, finished=True, outputs=[SimpleNamespace(token_ids=answer)])
-                )
                 if asked := getattr(sampling, "extra_args", {}).get("kv_transfer_params"):
                     tokens = prompt if asked["states"] == "prompt" else (prompt + answer)[:-1]
                     self._finished.append((tokens, asked))
@@ -92,4 +98,5 @@ class LLMEngine:
         for hook in hooks:
             hook.remove()
         states = torch.stack([found[layer][0] for layer in self._layers], dim=1)
+        states = states.flip(0) if self._fault == "other" else states
         files.write(path, states, torch.tensor(tokens))
