@@ -16,7 +16,7 @@ from eval.measure import plots, report
 from eval.measure.harness import pooled
 from eval.measure.tasks import Job, decode_all, job_of
 from eval.release.page import samples
-from eval.release.publish import build_release
+from eval.release.publish import build_release, require_rows
 from eval.release.push import push, require_repository_name
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
@@ -119,6 +119,7 @@ def main() -> None:
     if arguments.push:
         require_repository_name(arguments.push)
     path = recipe.eval_dir / REPORT
+    require_rows(recipe.release_dir)  # told now, not after all decoding
     job = job_of(recipe, arguments.tuned)
     measured = read_report(path) if measured_already(path, job.key) else measure(job)
     print(measured["table"])

@@ -82,16 +82,21 @@ def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
     """
     known, kept = set(map(_measurement, now)), []
     for folder in folders:
-        old = [folder / name for name in (REPORT, "elsewhere.json") if (folder / name).exists()]
-        if old and not (folder / ROWS).exists():
-            raise PipelineError(
-                f"{' and '.join(map(str, old))}: a version before this one wrote these figures, and they cannot be "
-                "carried on. Move them away and run again"
-            )
+        require_rows(folder)
         found = [row for row in read_rows(folder) if row.origin.get("weights_sha256") == weights]
         kept += [row for row in found if _measurement(row) not in known]
         known |= set(map(_measurement, found))
     return kept
+
+
+def require_rows(folder: Path) -> None:
+    """Raises PipelineError for a release whose figures are in the form of a version before this one."""
+    old = [folder / name for name in (REPORT, "elsewhere.json") if (folder / name).exists()]
+    if old and not (folder / ROWS).exists():
+        raise PipelineError(
+            f"{' and '.join(map(str, old))}: a version before this one wrote these figures, and they cannot be "
+            "carried on. Move them away and run again"
+        )
 
 
 def _measurement(row: Row) -> str:

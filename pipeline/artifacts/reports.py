@@ -121,7 +121,8 @@ def read_report(path: Path) -> dict[str, Any]:
     """What eval/main.py wrote beside its rows. Raises PipelineError."""
     found = read_sealed(path, _AGAIN)
     if missing := [key for key in _KEYS if key not in found]:
-        raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {_AGAIN}")
+        again = "Remove it and run python eval/main.py RECIPE again"
+        raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {again}")
     _require_methods(path, found["drafts"], _AGAIN)
     for plot in found["plots"]:  # name -> SHA-256
         if not is_plain(plot) or not plot.endswith(".png"):

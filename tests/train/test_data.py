@@ -232,6 +232,14 @@ def test_validation_covers_each_dialogue_once_in_equally_many_batches(store, tmp
             assert trained_rows.all() or not (mask_of(batch, 1).any() or mask_of(batch, 2).any())
             seen += torch.tensor(numbers_in(batch))[trained_rows].tolist()
     assert sorted(seen) == list(range(count))
+    noisy, clean = (
+        [
+            b.to(torch.device("cpu"), torch.float32).hidden_BTD
+            for b in batches(store, noise=noise).validation(heldout, 0)
+        ]
+        for noise in (0.5, 0.0)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(noisy, clean, strict=True))  # which is training's alone
 
 
 # -- the reduced vocabulary -----------------------------------------------------------------------------------------
