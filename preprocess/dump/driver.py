@@ -99,10 +99,11 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
 
 def _require_its_own(got: FeatureSpec, spec: FeatureSpec, where: object) -> None:
     require_same(got, spec, where)
-    if got.engine != spec.engine:
+    made, here = ((one.engine, one.engine != "transformers" and one.engine_version) for one in (got, spec))
+    if made != here:
         raise PipelineError(
-            f"{where}: its states were computed by {got.engine}, this run has target.engine={spec.engine!r}: one dump "
-            "has one engine. Go on with that one, or dump into another output folder"
+            f"{where}: its states were computed by {got.engine} {got.engine_version}, this run has {spec.engine} "
+            f"{spec.engine_version}: one dump has one engine. Go on with that one, or dump into another output folder"
         )
 
 

@@ -129,6 +129,12 @@ class FeatureWorker:
     @cached_property
     def _source(self) -> FeatureSource:
         source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
+        here, spec = source.identity, self._spec
+        if here.engine != "transformers" and here.version != spec.engine_version:
+            raise PipelineError(
+                f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install the "
+                "same version on all nodes"
+            )
         if self._recipe.data.max_length > source.positions:
             raise PipelineError(
                 f"data.max_length={self._recipe.data.max_length}, but {source.identity.engine} takes texts of at most "

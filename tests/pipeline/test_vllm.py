@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from pipeline.features.source import Prompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.compare import compare
+from preprocess.dump.worker import FeatureWorker
 from tests.kit import dump_here, recipe_tree, save_tiny_target, write_sharegpt
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
@@ -33,9 +35,12 @@ TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 def environment(tmp_path_factory) -> Callable[..., str]:
     """The Python of an environment with a vLLM that has some fault. Like a user's wrapper it prints something, too."""
 
-    def made(fault: str = "") -> str:
+    def made(fault: str = "", version: str = "0.0.0") -> str:
         python = tmp_path_factory.mktemp("environment") / "python"
-        paths = os.pathsep.join([str(ROOT / "tests/standin"), str(ROOT / "infra/vllm_jakiro")])
+        known = python.parent / f"vllm-{version}.dist-info/METADATA"
+        known.parent.mkdir()
+        known.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        paths = os.pathsep.join(map(str, (ROOT / "tests/standin", ROOT / "infra/vllm_jakiro", python.parent)))
         python.write_text(
             f"#!/bin/sh\necho my environment\nprintf '\\377\\n' >&2\n"
             f'FAULT={fault} PYTHONPATH={paths} exec {sys.executable} "$@"\n'
@@ -209,8 +214,20 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
     other = recipe.target.model_copy(update={"model": str(save_tiny_target(tmp_path / "other", seed=1))})
     assert compare(recipe.features_dir, made, other, 4, against="transformers")[1] is not None
     tree["target"] = {k: v for k, v in tree["target"].items() if not k.startswith("engine")}
-    with pytest.raises(PipelineError, match=r"computed by vllm, this run has target.engine='transformers'"):
+    with pytest.raises(PipelineError, match=r"computed by vllm 0.0.0, this run has transformers \d"):
         dump_here(Recipe.model_validate(tree))
+    tree["target"] |= {"engine": "vllm", "engine_python": environment(version="0.0.1")}
+    with pytest.raises(PipelineError, match=r"computed by vllm 0.0.0, this run has vllm 0.0.1"):
+        dump_here(Recipe.model_validate(tree))
+
+
+def test_a_node_with_another_version_of_the_engine_dumps_nothing(tiny_target, environment, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["target"] |= {"engine": "vllm", "engine_python": environment()}
+    recipe = Recipe.model_validate(tree)
+    worker = FeatureWorker(recipe, tmp_path, replace(feature_spec(recipe), engine_version="0.0.1"))
+    with pytest.raises(PipelineError, match=r"this node has vllm 0.0.0, but the dump is one of 0.0.1"):
+        worker.ready()
 
 
 def test_an_engine_whose_states_are_not_the_targets_dumps_nothing(tiny_target, environment, tmp_path):
