@@ -132,8 +132,8 @@ class FeatureWorker:
         here, spec = source.identity, self._spec
         if here.engine != "transformers" and here.version != spec.engine_version:
             raise PipelineError(
-                f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install the "
-                "same version on all nodes"
+                f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install "
+                "the same version on all nodes"
             )
         if self._recipe.data.max_length > source.positions:
             raise PipelineError(
