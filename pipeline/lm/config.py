@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from pipeline.basics.section import Dtype, Positive, Scalar, Section
 
-ENGINE_KEYS = {"engine", "engine_python", "tensor_parallel", "engine_options"}
+ENGINE_KEYS = {"engine", "engine_python", "engine_url", "tensor_parallel", "engine_options"}
 # Of vLLM's EngineArgs: how it uses the machine. Others are keys of the recipe, or change what the target computes.
 OPTIONS = {
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -23,8 +23,9 @@ class TargetConfig(Section):
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
     revision: str | None = None
     dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
-    engine: Literal["transformers", "vllm"] = "transformers"  # what computes states and answers of the dump
+    engine: Literal["transformers", "vllm", "server"] = "transformers"  # what computes states and answers of the dump
     engine_python: str | None = None  # the Python of vLLM's own environment
+    engine_url: str | None = None  # of a server that runs already: it answers, and gives no states
     tensor_parallel: Positive = 1  # GPUs of one engine
     engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs: OPTIONS
     device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
@@ -35,13 +36,14 @@ class TargetConfig(Section):
 
     @model_validator(mode="after")
     def _engine_fits(self) -> "TargetConfig":
-        if self.engine == "transformers":
-            for key in ENGINE_KEYS - {"engine"}:
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is of an engine: set engine = 'vllm', too")
-            return self
-        if self.engine_python is None:
+        own = {"transformers": set(), "vllm": ENGINE_KEYS - {"engine_url"}, "server": {"engine_url"}}[self.engine]
+        for key in sorted(ENGINE_KEYS - own - {"engine"}):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is none of engine={self.engine!r}: set another engine, or leave it out")
+        if self.engine == "vllm" and self.engine_python is None:
             raise ValueError("engine='vllm' wants engine_python, the Python of the environment that vLLM is in")
+        if self.engine == "server" and self.engine_url is None:
+            raise ValueError("engine='server' wants engine_url, the address of a server that speaks OpenAI's API")
         if refused := sorted(self.engine_options.keys() - OPTIONS):
             raise ValueError(
                 f"engine_options.{refused[0]}: a key of the recipe says it, or it would change the states without a "

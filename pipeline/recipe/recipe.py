@@ -121,7 +121,7 @@ class Recipe(Section):
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
-        apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python"}
+        apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         drafts = {name: config.public().to_json() for name, config in self.draft.items()}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
 

@@ -179,6 +179,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     sample = None
+    if recipe.target.engine == "server":
+        raise PipelineError(
+            "target.engine='server' gives answers, no hidden states: dump with target.engine='vllm' or 'transformers'"
+        )
     if recipe.target.engine != "transformers":
         version_of(python_of(recipe.target))
         sample = sampled(recipe.target, manifest.spec.auxiliary_numbers)

@@ -28,7 +28,7 @@ def crew_of(recipe: Recipe) -> Crew:
         workers=settings.workers,
         cpus=settings.cpus_per_worker,
         gpus=recipe.worker_gpus,
-        device=recipe.target.device,
+        device="cpu" if recipe.target.engine == "server" else recipe.target.device,
         hang_seconds=settings.hang_seconds,
     )
 

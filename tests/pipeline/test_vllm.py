@@ -261,7 +261,7 @@ def test_a_text_as_long_as_the_engine_takes_leaves_it_no_room(tiny_target, envir
     ("keys", "message"),
     [
         ({"engine": "vllm"}, "wants engine_python"),
-        ({"tensor_parallel": 2}, "set engine = 'vllm', too"),
+        ({"tensor_parallel": 2}, "tensor_parallel is none of engine='transformers'"),
         (
             {"engine": "vllm", "engine_python": "p", "engine_options": {"enable_prefix_caching": True}},
             "Expected some of",
