@@ -15,7 +15,7 @@ import torch
 from pipeline.artifacts.features import store_of
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.features.engines import open_source
+from pipeline.features.engines import identity_of, open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shard
 from pipeline.features.source import Answer, FeatureSource, Prompt
@@ -128,14 +128,14 @@ class FeatureWorker:
 
     @cached_property
     def _source(self) -> FeatureSource:
-        source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
-        here, spec = source.identity, self._spec
+        here, spec = identity_of(self._recipe.target, self._spec.auxiliary_numbers), self._spec
         if here.engine != "transformers" and here.version != spec.engine_version:
             raise PipelineError(
                 f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install "
                 "the same version on all nodes"
             )
-        if self._recipe.data.max_length > source.positions:
+        source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
+        if here.engine != "transformers" and self._recipe.data.max_length > source.positions:
             raise PipelineError(
                 f"data.max_length={self._recipe.data.max_length}, but {source.identity.engine} takes texts of at most "
                 f"{source.positions} tokens here: lower it, or raise target.engine_options.max_model_len"

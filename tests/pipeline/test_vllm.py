@@ -129,7 +129,6 @@ def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
     ("fault", "error", "message"),
     [
         ("memory", PipelineError, "CUDA out of memory"),
-        ("dies", EngineDied, "status 9"),
         ("disk", PipelineError, "jakiro-states-.*could not be written.*No space left on device"),
     ],
 )
@@ -146,13 +145,14 @@ def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_targ
     assert left_behind() == before
 
 
-def test_an_engine_that_is_gone_stays_gone(tiny_target, environment):
-    source = open_source(configured(tiny_target, environment("dies")), [1])
+def test_an_engine_that_dies_in_mid_step_stays_gone(tiny_target, environment):
+    before, source = left_behind(), open_source(configured(tiny_target, environment("dies")), [1])
     for _ in range(2):
-        with pytest.raises(EngineDied):
+        with pytest.raises(EngineDied, match="status 9"):
             for _ in range(5):
                 list(source.states(TEXTS))
     source.close()
+    assert left_behind() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
