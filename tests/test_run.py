@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from huggingface_hub import close_session
+from huggingface_hub import set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
@@ -338,7 +339,7 @@ def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, caps
         with pytest.raises(PipelineError, match=r"the Hub refused the upload to me/draft \(401\)") as refused:
             call(evaluate, str(recipe), "--push", "me/draft")
         assert "hf_wrong" not in str(refused.value) + capsys.readouterr().out
-    close_session()
+    set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
 
 
 # -- what can be asked of a finished run ----------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 
 from eval.release import push as pushing
 from eval.release.folder import install
@@ -36,7 +37,7 @@ def hub(monkeypatch):
         reach(monkeypatch, hub.url)
         monkeypatch.setenv("HF_TOKEN", hub.token)
         yield hub
-        close_session()
+        set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
 
 
 def reach(monkeypatch, url: str) -> None:

@@ -465,8 +465,11 @@ def test_features_of_another_origin_are_refused_by_what_differs(folder, field, v
 
 def test_every_field_of_the_spec_is_compared_and_another_engine_only_told(folder):
     assert {field for field, *_ in FOREIGN} == set(asdict(SPEC)) - {"version", "engine", "engine_version"}
-    other = replace(SPEC, engine_version="6.0")
-    assert another_engine(SPEC, SPEC) is None and "here is transformers 6.0" in another_engine(SPEC, other)
+    one, other = (replace(SPEC, engine_version=version) for version in ("5.0", "6.0"))
+    assert "computed by transformers 5.0, here is transformers 6.0" in another_engine(one, other)
+    assert "here is vllm 5.0" in another_engine(one, replace(one, engine="vllm"))
+    for unknown in (one, replace(one, engine_version="")):  # an engine that is not installed where training runs
+        assert another_engine(one, unknown) is None
     assert len(FeatureStore(folder, "train", other)) == 5
 
 

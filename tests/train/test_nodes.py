@@ -1,11 +1,12 @@
 """Several nodes: by Slurm's script, with a srun that starts its tasks here, and by DeepSpeed's hostfile."""
 
+import random
 import stat
 
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from tests.kit import ROOT, command_environment, free_port, override_arguments, run_command
+from tests.kit import ROOT, command_environment, override_arguments, run_command
 from tests.train.runs import largest_difference
 
 SRUN = """#!/usr/bin/env bash
@@ -25,7 +26,7 @@ def cluster(tmp_path) -> dict[str, str]:
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.1\n"}.items():
         (commands / name).write_text(text)
         (commands / name).chmod(stat.S_IRWXU)
-    slurm = {"JOB_ID": free_port() - 20000, "JOB_NODELIST": "x", "NNODES": 2, "SUBMIT_DIR": ROOT}
+    slurm = {"JOB_ID": random.randrange(12000), "JOB_NODELIST": "x", "NNODES": 2, "SUBMIT_DIR": ROOT}
     path = f"{commands}:{command_environment()['PATH']}"
     return {"PATH": path, "DS_ACCELERATOR": "cpu", **{f"SLURM_{key}": str(value) for key, value in slurm.items()}}
 
