@@ -184,7 +184,9 @@ class FeatureWorker:
             mask = np.arange(len(ids)) >= len(document.input_ids)
             return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
 
-        with ThreadPoolExecutor(ASKED_AT_ONCE if self._source.one_pass else 1) as threads:
+        if not self._source.one_pass:  # this thread computes
+            return list(map(answered, task.documents))
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             return list(threads.map(answered, task.documents))
 
     def _forward(self, batch: list[Document]) -> list[torch.Tensor]:

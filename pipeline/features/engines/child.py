@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 
@@ -108,7 +108,7 @@ class EngineProcess:
             raise PipelineError(f"{self._folder}: states could not be written: {said['lost']}")
         states = None
         if (path := self._file(said)) is not None:
-            states = load(path.read_bytes())["states"]
+            states = load_file(path)["states"]  # mapped, so it outlives the file's name
             path.unlink()
         return Reply(said["tokens"], states)
 
