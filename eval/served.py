@@ -16,7 +16,6 @@ switched off.
 
 import argparse
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,16 +34,16 @@ from eval.measure.prompts import Prompt
 from eval.measure.tasks import tasks_of
 from pipeline.artifacts.provenance import provenance
 from pipeline.artifacts.reports import Row, put_rows
-from pipeline.basics.errors import PipelineError
+from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import public_name, require_no_credential
+from pipeline.basics.public import public_name
+from pipeline.features.engines.openai import OpenAI
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
-TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
 SHOWN = ["tau", "tokens/s", "over plain"]
 VLLM = "vllm:spec_decode_num_"
 _FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError)
@@ -88,41 +87,17 @@ class Answer:
     counts: Counts | None  # None: this answer does not say
 
 
-class Refused(PipelineError):
-    """The server takes no such prompt."""
-
-
 class Server:
     """One address. Raises PipelineError where it does not answer as it should."""
 
     def __init__(self, url: str, recipe: Recipe, model: str | None = None):
-        require_no_credential(url, "the server's address")
-        self._url, self._config = url.rstrip("/").removesuffix("/v1"), recipe.eval
+        self._server, self._config = OpenAI(url, "the server's address"), recipe.eval
         self._keywords = recipe.target.template_keywords
         self._seed = recipe.seed
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx2.Client(
-            timeout=TIMEOUT,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx2.Limits(max_connections=None),
-        )
-        self.model = model or self._only_model()
-
-    def _only_model(self) -> str:
-        listed = self._json("GET", "/v1/models")
-        try:
-            found = [one["id"] for one in listed["data"]]
-        except _FAILED as error:
-            raise PipelineError(
-                f"{self._url}/v1/models lists no models, got {json.dumps(listed)[:300]}: is it a server that "
-                "speaks OpenAI's API?"
-            ) from error
-        if len(found) != 1:
-            raise PipelineError(f"{self._url} serves {found}: choose one with --model")
-        return found[0]
+        self.model = model or self._server.only_model("choose one with --model")
 
     def ask(self, messages: list[dict[str, str]], temperature: float, level: str) -> Answer:
-        """The answer to a conversation. `level`: its caches are not those of others. Raises Refused, PipelineError."""
+        """The answer to a conversation. `level`: its caches are not those of others. Raises NoAnswer, PipelineError."""
         config = self._config
         body: dict[str, Any] = {
             "model": self.model,
@@ -143,42 +118,24 @@ class Server:
         }
         if self._keywords:
             body["chat_template_kwargs"] = self._keywords
-        found = self._json("POST", "/v1/chat/completions", body)
+        found = self._server.ask("POST", "/v1/chat/completions", body)
         try:
             usage, content = found["usage"], found["choices"][0]["message"]["content"] or ""
             name = str(found.get("system_fingerprint") or "")
             return Answer(name, content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
         except _FAILED as error:
             raise PipelineError(
-                f"{self._url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
+                f"{self._server.url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
                 f"{error}, got {json.dumps(found)[:300]}"
             ) from error
 
     def counters(self) -> Counts | None:
         """vLLM's, of all answers since it started; None for a server that has none."""
         try:
-            got = self._client.get(f"{self._url}/metrics")
+            got = self._server.client.get(f"{self._server.url}/metrics")
             return counters(got.text) if got.status_code == 200 else None
         except _FAILED:
             return None
-
-    def _json(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
-        try:
-            got = self._client.request(method, self._url + path, json=body)
-            got.raise_for_status()
-            return got.json()
-        except httpx2.HTTPStatusError as error:
-            said, status = " ".join(error.response.text.split())[:300], error.response.status_code
-            kind = Refused if status in (400, 413, 422) else PipelineError
-            raise kind(
-                f"{self._url}{path} answers {status}: {said}. "
-                + ("Set OPENAI_API_KEY" if status in (401, 403) else "See the server's log")
-            ) from error
-        except _FAILED as error:
-            why = f"{type(error).__name__}: {error}"
-            raise PipelineError(
-                f"{self._url}{path} cannot be read: {why}. Is it the address of a server that speaks OpenAI's API?"
-            ) from error
 
 
 def counters(metrics: str) -> Counts | None:
@@ -210,7 +167,7 @@ def counts_of(found: dict[str, Any]) -> Counts | None:
     return None
 
 
-def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | Refused:
+def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | NoAnswer:
     """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
     messages: list[dict[str, str]] = []
     found = []
@@ -218,7 +175,7 @@ def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | Refus
         messages.append({"role": "user", "content": turn})
         try:
             found.append(server.ask(messages, task.temperature, level))
-        except Refused as error:
+        except NoAnswer as error:
             return error
         messages.append({"role": "assistant", "content": found[-1].text})
     return found
@@ -226,7 +183,7 @@ def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | Refus
 
 def level(
     server: Server, tasks: list[EvalTask], concurrency: int, progress: Progress
-) -> tuple[dict[str, float], list[list[Answer] | Refused]]:
+) -> tuple[dict[str, float], list[list[Answer] | NoAnswer]]:
     """The figures of a benchmark at one temperature, so many answers asked for at once; and the answers, by task."""
     name = f"{tasks[0].benchmark} {tasks[0].temperature} {concurrency} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
@@ -236,8 +193,8 @@ def level(
             found.append(answers)
             progress.advance(1, benchmark=tasks[0].benchmark, concurrency=concurrency)
     seconds, after = time.perf_counter() - begin, server.counters()
-    flat = [answer for answers in found if not isinstance(answers, Refused) for answer in answers]
-    refused = [one for one in found if isinstance(one, Refused)]
+    flat = [answer for answers in found if not isinstance(answers, NoAnswer) for answer in answers]
+    refused = [one for one in found if isinstance(one, NoAnswer)]
     if not flat:
         raise refused[0]
     figures = {"answers": len(flat), "refused": len(refused)}
@@ -268,7 +225,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
             for draft, server in servers.items():
                 figures[draft], answers = level(server, group, size, progress)
                 for task, given in zip(group, answers, strict=True):
-                    if isinstance(given, Refused):
+                    if isinstance(given, NoAnswer):
                         continue
                     origins[draft]["server"] = given[0].server
                     if given[0].prompt_tokens != lengths(task.prompt):

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import open_source, server
+from pipeline.features.engines import open_source, openai
 from pipeline.features.source import Prompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
@@ -52,7 +52,7 @@ class Completions(Loopback):
 
 @pytest.fixture
 def served(loaded_target, monkeypatch):
-    monkeypatch.setattr(server, "WAIT", 0.001)
+    monkeypatch.setattr(openai, "WAIT", 0.001)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     with Completions(loaded_target) as running:
         yield running
@@ -78,7 +78,7 @@ def test_a_server_that_is_busy_or_away_is_asked_again(tiny_recipe, served):
     (answer,) = source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids))
     assert answer.tokens and len(served.asked) == 5
     served.faults = [503] * 99
-    with pytest.raises(PipelineError, match=r"answers 503: .*8 times: what is finished is kept"):
+    with pytest.raises(PipelineError, match=r"answers 503: .*8 tries; what is finished is kept"):
         list(source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids)))
 
 
@@ -101,7 +101,7 @@ def test_it_gives_no_states_and_what_is_no_server_is_named(tiny_recipe, served):
         dump_here(recipe)
     with pytest.raises(PipelineError, match="holds a credential"):
         open_source(behind(tiny_recipe, "http://me:secret@127.0.0.1:1").target)
-    with pytest.raises(PipelineError, match=r"cannot be reached \(ConnectError.*8 times"):
+    with pytest.raises(PipelineError, match=r"cannot be read: ConnectError.*8 tries"):
         open_source(behind(tiny_recipe, "http://127.0.0.1:1").target)
     with pytest.raises(ValueError, match="wants engine_url"):
         TargetConfig(model="m", engine="server")
