@@ -111,6 +111,7 @@ class TrainConfig(Section):
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
     micro_batch: Positive = 4  # rows per forward of one rank
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
+    window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as 4 GB are
     ranks: Processes | None = None  # for `pipeline run` on one machine; default: every accelerator
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another

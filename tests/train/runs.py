@@ -30,10 +30,12 @@ from train.main import main
 
 
 def dump_for(target: Path, folder: Path, **features: str) -> tuple[Path, Path]:
-    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs."""
+    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs, each in
+    windows of two shards, two and one.
+    """
     tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
     tree["data"]["max_dialogues"] = 40
-    tree["train"]["epochs"] = 4
+    tree["train"] |= {"epochs": 4, "window": 2}
     tree["features"] |= features
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)

@@ -61,7 +61,7 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         shard.unlink()
 
     def order(seed):
-        one = Order(store.texts, config(), seed)
+        one = Order(store, config(), seed)
         return [one.rows_of(step) for step in range(one.steps)]
 
     steps = order(5)
@@ -72,11 +72,65 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         assert len(used) == len(set(used)) == 32 and set(used) <= set(range(37))
         left_out.append(set(range(37)) - set(used))
     assert left_out[0] != left_out[1] != left_out[2] and steps[:4] != steps[4:8]
-    one = Order(store.texts, config(), 5)
+    one = Order(store, config(), 5)
     assert [one.rows_of(step) for step in (7, 2, 7)] == [steps[7], steps[2], steps[7]]
     for rows in steps:
         lengths = [len(dialogue(number).input_ids) for row in rows for number in row]
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
+
+
+# -- windows --------------------------------------------------------------------------------------------------------
+
+ROWS = [range(first, min(first + 7, 37)) for first in range(0, 37, 7)]  # of the six shards, the last one's are two
+
+
+def test_what_fits_one_window_is_in_the_order_of_one_permutation(store):
+    for window in (None, 6, 100):
+        one = Order(store, config(window=window), 5)
+        for epoch in range(3):
+            order = np.random.default_rng((5, epoch)).permutation(37).tolist()
+            for place in range(4):
+                rows = sorted(number for row in one.rows_of(4 * epoch + place) for number in row)
+                assert rows == sorted(order[8 * place : 8 * place + 8])
+        assert one.spent(12) == set(range(6))
+    assert Order(store, config(), 5).window > 1e5  # 4 GB of the shards' 1 kB
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_an_epoch_shuffles_the_rows_of_one_window_after_the_other(store, window):
+    """By hand: shards in the epoch's order, cut into windows, each window's rows in an order of their own."""
+    one, orders = Order(store, config(window=window, global_batch=1), 5), []
+    for epoch in range(2):
+        random, want = np.random.default_rng((5, epoch)), []
+        shards = random.permutation(6).tolist()
+        for first in range(0, 6, window):
+            rows = [number for shard in shards[first : first + window] for number in ROWS[shard]]
+            want += random.permutation(rows).tolist()
+        orders.append([number for step in range(37) for row in one.rows_of(37 * epoch + step) for number in row])
+        assert orders[-1] == want and sorted(want) == list(range(37))
+    assert orders[0] != orders[1] and [n // 7 for n in orders[0]] != [n // 7 for n in orders[1]]
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 20])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_no_more_shards_than_two_windows_are_needed_at_once(store, window, pack_tokens):
+    """For each step: those that it or an earlier one of its epoch has read, less those that are spent."""
+    one = Order(store, config(window=window, global_batch=2, micro_batch=2, pack_tokens=pack_tokens), 5)
+    assert max(map(len, one.rows)) > (pack_tokens is not None)
+    assert all(len({number // 7 for number in row}) == 1 for row in one.rows)
+    most, straddled = 0, 0
+    for step in range(one.steps):
+        epoch_ends = (step // one.steps_per_epoch + 1) * one.steps_per_epoch
+        read = [{number // 7 for row in one.rows_of(later) for number in row} for later in range(step, epoch_ends)]
+        assert one.shards_of(step) == read[0] and one.spent(step) == set(range(6)) - set().union(*read)
+        shards = np.random.default_rng((5, step // one.steps_per_epoch)).permutation(6).tolist()
+        touched = sorted({shards.index(shard) // window for shard in one.shards_of(step)})
+        before = set().union(*(one.shards_of(other) for other in range(epoch_ends - one.steps_per_epoch, step + 1)))
+        held = before - one.spent(step)
+        assert held <= {shard for at in touched for shard in shards[at * window : (at + 1) * window]}
+        assert touched in ([touched[0]], [touched[0], touched[0] + 1])
+        most, straddled = max(most, len(held)), straddled + len(touched) - 1
+    assert straddled and window <= most <= 2 * window
 
 
 def contents(parts):
@@ -91,12 +145,13 @@ def contents(parts):
     return out
 
 
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 2), (1, 2), (8, 1)])
-def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro):
+def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro, window):
     """Noise and totals included, to the bit; each is in one micro-batch of one rank."""
-    shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro) for rank in range(ranks)]
+    shares = [batches(store, rank=rank, ranks=ranks, micro_batch=micro, window=window) for rank in range(ranks)]
     for step in (0, 3, 5):
-        reference = batches(store, micro_batch=8)
+        reference = batches(store, micro_batch=8, window=window)
         parts = [part for share in shares for part in share.micro_batches(step)]
         assert all(len(part.tokens_BT) == micro for part in parts)
         assert sorted(n for part in parts for n in numbers_in(part)) == sorted(dialogues_of(reference, step))
@@ -136,8 +191,10 @@ def test_noise_differs_by_epoch_and_can_be_switched_off(store):
         assert hidden == tuple(dialogue(number).hidden_TD[:-1].flatten().tolist())
 
 
-def test_reading_ahead_gives_the_same_batches_from_any_step(store):
-    one = batches(store)
+@pytest.mark.parametrize("window", [None, 2])
+def test_reading_ahead_gives_the_same_batches_from_any_step(store, window):
+    """In the middle of a window, too."""
+    one = batches(store, window=window)
     for first in (0, 5, 11, 12):
         got = list(one.from_step(first))
         assert [step for step, _ in got] == list(range(first, 12))
@@ -148,12 +205,12 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(store):
 
 
 def test_packed_rows_hold_every_dialogue_once_and_overflow_never(store):
-    rows = packed(store.texts, 20, seed=3)
+    rows = packed(store.texts, 20, 3, [37])
     inputs = {n: len(dialogue(n).input_ids) - 1 for n in range(37)}
     assert sorted(n for row in rows for n in row) == list(range(37))
     filled = [sum(inputs[n] for n in row) for row in rows]
     assert max(filled) <= 20 and len(rows) <= sum(inputs.values()) / 20 * 11 / 9 + 1  # first-fit decreasing's bound
-    assert rows == packed(store.texts, 20, seed=3) != packed(store.texts, 20, seed=4)
+    assert rows == packed(store.texts, 20, 3, [37]) != packed(store.texts, 20, 4, [37])
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
@@ -197,7 +254,7 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
 
 def test_too_few_dialogues_and_one_longer_than_a_row_are_refused(tmp_path, store):
     with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
-        packed(store.texts, 6, seed=0)
+        packed(store.texts, 6, 0, [37])
     few = store_of(tmp_path, [dialogue(number) for number in range(7)])
     with pytest.raises(PipelineError, match=r"7 training dialogues do not fill one global batch of 8"):
         batches(few)

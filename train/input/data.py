@@ -42,7 +42,7 @@ class Batches:
         self._objective = objective
         self._auxiliary = [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]  # of the stored ones
         self._rank, self._ranks = rank, ranks
-        self.order = Order(store.texts, config, seed)
+        self.order = Order(store, config, seed)
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
         """This rank's: on a CPU whole, for an accelerator in pinned memory, as `Batch.to` takes them there."""

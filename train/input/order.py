@@ -2,27 +2,43 @@
 known from the texts alone, before any state is read.
 
 Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
-is `train.global_batch` rows and one optimiser step.
+is `train.global_batch` rows and one optimiser step; a window is `train.window` shards, whose rows are shuffled
+together. Each epoch takes the shards in another order and cuts that into windows.
+
+A step reads shards of one window. The batch in which a window ends goes on in the next one and reads that one's, too:
+no row is left out there. So the shards that some step has read and a later one of the epoch still needs are at most one
+window's, and during such a batch two windows'. (Where windows hold fewer rows than a batch, those that it touches.)
 """
 
 import numpy as np
 import torch
 
 from pipeline.basics.errors import PipelineError
+from pipeline.features.schema import token_bytes
+from pipeline.features.shards import FeatureStore
 from pipeline.features.text import TextTable
 from pipeline.recipe.sections import TrainConfig
 
-WINDOW = 1024  # dialogues among which rows are packed
+TOGETHER = 1024  # dialogues among which rows are packed
+WINDOW_BYTES = 4e9  # of states, where the recipe names no window
 
 
 class Order:
-    """The global batch of every step."""
+    """The global batch of every step, and the shards that it reads."""
 
-    def __init__(self, texts: TextTable, config: TrainConfig, seed: int):
-        """Raises PipelineError where the texts fill no global batch, or one of them fits no row."""
+    def __init__(self, store: FeatureStore, config: TrainConfig, seed: int):
+        """Reads no shard. Raises PipelineError where the texts fill no global batch, or one of them fits no row."""
+        texts, sizes = store.texts, [record.rows for record in store.records]
         self._config, self._seed, self._lengths_N = config, seed, texts.lengths_N
+        self._shards, self._shard_N = len(sizes), np.repeat(np.arange(len(sizes)), sizes)  # of each dialogue
+        self.window = config.window or _default_window(store)
+        if len(sizes) <= self.window:
+            sizes = [len(texts)]  # all of them are one window: no row needs to know its shard
         packs = config.pack_tokens
-        self.rows = packed(texts, packs, seed) if packs else [[number] for number in range(len(texts))]
+        self.rows = packed(texts, packs, seed, sizes) if packs else [[number] for number in range(len(texts))]
+        ends_S = np.cumsum(sizes)
+        shard_R = np.searchsorted(ends_S, [row[0] for row in self.rows], side="right")
+        self._starts = np.searchsorted(shard_R, np.arange(len(sizes) + 1))  # of each shard's rows
         if len(self.rows) < config.global_batch:
             rows = f", packed into {len(self.rows)} rows," if packs else ""
             raise PipelineError(
@@ -34,18 +50,42 @@ class Order:
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0))  # its number and its order
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self.rows))
+        random = np.random.default_rng((self._seed, epoch))
+        shards = random.permutation(len(self._starts) - 1)
+        windows = (shards[first : first + self.window] for first in range(0, len(shards), self.window))
+        rows = ([np.arange(*self._starts[shard : shard + 2]) for shard in window] for window in windows)
+        return np.concatenate([random.permutation(np.concatenate(window)) for window in rows])
+
+    def _chosen(self, first: int, last: int) -> list[int]:
+        """The rows of the steps from `first` to `last`, that one left out; all are of one epoch."""
+        epoch, size = first // self.steps_per_epoch, self._config.global_batch
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self._shuffled(epoch)
+        begin = epoch * self.steps_per_epoch
+        return self._epoch[1][(first - begin) * size : (last - begin) * size].tolist()
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
         no batch.
         """
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, self._shuffled(epoch)
-        chosen = self._epoch[1][place * self._config.global_batch :][: self._config.global_batch].tolist()
+        chosen = self._chosen(step, step + 1)
         tokens = {row: int(self._lengths_N[self.rows[row]].sum()) for row in chosen}
         return [self.rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
+
+    def shards_of(self, step: int) -> set[int]:
+        """What a step reads, by place in the store's records."""
+        return self._shards_between(step, step + 1)
+
+    def spent(self, step: int) -> set[int]:
+        """What no step from this one on reads before its epoch, or training, ends. `step`: a saved state's, or the next
+        one to be made.
+        """
+        until = min(self.steps, (step // self.steps_per_epoch + 1) * self.steps_per_epoch)
+        return set(range(self._shards)) - self._shards_between(step, until)
+
+    def _shards_between(self, first: int, last: int) -> set[int]:
+        numbers = [number for row in self._chosen(first, last) for number in self.rows[row]]
+        return set(self._shard_N[numbers].tolist())
 
     @property
     def dialogues(self) -> int:
@@ -54,9 +94,10 @@ class Order:
         return sum(len(self.rows[row]) for row in used)
 
 
-def packed(texts: TextTable, tokens: int, seed: int) -> list[list[int]]:
-    """Every dialogue in one row of at most so many inputs: windows of the shuffled dialogues, in each first-fit by
-    falling length.
+def packed(texts: TextTable, tokens: int, seed: int, sizes: list[int]) -> list[list[int]]:
+    """Every dialogue in one row of at most so many inputs. `sizes`: of the groups, one behind the other, that share no
+    row: shards where an epoch has several windows, so that a row lies in one whatever the windows are. In a group,
+    blocks of the shuffled dialogues, in each first-fit by falling length.
 
     The same for all epochs, which shuffle the rows. Raises PipelineError for a dialogue that fits no row.
     """
@@ -66,12 +107,12 @@ def packed(texts: TextTable, tokens: int, seed: int) -> list[list[int]]:
             f"train.pack_tokens={tokens}, but dialogue {texts.doc_id(int(lengths.argmax()))} has {lengths.max()} "
             "inputs: raise it to data.max_length"
         )
-    order, rows = np.random.default_rng((seed, 0x7061636B)).permutation(len(texts)), []
-    for first in range(0, len(order), WINDOW):
-        window = order[first : first + WINDOW]
+    random, rows = np.random.default_rng((seed, 0x7061636B)), []
+    orders = [end - size + random.permutation(size) for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+    for block in (order[at : at + TOGETHER] for order in orders for at in range(0, len(order), TOGETHER)):
         filled: list[list[int]] = []
-        room = np.full(len(window), tokens)
-        for number in window[np.argsort(-lengths[window], kind="stable")].tolist():
+        room = np.full(len(block), tokens)
+        for number in block[np.argsort(-lengths[block], kind="stable")].tolist():
             row = int(np.argmax(room >= lengths[number]))  # the first that has room
             if row == len(filled):
                 filled.append([])
@@ -79,6 +120,12 @@ def packed(texts: TextTable, tokens: int, seed: int) -> list[list[int]]:
             room[row] -= lengths[number]
         rows += filled
     return rows
+
+
+def _default_window(store: FeatureStore) -> int:
+    spec, tokens = store.spec, int(store.texts.lengths_N.sum())
+    size = tokens * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
+    return max(1, int(WINDOW_BYTES * len(store.records) // max(size, 1)))
 
 
 def frequent_tokens(texts: TextTable, target_vocabulary: int, size: int) -> torch.Tensor:
