@@ -36,8 +36,9 @@ def planned(recipe: Recipe, config=None, **shapes) -> TrainedDraft:
 
 def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_recipe):
     recipe = changed(tiny_recipe, "train", epochs=3, global_batch=8, micro_batch=4)
-    assert recipe.train.steps(47, 2000) == 5 * 3
-    assert changed(recipe, "train", pack_tokens=100).train.steps(47, 2000) == 2 * 3
+    assert recipe.train.steps(47, 2000, 900) == 5 * 3
+    assert changed(recipe, "train", pack_tokens=100).train.steps(47, 2000, 900) == 2 * 3
+    assert changed(recipe, "train", tokens=1400).train.steps(47, 2000, 1000) == 5 * 1.4
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ looked for.
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
               share a GPU share its speed
-              train: (epochs x tokens + validations x validation tokens / 3) over the speed of all ranks
+              train: (passes x tokens + validations x validation tokens / 3) over the speed of all ranks
               eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
               answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
               the gate looks at closely
@@ -108,9 +108,9 @@ class Plan:
 
     def train(self, counts: dict[str, float]) -> None:
         recipe, config, ranks = self.recipe, self.recipe.train, ranks_of(self.recipe.train)
-        steps = config.steps(counts["train_rows"], counts["train_tokens"])
+        steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
-        tokens = config.epochs * counts["train_tokens"] + validating
+        tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
         for name in recipe.to_train:
             with torch.device("meta"):

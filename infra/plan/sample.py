@@ -59,10 +59,11 @@ def sample_source(recipe: Recipe) -> Sample:
 
 
 def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
-    """Rows and tokens of the finished dump."""
+    """Rows and tokens of the finished dump; `trained_tokens` have a loss."""
     data, length = recipe.data, sample.mean_length
     share = sample.records / sample.tried
     train = len(sample.documents["train"]) * share
+    trained = sum(int(one.loss_mask.sum()) for one in sample.documents["train"]) / len(sample.documents["train"])
     train = min(train, data.max_dialogues or train, (data.max_tokens or train * length) / length)
     held = data.heldout_fraction * sum(map(len, sample.documents.values())) * share
     validation = min(held, data.validation_dialogues)
@@ -71,4 +72,5 @@ def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
         "tokens": (train + validation) * length,
         "train_rows": train,
         "train_tokens": train * length,
+        "trained_tokens": train * trained,
     }

@@ -199,6 +199,7 @@ class Recipe(Section):
         settings = self.training(draft)
         watched = settings.keep == "best" or settings.patience is not None
         apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
+        apart |= {"epochs"} if settings.tokens else {"tokens"}
         apart |= set() if settings.window else {"window"}  # weights from before there was that key stay the recipe's
         train = settings.model_dump(mode="json", exclude=apart)
         config = self.draft[draft].to_json()

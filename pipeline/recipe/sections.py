@@ -1,5 +1,6 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
+import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -108,6 +109,7 @@ class TrainConfig(Section):
     """Optimisation. Defaults are the paper's, and from its code where the paper is silent."""
 
     epochs: Positive = 20
+    tokens: Positive | None = None  # with a loss, after which training ends, in however many epochs; instead of epochs
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
     micro_batch: Positive = 4  # rows per forward of one rank
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
@@ -151,10 +153,14 @@ class TrainConfig(Section):
             )
         return self.global_batch // (self.micro_batch * ranks)
 
-    def steps(self, rows: float, tokens: float) -> int:
-        """Optimiser steps of all epochs; packed rows are taken as full."""
+    def passes(self, trained: float) -> float:
+        """How often a training goes through a set of so many tokens with a loss."""
+        return self.tokens / trained if self.tokens else self.epochs
+
+    def steps(self, rows: float, tokens: float, trained: float) -> int:
+        """Optimiser steps of a training on a set of so many; packed rows are taken as full."""
         whole = tokens / self.pack_tokens if self.pack_tokens else rows
-        return int(whole // self.global_batch) * self.epochs
+        return math.ceil(whole // self.global_batch * self.passes(trained))
 
     def bucket_elements(self, parameters: int) -> int:
         """Elements of the buffer in which ZeRO reduces gradients: DeepSpeed's own 5e8 is more than most drafts have."""

@@ -201,6 +201,24 @@ def test_reading_ahead_gives_the_same_batches_from_any_step(store, window):
         assert all(contents(parts) == contents(one.micro_batches(step)) for step, parts in got)
 
 
+@pytest.mark.parametrize(("window", "pack_tokens"), [(None, None), (2, None), (2, 20)])
+def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(store, tmp_path, window, pack_tokens):
+    """In the first epoch, at the very end of one, and in the middle of another."""
+    changes = {"global_batch": 4, "window": window, "pack_tokens": pack_tokens}
+    whole = Order(store, config(**changes), 5)
+    batches_of = [[n for row in whole.rows_of(step) for n in row] for step in range(whole.steps)]
+    trained = [sum(int(dialogue(number).loss_mask.sum()) for number in batch) for batch in batches_of]
+    sums, per_epoch = np.cumsum(trained).tolist(), whole.steps_per_epoch
+    assert min(trained) > 0
+    for steps in (1, per_epoch, per_epoch + 1, whole.steps - 1):
+        for tokens in (sums[steps - 1] - trained[steps - 1] + 1, sums[steps - 1]):
+            one = Order(store, config(**changes, tokens=tokens), 5)
+            assert one.steps == steps and one.rows_of(steps - 1) == whole.rows_of(steps - 1)
+            assert one.spent(steps) == set(range(6))
+    with pytest.raises(PipelineError, match=r"train.tokens=1, but no training dialogue"):
+        Order(store_of(tmp_path / "none", [dialogue(n, [n] * 5, [0] * 5) for n in range(8)]), config(tokens=1), 5)
+
+
 # -- packed rows ----------------------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,15 @@ def cosine(steps: int, warmup: int = 1) -> list[float]:
     return [step / warmup for step in range(warmup)] + falling
 
 
+def test_a_budget_of_tokens_ends_training_and_its_schedule_in_the_middle_of_an_epoch(dumped, undisturbed, tmp_path):
+    train_here(dumped, tmp_path, "train.tokens=4200")
+    assert rates(tmp_path) == pytest.approx([1e-3 * part for part in cosine(7)])
+    after = [line["trained_tokens"] for line in lines_of(undisturbed, "train")]
+    assert after[5] < 4200 < after[6] and [one["trained_tokens"] for one in lines_of(tmp_path, "train")] == after[:7]
+    facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
+    assert (facts["steps"], facts["epochs"]) == (7, 2) and "cut_short" not in facts
+
+
 def test_the_schedule_is_as_long_as_what_max_tokens_leaves_to_train_on(tiny_target, undisturbed, tmp_path):
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["data"]["max_tokens"] = 1500

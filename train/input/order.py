@@ -10,6 +10,8 @@ no row is left out there. So the shards that some step has read and a later one 
 window's, and during such a batch two windows'. (Where windows hold fewer rows than a batch, those that it touches.)
 """
 
+from itertools import count
+
 import numpy as np
 import torch
 
@@ -46,8 +48,8 @@ class Order:
                 "dump more, or lower train.global_batch"
             )
         self.steps_per_epoch = len(self.rows) // config.global_batch
-        self.steps = self.steps_per_epoch * config.epochs
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0))  # its number and its order
+        self.steps = self._steps_to(config.tokens, texts) if config.tokens else self.steps_per_epoch * config.epochs
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         random = np.random.default_rng((self._seed, epoch))
@@ -55,6 +57,20 @@ class Order:
         windows = (shards[first : first + self.window] for first in range(0, len(shards), self.window))
         rows = ([np.arange(*self._starts[shard : shard + 2]) for shard in window] for window in windows)
         return np.concatenate([random.permutation(np.concatenate(window)) for window in rows])
+
+    def _steps_to(self, tokens: int, texts: TextTable) -> int:
+        """The first steps that hold so many tokens with a loss, by their masks alone: the same for every draft."""
+        trained_N = np.array([texts.mask(number).sum(dtype=int) for number in range(len(texts))])
+        trained_R = np.array([trained_N[row].sum() for row in self.rows])
+        if not trained_R.any():
+            raise PipelineError(f"train.tokens={tokens}, but no training dialogue has a token with a loss")
+        for epoch in count():
+            rows = self._chosen(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+            so_far = trained_R[rows].reshape(self.steps_per_epoch, -1).sum(1).cumsum()
+            if so_far[-1] >= tokens:
+                return epoch * self.steps_per_epoch + int(np.searchsorted(so_far, tokens)) + 1
+            tokens -= int(so_far[-1])
+        raise AssertionError
 
     def _chosen(self, first: int, last: int) -> list[int]:
         """The rows of the steps from `first` to `last`, that one left out; all are of one epoch."""
