@@ -4,13 +4,16 @@ dump that follows.
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from infra.plan import engine
 from infra.plan.__main__ import answers, disk_warning, make, ranks_of
 from infra.plan.memory import TEXT_ROW_BYTES, activation_bytes, evaluation_bytes, frame_bytes, rank_bytes, step_bytes
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.layers import shapes_of
@@ -212,3 +215,87 @@ def test_memory_of_evaluation_is_the_targets_and_more(tiny_recipe):
     cache = 2 * 2 * 2 * 8 * (160 + 8) * 4  # keys and values of 2 layers, 2 heads of 8
     assert weights + cache < plain < weights + cache + 1e6
     assert evaluation_bytes(changed(tiny_recipe, "eval", pack_linears=True)) == plain + weights
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+
+
+def by_engine(recipe: Recipe, folder: Path, config: dict, **keys) -> Recipe:
+    """The recipe with vLLM, and a target of which only the configuration is there."""
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"model": str(folder), "dtype": "bfloat16", "engine": "vllm", "engine_python": "/no/python", "device": "auto"}
+    return changed(changed(recipe, "target", **own, **keys), "features", auxiliary_layers=[2, 40, 77], workers=2)
+
+
+@pytest.mark.parametrize(("parallel", "keys_values"), [(4, 2 * 80 * 2 * 128 * 2), (16, 2 * 80 * 1 * 128 * 2)])
+def test_a_gpu_of_an_engine_is_divided_as_vllm_divides_it(tiny_recipe, tmp_path, parallel, keys_values):
+    """Heads are shared, eight of keys and values by 16 GPUs, too; states are on each. With four GPUs vLLM 0.32 itself
+    gives 2,359,296 bytes to a block of 16 tokens.
+    """
+    recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B)
+    weights = 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192
+    step = 16384 * (12 * 8192 + 3 * 28672 / parallel) * 2
+    stored = engine.weight_bytes(recipe.target)
+    found = engine.engine_memory(recipe, 80e9, parallel, stored)
+    assert (found.weights, found.step) == (weights * 2 / parallel, step)
+    assert (found.keys_values, found.states) == (keys_values, 4 * 8192 * 2)
+    assert parallel != 4 or 16 * (found.keys_values + found.states) == 2_359_296
+    assert found.cache == pytest.approx(0.92 * 80e9 - weights * 2 / parallel - step)
+    assert found.tokens == int(found.cache / (keys_values + 65536))
+    asked = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 1024}
+    other = engine.engine_memory(changed(recipe, "target", engine_options=asked), 80e9, parallel, stored)
+    assert other.step == step / 16 and other.cache == pytest.approx(0.5 * 80e9 - weights * 2 / parallel - step / 16)
+
+
+def test_the_engines_that_fit_the_gpus_of_a_recipe(tiny_recipe, tmp_path):
+    recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B, tensor_parallel=2)
+    stored = engine.weight_bytes(recipe.target)
+    assert [engine.smallest(recipe, gpu, stored) for gpu in (2e9, 48e9, 80e9, 141e9)] == [None, 4, 4, 2]
+    said = {row[0]: row[2] for row in engine.rows(recipe, 1000.0)}  # on GPUs of 80 GB, where none is here
+    assert said["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
+    eight = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=8), None)}
+    assert eight["engines"] == "2 of 8 GPUs, 16 in all; with tensor_parallel=4 4 engines fit"
+    assert eight["memory"] == "21.2 GB a GPU, 17.6 of it weights"
+    assert eight["cache"] == "52.4 GB a GPU, 491,924 tokens of 0.106 MB, 62% of it states"
+    windowed = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"model_type": "mistral", "sliding_window": 4096})
+    assert "how many tokens is not known" in {row[0]: row[2] for row in engine.rows(windowed, None)}["cache"]
+
+
+def test_quantised_weights_take_what_their_files_take(tiny_recipe, tmp_path):
+    recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"quantization_config": {"quant_method": "fp8"}})
+    assert engine.weight_bytes(recipe.target) is None  # no file tells
+    assert "unknown" in {row[0]: row[2] for row in engine.rows(recipe, None)}["memory"]
+    index = {"metadata": {"total_size": 72_000_000_000}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert engine.weight_bytes(recipe.target) == 72e9
+
+
+def test_a_plan_with_an_engine_invents_no_speed(tiny_recipe):
+    recipe = changed(tiny_recipe, "target", engine="vllm", engine_python="/no/python")
+    known = {"train-speed": 1000.0, "decode-ms": 36.0}
+    missing = make(recipe, {**known, "dump-speed": None})
+    assert ["dump", "states", "unknown", "tokens/s are not known"] in missing.rows
+    assert "no such engine here: give --dump-speed" in {row[3] for row in missing.rows}
+    assert missing.figures["dump: hours"] is missing.figures["dump: states"] is None
+    given = make(recipe, {**known, "dump-speed": 1000.0})
+    assert given.figures["dump: states"] == 1000 * 32 * 4  # float32 on their way, bfloat16 in the shards
+    said = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
+    assert ["dump", "states", said, "bytes a token x tokens/s"] in given.rows
+
+
+@pytest.mark.parametrize("parallel", [3, 6, 128])
+def test_gpus_that_cannot_share_the_heads_are_refused(tiny_recipe, tmp_path, parallel):
+    recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"num_key_value_heads": 4}, tensor_parallel=parallel)
+    with pytest.raises(PipelineError, match=f"tensor_parallel={parallel} does not share .* 64 heads and 4 of keys"):
+        make(recipe, dict.fromkeys(("dump-speed", "train-speed", "decode-ms")))
+
+
+def test_an_engines_gpus_are_one_machines(tiny_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    target = by_engine(tiny_recipe, tmp_path, LLAMA_70B, tensor_parallel=4).target
+    engine.require_gpus(target, elsewhere=True)
+    with pytest.raises(PipelineError, match="tensor_parallel=4, but this machine has 2 GPUs"):
+        engine.require_gpus(target, elsewhere=False)

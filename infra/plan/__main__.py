@@ -15,7 +15,7 @@ looked for.
               the gate looks at closely
               Loading, planning, writing, saving and waiting for data are in none of them
     disk      of the shards, by their format; of each token, 5 bytes and its hidden states
-    memory    of one worker or rank: infra/plan/memory.py has the formulas
+    memory    of one worker or rank: infra/plan/memory.py has the formulas; of a vLLM engine: infra/plan/engine.py
 """
 
 import argparse
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from eval.measure.prompts import HELDOUT, load_prompts
-from infra.plan import memory, speeds
+from infra.plan import engine, memory, speeds
 from infra.plan.sample import Sample, expected, sample_source
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.accelerator import accelerator
@@ -66,10 +66,12 @@ class Plan:
     def say_memory(self, stage: str, what: str, need: float, one: str) -> None:
         self.say(stage, what, need, f"{need / 1e9:,.1f} GB a {one}", FORMULA)
 
-    def speed(self, flag: str, unit: str, measure: Callable[[], float]) -> tuple[float | None, str]:
-        """A speed and, in words, where it comes from."""
+    def speed(self, flag: str, unit: str, measure: Callable[[], float] | None) -> tuple[float | None, str]:
+        """A speed and, in words, where it comes from. `measure`: None where the engine is not here."""
         if value := self.given[flag]:
             return value, f"{value:,g} {unit}, as given"
+        if measure is None:
+            return None, f"no such engine here: give --{flag}"
         try:
             resolve_device(self.recipe.target.device)
         except PipelineError:
@@ -87,11 +89,10 @@ class Plan:
         """Rows and tokens of the dump."""
         recipe, features, counts = self.recipe, self.recipe.features, expected(self.recipe, sample)
         size, states = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), memory.states_of(recipe)
-        speed, source = self.speed(
-            "dump-speed",
-            "tokens/s a worker",
-            lambda: speeds.dump_speed(recipe, sample.documents["train"]),
-        )
+        by_engine = recipe.target.engine == "vllm"
+        there = not by_engine or engine.is_here(recipe.target)
+        measure = (lambda: speeds.dump_speed(recipe, sample.documents["train"])) if there else None
+        speed, source = self.speed("dump-speed", "tokens/s a worker", measure)
         hours = speed and counts["tokens"] / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
         free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
@@ -103,7 +104,10 @@ class Plan:
         self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records")
         self.say("dump", "disk", size, f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
         self.say_hours("dump", "hours", hours, workers, source)
-        self.say_memory("dump", "memory", memory.worker_bytes(recipe), "worker")
+        for row in engine.rows(recipe, speed) if by_engine else []:
+            self.say("dump", *row)
+        if not by_engine:
+            self.say_memory("dump", "memory", memory.worker_bytes(recipe), "worker")
         return counts
 
     def train(self, counts: dict[str, float]) -> None:
@@ -143,6 +147,8 @@ class Plan:
 
 def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
     plan = Plan(recipe, given)
+    if recipe.target.engine == "vllm":
+        engine.require_gpus(recipe.target, elsewhere=given["dump-speed"] is not None)
     plan.train(plan.dump(sample_source(recipe)))
     plan.evaluate()
     hours = [figure for name, figure in plan.figures.items() if name.endswith(": hours")]

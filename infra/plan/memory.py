@@ -55,10 +55,20 @@ def worker_bytes(recipe: Recipe) -> float:
     """Bytes of one worker of the dump: the target's weights; of each batch in flight 8 + states numbers of the hidden
     size and 3 of the MLP's a token.
     """
-    config = load_config(recipe.target)
-    numbers = (8 + states_of(recipe)) * config.hidden_size + 3 * config.intermediate_size
-    batches = in_flight(recipe) * recipe.features.batch_tokens * numbers
+    batches = in_flight(recipe) * recipe.features.batch_tokens * batch_numbers(recipe)
     return (parameter_count_of(recipe.target) + batches) * DTYPES[recipe.target.dtype].itemsize
+
+
+def batch_numbers(recipe: Recipe, parallel: int = 1) -> float:
+    """Of a token of a batch that is forwarded, on one of the GPUs that share the MLP."""
+    config = load_config(recipe.target)
+    return (8 + states_of(recipe)) * config.hidden_size + 3 * config.intermediate_size / parallel
+
+
+def gpu_bytes() -> float:
+    """Memory of a GPU."""
+    here = accelerator()
+    return torch.accelerator.get_memory_info(here)[1] if here else ASSUMED_GPU
 
 
 def evaluation_bytes(recipe: Recipe) -> float:

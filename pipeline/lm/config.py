@@ -28,7 +28,9 @@ class TargetConfig(Section):
     engine_url: str | None = None  # of a server that runs already: it answers, and gives no states
     tensor_parallel: Positive = 1  # GPUs of one engine
     engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs: OPTIONS
-    device: Literal["auto", "cpu", "cuda", "spread"] = "auto"  # spread: layer by layer over all GPUs that are seen
+    device: Literal["auto", "cpu", "cuda", "spread"] = (
+        "auto"  # of transformers; spread: layer by layer over all GPUs seen
+    )
     trust_remote_code: bool = False
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
     template_keywords: dict[str, Scalar | list[Scalar]] = {}  # of the chat template: { enable_thinking = false }, ...

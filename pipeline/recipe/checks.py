@@ -49,11 +49,9 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
 def _of_devices(recipe: "Recipe") -> Iterator[str]:
     """Target and workers do not agree on the GPUs that one has."""
     device, features, measuring = recipe.target.device, recipe.features, recipe.eval
-    if recipe.target.engine != "transformers":
-        if features.gpus_per_worker is not None:
-            yield "features.gpus_per_worker: an engine's GPUs are counted by target.tensor_parallel"
-        if device == "spread":
-            yield "target.device='spread' is transformers' way: an engine has target.tensor_parallel"
+    by_engine = recipe.target.engine != "transformers"
+    if by_engine and features.gpus_per_worker is not None:
+        yield "features.gpus_per_worker: an engine's GPUs are counted by target.tensor_parallel"
     if device != "spread":
         if (features.gpus_per_worker or 0) > 1:
             yield (
@@ -67,7 +65,8 @@ def _of_devices(recipe: "Recipe") -> Iterator[str]:
                 f"target.device='spread', but draft.{name} runs through the target's blocks, which have to be on one "
                 "device"
             )
-    asked: dict[str, Any] = {"features": features} | ({"eval": measuring} if measuring.workers > 1 else {})
+    asked: dict[str, Any] = {} if by_engine else {"features": features}
+    asked |= {"eval": measuring} if measuring.workers > 1 else {}
     for section, config in asked.items():
         if (config.gpus_per_worker or 0) < 1:
             yield (

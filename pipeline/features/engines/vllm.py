@@ -70,6 +70,19 @@ def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
     return {**config.engine_options, **fixed}
 
 
+def require_shares(config: TargetConfig, text: Any) -> None:
+    """Raises PipelineError where an engine's GPUs cannot share the heads evenly. GPUs may outnumber key-value heads:
+    several keep the same one.
+    """
+    parallel, heads = config.tensor_parallel, text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if heads % parallel or max(groups, parallel) % min(groups, parallel):
+        raise PipelineError(
+            f"target.tensor_parallel={parallel} does not share {config.model!r} evenly: it has {heads} heads and "
+            f"{groups} of keys and values. Take a divisor of {heads} that divides {groups}, or is a multiple of it"
+        )
+
+
 class VllmSource:
     """States and answers of one engine, which batches by itself whatever its callers ask at once."""
 
@@ -78,6 +91,7 @@ class VllmSource:
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
         version_of(python_of(config))
         text = load_config(config)
+        require_shares(config, text)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
         self.stop_ids = stop_ids_of(config, self.tokenizer)
         dtype = identity.dtype
