@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest
-from pipeline.features.source import FeatureSource
+from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import LMHead
 from pipeline.lm.model import load_embed_head
@@ -20,7 +21,7 @@ from pipeline.lm.model import load_embed_head
 # of another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
-# What an engine's states are compared on before it dumps anything: prose, code, digits.
+# What an engine is tried on before it dumps anything: prose, code, digits, and a text that goes on with repeated tokens.
 SAMPLE = (
     "Speculative decoding lets a small model guess several tokens, which the large model checks in one forward pass. "
     "The answer stays the large model's own, token for token, and it comes sooner wherever the guesses are right.",
@@ -32,7 +33,9 @@ SAMPLE = (
     return found
 
 print(primes(50))  # 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31""",
+    "a a b b c c d d e e f f g g h h i i j j k k l l",
 )
+ANSWERED = 24  # tokens that it says to each
 Sample = list[tuple[list[int], torch.Tensor]]  # texts, and the target's states [T, S, D] of each
 
 
@@ -86,24 +89,55 @@ def sampled(target: TargetConfig, layers: Sequence[int]) -> Sample:
 
 
 def require_alike(source: FeatureSource, sample: Sample, target: TargetConfig) -> None:
-    """Raises PipelineError where an engine's states are not the target's: of other weights, another quantisation,
-    another RoPE.
+    """Raises PipelineError where an engine's states are not the target's (of other weights, another quantisation,
+    another RoPE), or where it says something else while it captures them.
     """
     head = load_embed_head(target).head
-    found = [
-        off(states, want, head) for (_, want), states in zip(sample, source.states([t for t, _ in sample]), strict=True)
-    ]
+    texts = [text for text, _ in sample]
+    states = zip(source.states(texts), (want_TSD for _, want_TSD in sample), strict=True)
+    _require_near(source, [off(got_TSD, want_TSD, head) for got_TSD, want_TSD in states], target.model, "transformers")
+    if source.one_pass:
+        answers = source.answers([Prompt(text) for text in texts], Sampling(ANSWERED, source.stop_ids), capture=True)
+        found = [_answered(source, text, answer, head) for text, answer in zip(texts, answers, strict=True)]
+        _require_near(source, found, f"{target.model} while it answers", "its own forward of the whole")
+
+
+def _require_near(source: FeatureSource, found: Sequence[Compared], states_of: str, against: str) -> None:
     worst = max(found, key=lambda one: one.of_row)
     if not worst.of_row <= ALLOWED_ROW:
         same, tokens = sum(one.same for one in found), sum(one.tokens for one in found)
         names = ["last", *map(str, source.identity.layers)]
         states = ", ".join(f"{name} {x:.1e}" for name, x in zip(names, worst.of_state_S.tolist(), strict=True))
         raise PipelineError(
-            f"{source.identity.engine} {source.identity.version} does not compute the states of {target.model!r}: "
-            f"relative error {worst.of_row:.3f} (allowed {ALLOWED_ROW}) against transformers, largest difference over "
+            f"{source.identity.engine} {source.identity.version} does not compute the states of {states_of}: "
+            f"relative error {worst.of_row:.3f} (allowed {ALLOWED_ROW}) against {against}, largest difference over "
             f"largest value by layer: {states}; the likeliest next token is the same after {same} of {tokens}. Look at "
             "target.engine_options and at the engine's version"
         )
+
+
+def _answered(source: FeatureSource, text: list[int], answer: Answer, head: LMHead) -> Compared:
+    """How far the states of a greedy answer are off those of one forward of the same text, in which nothing is decoded.
+
+    Raises PipelineError where that forward's likeliest next tokens are others than the answer's, by more than rounding.
+    An engine that captures has to do so in every request (vLLM decodes by speculation then, and took a wrong token for
+    the last one where one repeats: vllm#56417), so its other answers prove nothing.
+    """
+    assert answer.states_TSD is not None
+    forward_TSD = next(source.states([[*text, *answer.tokens]]))
+    logits_TV = head(forward_TSD[len(text) - 1 : -1, 0].to(head.linear.weight.dtype)).float()
+    likeliest = logits_TV.max(-1)
+    said_T = logits_TV.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    wrong = (likeliest.values - said_T > ALLOWED_ROW * logits_TV.abs().amax(-1)).nonzero()[:, 0].tolist()
+    if wrong:
+        place, decode = wrong[0], source.tokenizer.decode
+        got, want = answer.tokens[place], int(likeliest.indices[place])
+        raise PipelineError(
+            f"{source.identity.engine} {source.identity.version} changes the text while it captures states: its token "
+            f"{place} behind {decode(text)[-40:]!r} is {got} ({decode([got])!r}), expected {want} ({decode([want])!r}), "
+            f"the likeliest after {decode(answer.tokens[:place])!r} in a forward of the whole. Use another version of it"
+        )
+    return off(answer.states_TSD[:-1], forward_TSD[:-1], head)
 
 
 def compare(

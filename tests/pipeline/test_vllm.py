@@ -238,6 +238,15 @@ def test_an_engine_whose_states_are_not_the_targets_dumps_nothing(tiny_target, e
     assert not list((tmp_path / "run/features").glob("*.arrow"))
 
 
+def test_an_engine_that_says_something_else_while_it_captures_dumps_nothing(tiny_target, environment, tmp_path):
+    """The first token that differs is told (vllm#56417)."""
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["target"] |= {"engine": "vllm", "engine_python": environment("text")}
+    with pytest.raises(PipelineError, match=r"changes the text while it captures states: its token 2 .*expected \d"):
+        dump_here(Recipe.model_validate(tree))
+    assert not list((tmp_path / "run/features").glob("*.arrow"))
+
+
 @pytest.mark.parametrize("python", ["/no/python", sys.executable, "/bin/false"])
 def test_an_environment_without_vllm_is_named_when_it_is_wanted(tiny_target, python):
     """Whoever only reads what was dumped needs none."""

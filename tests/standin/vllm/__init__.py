@@ -2,7 +2,8 @@
 hands over states one step after a request has finished, and its last layer's are not normed.
 
 `FAULT` in the environment: "dies" in the third step; "hangs" in it; "memory" while it loads; "disk" has every file
-fail; "other" has the target compute something else; "slow" takes time for a step.
+fail; "other" has the target compute something else; "slow" takes time for a step; "text" has it say another third
+token where it captures.
 """
 
 import os
@@ -75,6 +76,8 @@ class LLMEngine:
         self._finished, done = [], []
         for name, (prompt, answer, sampling) in list(self._open.items()):
             answer.append(int(self._model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
+            if self._fault == "text" and len(answer) == 3 and hasattr(sampling, "extra_args"):
+                answer[-1] = answer[-1] % 100 + 1
             ends = len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ())
             done.append(SimpleNamespace(request_id=name, finished=ends, outputs=[SimpleNamespace(token_ids=answer)]))
             if ends:
