@@ -21,7 +21,7 @@ from pipeline.lm.model import load_embed_head
 # of another text or target has an error of about 1.
 ALLOWED_ROW, ALLOWED_TOKEN = 0.05, 0.5
 
-# What an engine is tried on before it dumps anything: prose, code, digits, and a text that goes on with repeated tokens.
+# What an engine is tried on before it dumps anything: prose, code, digits, a text that goes on with repeated tokens.
 SAMPLE = (
     "Speculative decoding lets a small model guess several tokens, which the large model checks in one forward pass. "
     "The answer stays the large model's own, token for token, and it comes sooner wherever the guesses are right.",
@@ -133,9 +133,9 @@ def _answered(source: FeatureSource, text: list[int], answer: Answer, head: LMHe
         place, decode = wrong[0], source.tokenizer.decode
         got, want = answer.tokens[place], int(likeliest.indices[place])
         raise PipelineError(
-            f"{source.identity.engine} {source.identity.version} changes the text while it captures states: its token "
-            f"{place} behind {decode(text)[-40:]!r} is {got} ({decode([got])!r}), expected {want} ({decode([want])!r}), "
-            f"the likeliest after {decode(answer.tokens[:place])!r} in a forward of the whole. Use another version of it"
+            f"{source.identity.engine} {source.identity.version} changes the text while it captures states: behind "
+            f"{decode([*text, *answer.tokens[:place]])[-40:]!r} it says token {got} ({decode([got])!r}), not {want} "
+            f"({decode([want])!r}), the likeliest in its own forward of the whole. Use another version of the engine"
         )
     return off(answer.states_TSD[:-1], forward_TSD[:-1], head)
 
