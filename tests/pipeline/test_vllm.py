@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,29 +25,15 @@ from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.compare import compare
 from preprocess.dump.worker import FeatureWorker
-from tests.kit import dump_here, recipe_tree, save_tiny_target, write_sharegpt
+from tests import engines
+from tests.kit import PATIENCE, dump_here, recipe_tree, save_tiny_target, wait_until, write_sharegpt
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Callable[..., str]:
-    """The Python of an environment with a vLLM that has some fault. Like a user's wrapper it prints something, too."""
-
-    def made(fault: str = "", version: str = "0.0.0") -> str:
-        python = tmp_path_factory.mktemp("environment") / "python"
-        known = python.parent / f"vllm-{version}.dist-info/METADATA"
-        known.parent.mkdir()
-        known.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        paths = os.pathsep.join(map(str, (ROOT / "tests/standin", ROOT / "infra/vllm_jakiro", python.parent)))
-        python.write_text(
-            f"#!/bin/sh\necho my environment\nprintf '\\377\\n' >&2\n"
-            f'FAULT={fault} PYTHONPATH={paths} exec {sys.executable} "$@"\n'
-        )
-        python.chmod(0o755)
-        return str(python)
-
-    return made
+    return lambda *given, **more: engines.environment(tmp_path_factory.mktemp("environment"), *given, **more)
 
 
 def configured(target: Path, python: str, **options) -> TargetConfig:
@@ -56,18 +41,19 @@ def configured(target: Path, python: str, **options) -> TargetConfig:
     return TargetConfig(model=str(target), dtype="float32", device="cpu", **keys)
 
 
-def left_behind() -> set[str]:
-    return {path.name for path in SHARED.glob("jakiro-states-*")}
+def nothing_stays(python: str) -> None:
+    """Neither a process nor a folder of that environment's engines."""
+    assert all(folder.parent == SHARED for folder in engines.started(python).values())
+    wait_until(lambda: not engines.left_of(python))
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_target, environment):
-    before = left_behind()
-    source = open_source(configured(tiny_target, environment()), [1])
-    (folder,) = left_behind() - before
+    python = environment()
+    source = open_source(configured(tiny_target, python), [1])
     yield source
     source.close()
-    assert folder not in left_behind()
+    nothing_stays(python)
 
 
 def greedy(source, tokens: int = 12) -> Sampling:
@@ -97,18 +83,15 @@ def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at
             assert not answer.states_TSD[-1].any()  # nothing was computed behind the last token
 
 
-def files() -> list[Path]:
-    return [path for folder in SHARED.glob("jakiro-states-*") for path in folder.iterdir()]
-
-
 def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes(engine):
+    folder = engine._engine._folder
     for text, answer in zip(TEXTS, engine.answers([Prompt(t) for t in TEXTS], greedy(engine)), strict=True):
         assert answer.states_TSD is None and answer.tokens, text
-    assert not files()
+    assert not list(folder.iterdir())
     for _ in engine.states(TEXTS):
         break
     list(engine.states(TEXTS))
-    assert not files()
+    assert not list(folder.iterdir())
 
 
 def test_it_gives_signs_of_life_while_it_answers(tiny_target, environment):
@@ -133,51 +116,44 @@ def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
     ],
 )
 def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_target, environment, fault, error, message):
-    before, source = left_behind(), None
+    python, source = environment(fault), None
     try:
         with pytest.raises(error, match=message):
-            source = open_source(configured(tiny_target, environment(fault)), [1])
+            source = open_source(configured(tiny_target, python), [1])
             for _ in range(5):
                 list(source.states(TEXTS))
     finally:
         if source is not None:
             source.close()
-    assert left_behind() == before
+    nothing_stays(python)
 
 
 def test_an_engine_that_dies_in_mid_step_stays_gone(tiny_target, environment):
-    before, source = left_behind(), open_source(configured(tiny_target, environment("dies")), [1])
+    python = environment("dies")
+    source = open_source(configured(tiny_target, python), [1])
     for _ in range(2):
-        with pytest.raises(EngineDied, match="status 9"):
+        with pytest.raises(EngineDied, match="status -9"):
             for _ in range(5):
                 list(source.states(TEXTS))
-    source.close()
-    assert left_behind() == before
+    nothing_stays(python)  # though nobody closed it
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
     """Also where the engine hangs in a step."""
-    before, python = left_behind(), environment("hangs")
+    python = environment("hangs")
     script = (
         "import signal; from tests.pipeline.test_vllm import TEXTS, configured\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "from pipeline.features.engines import open_source\n"
         f"source = open_source(configured({str(tiny_target)!r}, {python!r}), [1])\n"
-        "print(source._engine._child.pid, flush=True)\n"
         "while True: list(source.states(TEXTS))\n"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
-    )
-    child = int(owner.stdout.readline())
-    time.sleep(0.5)
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: any(Path(python).parent.glob("hangs-*")), owner)
     owner.send_signal(number)
-    owner.wait(30)
-    deadline = time.monotonic() + 30
-    while (Path(f"/proc/{child}").exists() or left_behind() != before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{child}").exists() and left_behind() == before
+    owner.wait(PATIENCE)
+    nothing_stays(python)
 
 
 def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(tiny_target, environment, tmp_path):

@@ -16,14 +16,13 @@ request. Every line on standard output answers; what vLLM prints goes to standar
 
 A file has "states" [T, S, D], in the rising order of the layers and in the target's dtype, none of them normed, and
 "tokens" [T]: of "all" those of prompt and answer but the last, behind which nothing was computed. Whoever asked removes
-it. When standard input ends, so does the process, and the folder goes with it.
+it. When standard input ends, so does the process. However it ends, its folder and its tensor-parallel workers go, too.
 """
 
 import json
 import os
 import queue
-import shutil
-import signal
+import subprocess
 import sys
 import threading
 import time
@@ -49,20 +48,24 @@ def arguments(options: dict[str, Any], layers: list[int], folder: str) -> dict[s
     return {**options, "speculative_config": capture, "kv_transfer_config": connector}
 
 
-def leave(folder: Path) -> None:
-    """Ends this process and those of its tensor-parallel workers: it leads a session of its own."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+def guard(folder: Path) -> None:
+    """Cleans up behind this process, whoever kills it (Ray kills the children of its workers; the kernel, where memory
+    is short): a shell of a session of its own waits for its end. Tensor-parallel workers end by themselves then; those
+    that hang are killed a little later, with what else is left of the group that this process leads.
+    """
+    wait = 'read _; rm -rf -- "$1"; kill -0 -- "-$0" && sleep 5; kill -9 -- "-$0"; rm -rf -- "$1"'
+    ears, _ = os.pipe()  # its other end is open, and no other process's, as long as this process lives
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen(["sh", "-c", wait, str(os.getpid()), folder], stdin=ears, start_new_session=True, **silent)
+    os.close(ears)
 
 
 class Requests:
     """What is asked for: lines of standard input, read by a thread."""
 
-    def __init__(self, lines: TextIO, folder: Path):
+    def __init__(self, lines: TextIO):
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._lines, self._folder = lines, folder
+        self._lines = lines
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -71,7 +74,7 @@ class Requests:
                 self._queue.put(json.loads(line))
             except ValueError:  # whoever wrote it was killed meanwhile
                 break
-        leave(self._folder)  # nobody is there any more to read an answer
+        os._exit(1)  # nobody is there any more to read an answer
 
     def take(self, wait: bool) -> list[dict[str, Any]]:
         """What has come; with `wait` at least one."""
@@ -153,9 +156,11 @@ def main() -> None:
 
     made = json.loads(sys.stdin.readline())
     folder = Path(made["folder"])
+    guard(folder)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # threads do not outlive a fork, open files do
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's own process is this one
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    requests = Requests(sys.stdin, folder)
+    requests = Requests(sys.stdin)
     try:
         import vllm
         from vllm import EngineArgs, LLMEngine
@@ -169,7 +174,7 @@ def main() -> None:
             server.step()
     except Exception as error:
         say({"failed": f"{type(error).__name__}: {error}"})
-        leave(folder)
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """A stand-in for vLLM: as much of its interface as `vllm_jakiro.engine` uses, over transformers on a CPU. Like vLLM it
 hands over states one step after a request has finished, and its last layer's are not normed.
 
-`FAULT` in the environment: "dies" in the third step; "hangs" in it; "memory" while it loads; "disk" has every file
-fail; "other" has the target compute something else; "slow" takes time for a step; "text" has it say another third
-token where it captures.
+`FAULT` in the environment: "dies" (is killed) in the third step; "hangs" in it; "memory" while it loads; "disk" has
+every file fail; "other" has the target compute something else; "slow" takes time for a step; "text" has it say another
+third token where it captures. "dies 7", "hangs 7": in a step with a text that holds token 7; "dies 7 1": once,
+whichever engine. In the folder `STANDIN` each engine leaves its process and its folder, and a mark when it dies or
+hangs.
 """
 
 import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +45,8 @@ class EngineArgs(SimpleNamespace):
 
 class LLMEngine:
     def __init__(self, args: EngineArgs):
-        self._fault, self._steps = os.environ.get("FAULT"), 0
+        self._fault, self._token, self._times = (*os.environ["FAULT"].split(), "", "", "")[:3]
+        self._steps, self._known = 0, Path(os.environ["STANDIN"])
         if self._fault == "memory":
             raise RuntimeError("CUDA out of memory")
         if self._fault == "disk":
@@ -52,6 +56,7 @@ class LLMEngine:
         self.model_config = SimpleNamespace(max_model_len=longest)
         self._layers = args.speculative_config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
         self._folder = Path(args.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
+        (self._known / "engines" / str(os.getpid())).write_text(str(self._folder))
         self._open: dict[str, tuple[list[int], list[int], Any]] = {}
         self._finished: list[tuple[list[int], dict[str, str]]] = []
 
@@ -65,11 +70,11 @@ class LLMEngine:
     def step(self) -> list[Any]:
         """A token of every request."""
         self._steps += 1
-        if self._fault == "dies" and self._steps > 3:
-            os._exit(9)
+        if self._strikes("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._fault == "slow":
             time.sleep(0.2)
-        if self._fault == "hangs" and self._steps > 3:
+        if self._strikes("hangs"):
             time.sleep(1000)
         for tokens, asked in self._finished:
             self._capture(tokens, self._folder / asked["file"])
@@ -86,6 +91,18 @@ class LLMEngine:
                     tokens = prompt if asked["states"] == "prompt" else (prompt + answer)[:-1]
                     self._finished.append((tokens, asked))
         return done
+
+    def _strikes(self, fault: str) -> bool:
+        if self._fault != fault:
+            return False
+        if self._token:
+            due = any(int(self._token) in prompt for prompt, _, _ in self._open.values())
+            due = due and len(list(self._known.glob(f"{fault}-*"))) < int(self._times or 9)
+        else:
+            due = self._steps > 3
+        if due:
+            (self._known / f"{fault}-{os.getpid()}").touch()
+        return due
 
     @torch.inference_mode()
     def _capture(self, tokens: list[int], path: Path) -> None:
