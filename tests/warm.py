@@ -113,12 +113,16 @@ WORKER = "default_worker.py"  # Ray's script
 LAUNCHER = """#!{python} -SE
 import json, os, socket, sys
 words = sys.argv[1:]
-contexts = [word.partition("=")[2] for word in words if word.startswith("--serialized-runtime-env-context=")]
-if not any(word.endswith({worker!r}) for word in words) or any(json.loads(c).get("command_prefix") for c in contexts):
+serialized = [word.partition("=")[2] for word in words if word.startswith("--serialized-runtime-env-context=")]
+contexts = [json.loads(context) for context in serialized]
+if not any(word.endswith({worker!r}) for word in words) or any(one.get("command_prefix") for one in contexts):
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [json.dumps([words, dict(os.environ)]).encode()], [0, 1, 2])
+environment = dict(os.environ)
+for one in contexts:
+    environment.update(one.get("env_vars") or {{}})
+socket.send_fds(server, [json.dumps([words, environment]).encode()], [0, 1, 2])
 server.recv(1)  # until the worker has ended
 """
 

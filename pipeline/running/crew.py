@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pipeline.basics.errors import PipelineError
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # in the environment of a process that is to see none
+PASSED_ON = ("VLLM_BATCH_INVARIANT",)  # of the driver's environment, to workers on every node
 Heartbeat = Callable[[tuple[str, ...]], None]  # takes the ids of the items that are worked on from now on
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:
         largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in wanted}
         raise PipelineError(
             f"no node has room for one worker: {keys}, the nodes have at most {largest['CPU']:g} CPUs and "
-            f"{largest['GPU']:g} GPUs. Change the recipe's section [{crew.section}], or start larger nodes"
+            f"{largest['GPU']:g} GPUs. Change the recipe's section [{crew.section}] (an engine's GPUs: "
+            "target.tensor_parallel), or start larger nodes"
         )
     if room < crew.workers:
         shared = (

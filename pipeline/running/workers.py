@@ -26,7 +26,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
+from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
@@ -126,7 +126,9 @@ class Pool:
 
     def _spawn(self) -> _Member:
         self._spawned += 1
-        remote = ray.remote(num_cpus=self._crew.cpus, num_gpus=self._gpus)(WorkerActor)
+        told = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        more: dict[str, Any] = {"runtime_env": {"env_vars": told}} if told else {}
+        remote = ray.remote(num_cpus=self._crew.cpus, num_gpus=self._gpus, **more)(WorkerActor)
         actor: Any = remote.remote(self._make, self._spawned, self._heartbeats, self._gpus)
         return _Member(self._spawned, actor, actor.ready.remote(), self._clock())
 

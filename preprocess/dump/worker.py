@@ -132,7 +132,7 @@ class FeatureWorker:
         if here.engine != "transformers" and here.version != spec.engine_version:
             raise PipelineError(
                 f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install "
-                "the same version on all nodes"
+                "the same version on all nodes, and set VLLM_BATCH_INVARIANT on all or on none"
             )
         source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
         if here.engine != "transformers" and self._recipe.data.max_length > source.positions:

@@ -197,12 +197,17 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         dump_here(Recipe.model_validate(tree))
 
 
-def test_a_node_with_another_version_of_the_engine_dumps_nothing(tiny_target, environment, tmp_path):
+@pytest.mark.parametrize(("asked", "version"), [("0", "0.0.1"), ("1", "0.0.0")])
+def test_a_node_with_another_version_of_the_engine_dumps_nothing(
+    tiny_target, environment, tmp_path, monkeypatch, asked, version
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["target"] |= {"engine": "vllm", "engine_python": environment()}
     recipe = Recipe.model_validate(tree)
-    worker = FeatureWorker(recipe, tmp_path, replace(feature_spec(recipe), engine_version="0.0.1"))
-    with pytest.raises(PipelineError, match=r"this node has vllm 0.0.0, but the dump is one of 0.0.1"):
+    worker = FeatureWorker(recipe, tmp_path, replace(feature_spec(recipe), engine_version=version))
+    here = "0.0.0" if asked == "0" else "0.0.0, batch-invariant"
+    with pytest.raises(PipelineError, match=f"this node has vllm {here}, but the dump is one of {version}: install"):
         worker.ready()
 
 

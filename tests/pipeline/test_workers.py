@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.basics.errors import PipelineError
-from pipeline.running.crew import Crew, Heartbeat, Loss
+from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss
 from pipeline.running.workers import Pool
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
@@ -28,7 +28,9 @@ class Task:
 
 
 class Faulty:
-    """Fails on each task the first time, in the way that the task's title names; says "done" the second time."""
+    """Fails on each task the first time, in the way that the task's title names; says "done" the second time. Or says
+    what its environment says of the title.
+    """
 
     def __init__(self, folder: Path, heartbeat: Heartbeat):
         self._folder, self._heartbeat = folder, heartbeat
@@ -55,7 +57,7 @@ class Faulty:
                 raise ValueError("oh\nno")
             if task.title == "is refused":
                 raise PipelineError("nothing helps")
-        return "done"
+        return os.environ.get(task.title, "done")
 
 
 @dataclass
@@ -107,6 +109,15 @@ def test_an_error_for_the_user_ends_the_job(tmp_path):
         list(Hasty(tmp_path, CREW).results(iter([Task("is refused")])))
     with pytest.raises(PipelineError, match=r"^loading the target: the target cannot be loaded$"):
         list(Hasty(tmp_path, CREW).results(iter([Task("is sound")])))  # the mark of the other has every worker refuse
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+def test_what_the_drivers_environment_says_of_engines_reaches_a_clusters_workers(tmp_path, monkeypatch):
+    """The cluster was started without it."""
+    (name,), tasks = PASSED_ON, iter([Task(PASSED_ON[0])])
+    monkeypatch.setenv(name, "1")
+    assert [said for _, said in Hasty(tmp_path, replace(CREW, workers=1)).results(tasks)] == ["1"]
 
 
 @pytest.mark.real

@@ -8,7 +8,7 @@ import transformers
 
 from pipeline.features.engines.here import TransformersSource
 from pipeline.features.engines.server import ServerSource
-from pipeline.features.engines.vllm import VllmSource, asked_version, python_of
+from pipeline.features.engines.vllm import VllmSource, told_version
 from pipeline.features.source import FeatureSource, SourceIdentity
 from pipeline.lm.config import TargetConfig
 
@@ -19,7 +19,7 @@ def identity_of(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
     """
     version = transformers.__version__ if config.engine == "transformers" else ""
     if config.engine == "vllm":
-        version = asked_version(python_of(config)) or ""
+        version = told_version(config)
     return SourceIdentity(config.engine, version, config.dtype, tuple(layers))
 
 

@@ -1,5 +1,6 @@
 """The target in a vLLM engine of its own environment: a `FeatureSource`."""
 
+import os
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
 
 MODULE = "vllm_jakiro.engine"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # 1 in the environment: a text's states do not depend on its batch
 
 
 def python_of(config: TargetConfig) -> str:
@@ -52,6 +54,12 @@ def asked_version(python: str) -> str | None:
     except OSError:
         return None
     return found.stdout.strip().splitlines()[-1] if found.returncode == 0 and found.stdout.strip() else None
+
+
+def told_version(config: TargetConfig) -> str:
+    """As dumps record it: the version, and whether batches do not matter; "" where the engine is not installed here."""
+    version = asked_version(python_of(config)) or ""
+    return version + ", batch-invariant" * (version != "" and os.environ.get(BATCH_INVARIANT, "0") == "1")
 
 
 def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
