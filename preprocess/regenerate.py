@@ -3,11 +3,11 @@
 python preprocess/regenerate.py RECIPE                                    (starts Ray on this machine)
 ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a cluster)
 
-The questions are asked one after the other, each after the target's own answers to those before. The result is
-OUTPUT/regenerated/dialogues.jsonl, for another recipe's data.source; ids are kept, so the same dialogues are held out.
-Left out, and counted as skipped, are records without turns and dialogues with tools, whose results nobody would give.
-A dialogue ends before an answer that is empty, runs in circles or ends in its thoughts, and after one that reaches
-regenerate.max_new_tokens. Run again, the job continues: finished parts that are whole are not answered again.
+The questions are asked one after the other, each after the target's own answers to those before (rules:
+preprocess/dump/interview.py). The result is OUTPUT/regenerated/dialogues.jsonl, for another recipe's data.source; ids
+are kept, so the same dialogues are held out. Left out, and counted as skipped, are records without turns and dialogues
+that call tools, whose results nobody would give. Run again, the job continues: finished parts that are whole are not
+answered again. Whoever wants the hidden states, too, sets data.answers = "target" and dumps: both come in one job.
 """
 
 import json
@@ -37,6 +37,7 @@ from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.driver import listed, require_lasting, torn_tail, write_rejected
+from preprocess.dump.interview import not_asked
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
@@ -75,9 +76,8 @@ def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTa
     limit, size = recipe.regenerate.max_dialogues, recipe.regenerate.dialogues_per_part
     group, accepted, index = [], 0, 0
     for dialogue in intake:
-        tools = dialogue.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in dialogue.messages)
-        if dialogue.raw is not None or tools:
-            skipped["tools" if tools else "no_turns"] += 1
+        if reason := not_asked(dialogue):
+            skipped[reason] += 1
             continue
         if limit is not None and accepted == limit:
             skipped["enough"] += 1

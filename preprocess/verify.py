@@ -34,6 +34,7 @@ from pipeline.features.shards import (
     ShardRecord,
     damage,
     open_shard,
+    part_starts,
     prompts_damage,
     row_fault,
     text_name,
@@ -92,9 +93,9 @@ def _table_damage(folder: Path, record: TextRecord, spec: FeatureSpec) -> str | 
     return None
 
 
-def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int]]:
-    """Name of a shard -> its set's texts and the number of its first there, of the sets whose tables are whole. Adds to
-    `found` the tables that hold other rows than the shards of a finished dump are of.
+def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int, int]]:
+    """Name of a shard -> its set's texts, the number of its first there and the row that it counts from, of the sets
+    whose tables are whole. Adds to `found` the tables that hold other rows than the shards of a finished dump are of.
     """
     texts = {}
     for split in (*SPLITS, ANSWERS):
@@ -107,14 +108,14 @@ def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str,
             found |= dict.fromkeys(tables or [text_name(split)], str(error))
             continue
         first = 0
-        for record in manifest.of(split):
-            texts[record.name] = usable, first
+        for record, part in zip(manifest.of(split), part_starts(manifest.of(split)), strict=True):
+            texts[record.name] = usable, first, part
             first += record.rows
     return texts
 
 
 def _inconsistency(
-    folder: Path, record: ShardRecord, spec: FeatureSpec, texts: tuple[TextTable, int] | None
+    folder: Path, record: ShardRecord, spec: FeatureSpec, texts: tuple[TextTable, int, int] | None
 ) -> str | None:
     """What is wrong with a shard's schema, rows or counts; these are compared with its texts where there are any."""
     try:
@@ -127,10 +128,10 @@ def _inconsistency(
         return f"it holds {tokens} tokens; the manifest says {record.tokens}"
     if texts is None:
         return None
-    table, first = texts
+    table, first, part = texts
     trained = 0
     for number, batch in enumerate(batches, first):
-        if fault := row_fault(batch, table, number):
+        if fault := row_fault(batch, table, number, part):
             return fault
         trained += int(table.mask(number).sum())
     if trained != record.trained_tokens:

@@ -107,7 +107,7 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
         "coverage": training.get("vocabulary_coverage"),
         "borrowed": saved.borrowed,
         "data": public_name(recipe.data.source),
-        "own_answers": are_of(recipe.data.source, saved.target["fingerprint"]),
+        "own_answers": recipe.data.answers == "target" or are_of(recipe.data.source, saved.target["fingerprint"]),
         "dialogues": training.get("dialogues"),
         "training": training,
         "max_length": recipe.data.max_length,

@@ -9,7 +9,8 @@ row each, in batches of any size:
 
 A shard holds the target's states of some of a table's rows; each of its record batches has one row:
 
-    row         int64                                the row of the table
+    row         int64                                the row of the table; where one part of it came with the shard,
+                                                     the row of that part
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
     scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
     auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, in a row

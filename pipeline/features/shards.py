@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class ShardRecord:
     sha256: str
     rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
     documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
-    text: TextRecord | None = None  # of answers: the part of their table that came with the shard
+    text: TextRecord | None = None  # of the target's own answers: the part of their table that came with the shard
+    edits: dict[str, int] = field(default_factory=dict)  # what was done to those dialogues, by reason
 
 
 Record = ShardRecord | TextRecord  # of a file
@@ -220,8 +222,8 @@ def write_features(
         for index, rows in enumerate(shards):
             numbered = (stored(row, first + place, spec) for place, row in enumerate(rows))
             record = write_shard(folder, name, index, spec, numbered, {})
-            first += len(rows)
             if name in SPLITS:
+                first += len(rows)
                 manifest.shards.append(record)
             else:
                 part = write_text_table(folder / text_name(name, index), rows, spec)
@@ -295,6 +297,7 @@ class FeatureStore:
             )
         self.texts = usable_texts(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
+        self._parts = part_starts(self.records)
         self._readers = [open_shard(folder, record, self.spec) for record in self.records]
 
     def __len__(self) -> int:
@@ -303,15 +306,21 @@ class FeatureStore:
     def row(self, index: int, decode: bool = True) -> Row:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         batch = self._readers[shard].get_batch(index - int(self._starts[shard]))
-        if fault := row_fault(batch, self.texts, index):
+        if fault := row_fault(batch, self.texts, index, self._parts[shard]):
             raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
         return from_batch(batch, self.spec, text, decode)
 
 
-def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int) -> str | None:
+def part_starts(records: list[ShardRecord]) -> list[int]:
+    """The row of a set's table from which each of its shards counts: its text part's first, or the table's."""
+    rows = [record.text.rows if record.text else 0 for record in records]
+    return [0, *accumulate(rows)][: len(records)]
+
+
+def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int, part: int) -> str | None:
     """Why these are not the states of a set's text with this number; None where they are."""
-    row, states, tokens = batch.column("row")[0].as_py(), len(batch.column("hidden")[0]), len(texts.ids(number))
+    row, states, tokens = batch.column("row")[0].as_py() + part, len(batch.column("hidden")[0]), len(texts.ids(number))
     if row != texts.rows_N[number]:
         return f"it names row {row} of the text table where the manifest says {texts.rows_N[number]}"
     return None if states == tokens else f"it holds {states} states for row {row}, whose text has {tokens} tokens"
@@ -319,11 +328,11 @@ def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int) -> str | Non
 
 def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:
     """The texts of a set whose states are, or will be, in its shards. Needs no shard: shard k is of the next rows of
-    the table, as many as it holds and rejects. Raises PipelineError.
+    the table, as many as it holds and rejects, or as its own part has. Raises PipelineError.
     """
     table, usable, first = TextTable.open(folder, manifest.text_of(split), manifest.spec), [], 0
     for record in manifest.of(split):
-        last = first + record.rows + len(record.rejected)
+        last = first + (record.text.rows if record.text else record.rows + len(record.rejected))
         rows = range(first, min(last, len(table)))
         usable += [row for row in rows if not record.rejected or table.doc_id(row) not in record.rejected]
         first = last

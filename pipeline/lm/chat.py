@@ -74,9 +74,9 @@ def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[di
         raise Unusable("template_refuses") from error
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict] | None = None) -> list[int]:
     """Token ids of a conversation that the assistant is to continue."""
-    return tokenizer(render(tokenizer, messages, True), add_special_tokens=False)["input_ids"]
+    return tokenizer(render(tokenizer, messages, True, tools), add_special_tokens=False)["input_ids"]
 
 
 def encode(

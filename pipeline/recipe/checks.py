@@ -99,6 +99,17 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
                 f"train.{key}={getattr(train, key)!r} goes by the answers to calibration prompts, but "
                 "data.calibration_prompts=0"
             )
+    if data.answers == "target":
+        if data.max_tokens:
+            yield (
+                f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "
+                "data.max_dialogues"
+            )
+        if train.mask == "legacy" and recipe.target.engine != "transformers":
+            yield (
+                "train.mask='legacy' learns the state behind an answer's last token, which an engine does not compute: "
+                "set train.mask='predicted'"
+            )
     if train.pack_tokens and train.pack_tokens < data.max_length - 1:
         yield (
             f"train.pack_tokens={train.pack_tokens} has no room for a dialogue of data.max_length={data.max_length} "

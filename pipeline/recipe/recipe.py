@@ -122,6 +122,8 @@ class Recipe(Section):
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
+        if self.data.answers == "source":
+            apart["data"] = {"answers"}
         drafts = {name: config.public().to_json() for name, config in self.draft.items()}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
 
@@ -163,9 +165,13 @@ class Recipe(Section):
             wanted = {layer for config in self._dumped_for for layer in config.auxiliary}
             features["auxiliary_layers"] = sorted(wanted, key=lambda layer: (isinstance(layer, str), layer))
         features["stored_dtype"] = self.stored_dtype
-        data = self.data.model_dump(mode="json", exclude={"calibration_prompts"})
-        target = self.target.identity()
-        return digest({"target": target, "data": data, "features": features})
+        own = self.data.answers != "source"
+        data = self.data.model_dump(mode="json", exclude={"calibration_prompts"} | (set() if own else {"answers"}))
+        found: dict[str, Any] = {"target": self.target.identity(), "data": data, "features": features}
+        if own:
+            jobs = {"batch", "dialogues_per_part", "max_dialogues"}
+            found |= {"regenerate": self.regenerate.model_dump(mode="json", exclude=jobs), "seed": self.seed}
+        return digest(found)
 
     @property
     def answers_hash(self) -> str:

@@ -26,6 +26,8 @@ class DataConfig(Section):
     long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer ones (preprocess/sources/sequences.py)
     # Of two turns of one role in a row, or a blank one (preprocess/sources/dialogues.py).
     repeated: Literal["join", "cut", "reject"] = "join"
+    # Whose answers: the source's, or those that the target gives to its questions (by [regenerate]) as they are dumped.
+    answers: Literal["source", "target"] = "source"
     train_turns: Literal["all", "last"] = "all"  # answers with a loss: of a dialogue, or of each window of one
     # A record's key, or a regular expression on its id, whose value is its conversation's name: one side of the split.
     group: str | None = None  # default: parts by ShareGPT's ids (preprocess/sources/groups.py)
@@ -80,7 +82,7 @@ class FeaturesConfig(Section):
 
 
 class RegenerateConfig(Section):
-    """How the target rewrites the assistant turns (preprocess/regenerate.py), with the workers of the dump."""
+    """How the target rewrites the assistant turns: preprocess/regenerate.py, or a dump of `data.answers = "target"`."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: greedy
     top_k: Positive | None = None

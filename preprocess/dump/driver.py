@@ -92,8 +92,8 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
         manifest.complete = False  # saved with the first shard that is written again
     if not manifest.complete:
         manifest.text = {}  # written with the plan, which is made again
-    manifest.shards = [shard for shard in manifest.shards if shard.name not in lost]
-    manifest.answers = [s for s in manifest.answers if not {s.name, s.text.name if s.text else ""} & lost]
+    for shards in (manifest.shards, manifest.answers):
+        shards[:] = [s for s in shards if not {s.name, s.text.name if s.text else ""} & lost]
     return manifest
 
 
@@ -156,7 +156,7 @@ class _Ledger:
                 self.save()
 
     def add(self, record: ShardRecord) -> None:
-        (self._manifest.shards if record.text is None else self._manifest.answers).append(record)
+        (self._manifest.answers if record.split == ANSWERS else self._manifest.shards).append(record)
         self._behind = True
         if time.monotonic() >= self._due:
             self.save()
@@ -188,9 +188,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         sample = sampled(recipe.target, manifest.spec.auxiliary_numbers)
     make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec, sample=sample)
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
+        own = recipe.data.answers == "target"  # then the shards bring the texts
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
-            for split in SPLITS
+            for split in (() if own else SPLITS)
         }
         tasks = _tasks(recipe, plan, manifest, tables)
         for record in records(recipe, make, tasks, "features.batch_tokens"):
@@ -236,11 +237,12 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
 
 def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile]) -> Iterator[ShardTask]:
     """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
-    by every run: the same bytes as long as the source and the settings are the same.
+    by every run: the same bytes as long as the source and the settings are the same. The target's own answers are no
+    texts yet.
     """
     finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
     for task in plan.tasks():
-        if task.split in tables:  # answers are no texts yet
+        if task.split in tables:
             tables[task.split].write(text_batch(task.in_order, manifest.spec))
         if not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
             yield task

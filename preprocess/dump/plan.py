@@ -28,8 +28,9 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running.cores import require_few
 from pipeline.running.signals import deaf_children
+from preprocess.dump.interview import not_asked
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import Document
+from preprocess.dump.worker import FURTHER, Document
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.groups import held_out
 from preprocess.sources.intake import Intake
@@ -84,7 +85,7 @@ class Plan:
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
     calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training's sake
-    _open: dict[str, list[Document]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    _open: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
     train_tokens: int = 0  # so far; the last dialogue may go beyond ``data.max_tokens``
     _unusable: list[tuple[str, str]] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Plan:
                     continue
                 self._open[split].append(document)
                 self.accepted[split] += 1
-                if split == "train":
+                if split == "train" and isinstance(document, Document):
                     self.train_tokens += len(document.input_ids)
                 if len(self._open[split]) == self.recipe.features.rows_per_shard:
                     yield self._close(split)
@@ -132,7 +133,7 @@ class Plan:
         processes.
         """
         data, planners = self.recipe.data, self.recipe.features.planners
-        if planners == 1:
+        if planners == 1 or data.answers == "target":
             for dialogue in self._intake:
                 yield dialogue, partial(encode_sequences, self.tokenizer, dialogue, data)
             return
@@ -153,9 +154,9 @@ class Plan:
     def _split(self, dialogue: Dialogue) -> str:
         return "validation" if held_out(dialogue.group, self.recipe.data.heldout_fraction) else "train"
 
-    def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document]]:
+    def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document | Dialogue]]:
         """The dialogue's split and its documents: one, several (windows, answers apart), or none when the split is full
-        (counted as skipped).
+        (counted as skipped). Where the target is to answer it, the dialogue itself, or none where nobody can ask it.
 
         Raises chat.Unusable.
         """
@@ -165,6 +166,12 @@ class Plan:
         if self._full(split):
             self.skipped[f"{split} is full"] += 1
             return split, []
+        if self.recipe.data.answers == "target":
+            if reason := not_asked(dialogue):
+                self.skipped[reason] += 1
+                return split, []
+            self.edits.update(dialogue.edits)
+            return split, [dialogue]
         sequences, edits = encode()
         self.further += len(sequences) - 1
         self.edits.update([*dialogue.edits, *edits])
@@ -209,18 +216,20 @@ class Plan:
         late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
         rejected = [*self.rejected, *late]
         accepted = sum(shard.rows for shard in shards)
-        if accepted + len(rejected) + self.skipped.total() != self.records + self.further:
+        edits = sum((Counter(shard.edits) for shard in shards), self.edits)
+        further = self.further + edits.pop(FURTHER, 0)
+        if accepted + len(rejected) + self.skipped.total() != self.records + further:
             raise PipelineError(
                 f"{accepted} accepted, {len(rejected)} rejected and {self.skipped.total()} skipped dialogues are not "
                 f"the {self.records} records of {self.recipe.data.source}: dump again into another folder"
             )
         return {
             "records": self.records,
-            "further_sequences": self.further,
+            "further_sequences": further,
             "accepted": accepted,
             "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
             "skipped": dict(self.skipped),
-            "edits": dict(sorted(self.edits.items())),
+            "edits": dict(sorted(edits.items())),
             "grouped": self._intake.grouped,
             "torn_tail_after": self._intake.tail.torn_after,
         }

@@ -2,20 +2,75 @@
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
+from pipeline.running.cores import asked_threads
+from pipeline.running.crew import Heartbeat
 
+S, T = TypeVar("S"), TypeVar("T")
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
 log = logging.getLogger(__name__)
 
 
 def nobody_listens(_: tuple[str, ...]) -> None:
     """The heartbeat of a worker outside of a pool."""
+
+
+def take_threads(most: int) -> None:
+    """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that
+    is fewer.
+    """
+    torch.set_num_threads(min(most, asked_threads() or most))
+
+
+def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
+    """``(item, make(item))`` in order; the next `count` are made in the threads while the caller is busy with one."""
+    making: deque[tuple[S, Future[T]]] = deque()
+    for item in items:
+        making.append((item, threads.submit(make, item)))
+        if len(making) > count:
+            first, future = making.popleft()
+            yield first, future.result()
+    for item, future in making:
+        yield item, future.result()
+
+
+class Busy:
+    """What the threads of a worker are busy with; the heartbeat names all of it."""
+
+    def __init__(self, heartbeat: Heartbeat):
+        self._heartbeat, self._lock = heartbeat, Lock()
+        self.now: list[tuple[str, ...]] = []
+
+    def take(self, doc_ids: tuple[str, ...]) -> None:
+        with self._lock:
+            self.now.append(doc_ids)
+        self.beat()
+
+    def free(self, doc_ids: tuple[str, ...]) -> None:
+        with self._lock:
+            self.now.remove(doc_ids)
+
+    @contextmanager
+    def on(self, doc_ids: tuple[str, ...]) -> Iterator[None]:
+        """What an error leaves stays named."""
+        self.take(doc_ids)
+        yield
+        self.free(doc_ids)
+
+    def beat(self) -> None:
+        with self._lock:
+            self._heartbeat(tuple(doc_id for batch in self.now for doc_id in batch))
 
 
 def in_flight(recipe: Recipe) -> int:

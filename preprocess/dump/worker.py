@@ -1,13 +1,11 @@
 """One worker of the dump: a target and the shards it writes. A plain class; `pool.py` makes a Ray actor of it."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +18,17 @@ from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_c
 from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shard
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.features.text import write_text_table
+from pipeline.lm.chat import Encoded, Unusable
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.cores import asked_threads
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import Sample, require_alike
-from preprocess.dump.task import ShardTask, in_flight, longest_first, nobody_listens
+from preprocess.dump.interview import ASKED_AT_ONCE, NOT_ANSWERED, Conversation, Interview, Said
+from preprocess.dump.task import Busy, ShardTask, ahead, in_flight, longest_first, nobody_listens, take_threads
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.sequences import encode_sequences
 
-S, T = TypeVar("S"), TypeVar("T")
-NOT_ANSWERED = "not_answered"
-ASKED_AT_ONCE = 64  # prompts, of an engine that batches by itself
+RENDERED_OTHERWISE = "rendered_otherwise"  # what the target said has other tokens in the dialogue's rendering
+FURTHER = "further_sequences"
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,6 @@ def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Itera
         yield batch
 
 
-def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
-    """``(item, make(item))`` in order; the next `count` are made in the threads while the caller is busy with one."""
-    making: deque[tuple[S, Future[T]]] = deque()
-    for item in items:
-        making.append((item, threads.submit(make, item)))
-        if len(making) > count:
-            first, future = making.popleft()
-            yield first, future.result()
-    for item, future in making:
-        yield item, future.result()
-
-
 def to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event | None]:
     """The tensors, of one device, on the host once the event has happened (None: they are there)."""
     device = tensors[0].device
@@ -91,11 +79,34 @@ class _Stored:
     event: torch.Event | None  # of `to_host`
 
 
-def take_threads(most: int) -> None:
-    """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that
-    is fewer.
+@dataclass
+class _Own:
+    """What a task's texts became."""
+
+    rejected: dict[str, str]
+    texts: list[Document] = field(default_factory=list)  # in the order of their rows
+    edits: Counter = field(default_factory=Counter)
+
+
+def as_said(doc_id: str, encoded: Encoded, said: list[Said]) -> Document | None:
+    """A dialogue's sequence as far as the target read and said it, with the states of that, where they were captured.
+    None where the target read other tokens: those of an answer may differ from those of its text.
+
+    What the template puts behind the last answer is left out: nothing was computed there. Nor was behind the answer's
+    last token, whose state is 0.
     """
-    torch.set_num_threads(min(most, asked_threads() or most))
+    ids, mask = encoded.input_ids, encoded.loss_mask
+    for one in reversed(said):
+        length = min(len(ids), len(one.tokens))
+        known = min(length, len(one.tokens) - 1)
+        another = np.diff(mask[length - 1 :].astype(int)) > 0  # answer begins behind it
+        if ids[:known].tolist() == one.tokens[:known] and not another.any():
+            return Document(doc_id, ids[:length], mask[:length], _head(one.states_TSD, length))
+    return None
+
+
+def _head(states_TSD: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    return None if states_TSD is None else states_TSD[:length]
 
 
 class FeatureWorker:
@@ -112,12 +123,10 @@ class FeatureWorker:
         """`sample`: states that an engine's are compared with before it works."""
         self._sample = sample
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
-        self._heartbeat, self._store = heartbeat, store_of(recipe)
+        self._busy, self._store = Busy(heartbeat), store_of(recipe)
         self._computing = ThreadPoolExecutor(
             in_flight(recipe), initializer=take_threads, initargs=(self._settings.cpus_per_worker,)
         )
-        self._busy: list[tuple[str, ...]] = []  # the batches that are being forwarded
-        self._busy_lock = Lock()
 
     def ready(self) -> None:
         """Loads the target."""
@@ -125,6 +134,8 @@ class FeatureWorker:
         if self._sample:
             require_alike(self._source, self._sample, self._recipe.target)
         _ = self._source
+        if self._recipe.data.answers == "target":
+            _ = self._interview.longest_prompt
 
     @cached_property
     def _source(self) -> FeatureSource:
@@ -145,24 +156,72 @@ class FeatureWorker:
     def close(self) -> None:
         self._source.close()
 
+    @cached_property
+    def _interview(self) -> Interview:
+        return Interview(self._recipe, self._source, self._busy)
+
     def work(self, task: ShardTask) -> ShardRecord:
-        """Writes the task's shard: the same bytes whoever writes it, and however often."""
-        for document in task.documents:
-            if document.doc_id in task.suspects:
-                self._arrived(self._compute([document]))
-        rejected, text = dict(task.set_aside), None
-        made = task
-        if task.split == ANSWERS:  # its texts are the target's own, so they are not in a table yet
-            made = replace(task, documents=self._answered(task, rejected))
-            text = write_text_table(self._folder / text_name(task.split, task.index), made.in_order, self._spec)
-        rows = self.rows(made, rejected)
-        record = write_shard(self._folder, task.split, task.index, self._spec, rows, rejected)
+        """Writes the task's shard: the same bytes whoever writes it, and however often (by an engine that batches by
+        itself, but for the states' rounding). A shard whose texts are the target's own brings them in a table.
+        """
+        for one in task.documents:
+            if one.doc_id in task.suspects:
+                for batch in [[one]] if isinstance(one, Document) else self._held([one], _Own({})):
+                    self._arrived(self._compute(batch))
+        own, first = _Own(dict(task.set_aside)), 0
+        if task.split == ANSWERS:
+            own.texts = longest_first(self._answered(task, own.rejected))
+            batches = self._batches(own.texts, own.rejected)
+        elif self._recipe.data.answers == "target":
+            batches = self._held(task.documents, own)
+        else:
+            own.texts, first = task.in_order, task.index * self._settings.rows_per_shard
+            batches = self._batches(own.texts, own.rejected)
+        rows = self.rows(batches, own.texts, own.rejected, first)
+        record = write_shard(self._folder, task.split, task.index, self._spec, rows, own.rejected)
+        record = replace(record, documents=task.fingerprint, edits=dict(sorted(own.edits.items())))
+        if task.split == ANSWERS or self._recipe.data.answers == "target":
+            name = text_name(task.split, task.index)
+            record = replace(record, text=write_text_table(self._folder / name, own.texts, self._spec))
         if self._store is not None:
-            self._heartbeat(())  # what goes wrong from here on is no dialogue's fault
-            for name in (record.name, *([text.name] if text else [])):
+            self._busy.beat()  # with nothing: what goes wrong from here on is no dialogue's fault
+            for name in (record.name, *([record.text.name] if record.text else [])):
                 self._store.put(self._folder / name)
                 (self._folder / name).unlink()
-        return replace(record, documents=task.fingerprint, text=text)
+        return record
+
+    def _batches(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[list[Document]]:
+        left = [document for document in documents if document.doc_id not in rejected]
+        return length_sorted_batches(left, self._settings.batch_tokens)
+
+    def _held(self, dialogues: list[Dialogue], own: "_Own") -> Iterator[list[Document]]:
+        """Batches of what the target answers anew, as its answers come; `own` learns of them."""
+        left = [dialogue for dialogue in dialogues if dialogue.doc_id not in own.rejected]
+        for held in self._interview.hold(left, capture=True):
+            documents = []
+            for conversation in held:
+                try:
+                    documents += self._encoded(conversation, own.edits)
+                except Unusable as reason:
+                    own.rejected[conversation.doc_id] = str(reason)
+            for batch in self._batches(documents, {}):
+                own.texts += [replace(document, states_TSD=None) for document in batch]
+                yield batch
+
+    def _encoded(self, conversation: Conversation, edits: Counter) -> list[Document]:
+        """Raises Unusable."""
+        if not conversation.answers:
+            raise Unusable(conversation.end)
+        dialogue = Dialogue(conversation.doc_id, conversation.messages, (), conversation.tools)
+        sequences, more = encode_sequences(self._source.tokenizer, dialogue, self._recipe.data)
+        edits.update([*conversation.edits, *filter(None, [conversation.end]), *more])
+        edits.update({FURTHER: len(sequences) - 1} if len(sequences) > 1 else {})
+        documents = []
+        for doc_id, encoded in sequences:
+            document = as_said(doc_id, encoded, conversation.said)
+            edits.update([] if document else [RENDERED_OTHERWISE])
+            documents.append(document or Document(doc_id, encoded.input_ids, encoded.loss_mask))
+        return documents
 
     def _answered(self, task: ShardTask, rejected: dict[str, str]) -> list[Document]:
         """The prompts with the target's greedy answers behind them; the mask is on the answers. What cannot be answered
@@ -173,13 +232,13 @@ class FeatureWorker:
         def answered(document: Document) -> Document:
             answer, doc_ids = Answer([]), (document.doc_id,)
             if document.doc_id not in rejected:
-                self._take(doc_ids)
+                self._busy.take(doc_ids)
                 try:
                     prompt, capture = Prompt(document.input_ids.tolist()), self._source.one_pass
-                    (answer,) = self._source.answers([prompt], sampling, capture, self._beat, plainly=True)
+                    (answer,) = self._source.answers([prompt], sampling, capture, self._busy.beat, plainly=True)
                 except NoAnswer:
                     rejected[document.doc_id] = NOT_ANSWERED
-                self._free(doc_ids)
+                self._busy.free(doc_ids)
             ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
             return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
@@ -200,35 +259,21 @@ class FeatureWorker:
         so that the next batch's forward follows at once. Says first what this worker is busy with.
         """
         doc_ids = tuple(document.doc_id for document in batch)
-        self._take(doc_ids)
+        self._busy.take(doc_ids)
         found = [self._stored(states_TSD) for states_TSD in self._forward(batch)]
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
         rest = iter(sent[1:])
         stored = _Stored(doc_ids, [[next(rest) for _ in columns] for columns, _ in found], sent[0], event)
         if event is None:
-            self._free(doc_ids)
+            self._busy.free(doc_ids)
         return stored
-
-    def _take(self, doc_ids: tuple[str, ...]) -> None:
-        with self._busy_lock:
-            self._busy.append(doc_ids)
-        self._beat()
-
-    def _beat(self) -> None:
-        """Names all that is worked on."""
-        with self._busy_lock:
-            self._heartbeat(tuple(doc_id for busy in self._busy for doc_id in busy))
-
-    def _free(self, doc_ids: tuple[str, ...]) -> None:
-        with self._busy_lock:
-            self._busy.remove(doc_ids)
 
     def _arrived(self, stored: _Stored) -> _Stored:
         """What went wrong on an accelerator is raised here."""
         if stored.event is not None:
             stored.event.synchronize()
-            self._free(stored.doc_ids)
+            self._busy.free(stored.doc_ids)
         return stored
 
     def _stored(self, states_TSD: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -239,15 +284,15 @@ class FeatureWorker:
         parts = [states_TSD[:, 0]] + ([states_TSD[:, 1:]] if self._spec.auxiliary else [])
         return stored_columns(parts, self._spec.stored_dtype), states_TSD.isfinite().all()
 
-    def rows(self, task: ShardTask, rejected: dict[str, str]) -> Iterator[StoredRow]:
-        """The task's dialogues as the shard holds them, all but those in `rejected`; what is not finite is entered
-        there. Shard k's are the k-th `rows_per_shard` rows of the table.
+    def rows(
+        self, batches: Iterable[list[Document]], texts: list[Document], rejected: dict[str, str], first: int = 0
+    ) -> Iterator[StoredRow]:
+        """The batches' dialogues as the shard holds them; what is not finite is entered into `rejected`. Their numbers
+        are their places among `texts`, which may grow with the batches, counted from `first`.
         """
-        first = task.index * self._settings.rows_per_shard
-        numbers = {document.doc_id: first + place for place, document in enumerate(task.in_order)}
-        documents = [document for document in task.documents if document.doc_id not in rejected]
-        batches = length_sorted_batches(documents, self._settings.batch_tokens)
+        numbers: dict[str, int] = {}
         for batch, stored in ahead(self._compute, batches, self._computing, in_flight(self._recipe)):
+            numbers |= {texts[place].doc_id: first + place for place in range(len(numbers), len(texts))}
             finite_B = self._arrived(stored).finite_B.tolist()
             for document, columns, finite in zip(batch, stored.columns, finite_B, strict=True):
                 if finite:

@@ -45,7 +45,7 @@ class Dialogue:
     group: str = ""  # its conversation's name (`groups.py`)
 
     def content(self) -> bytes:
-        return json.dumps(self.messages).encode()
+        return json.dumps([self.messages, self.tools] if self.tools else self.messages).encode()
 
     @property
     def text(self) -> str:

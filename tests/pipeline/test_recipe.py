@@ -404,6 +404,10 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
     expected = leaves(recipe, "target.", "data.", "features.") - NOT_WHAT_SHARDS_HOLD
     assert changing(recipe, lambda r: r.dump_hash) == expected
     assert changing(recipe, lambda r: r.answers_hash) == expected | ANSWERED
+    tree["data"]["answers"] = "target"
+    jobs = {f"regenerate.{key}" for key in ("batch", "dialogues_per_part", "max_dialogues")}
+    asked = leaves(recipe, "seed", "regenerate.") - jobs
+    assert changing(Recipe.model_validate(tree), lambda r: r.dump_hash) == expected | asked
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -437,6 +441,7 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
 def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     recipe = Recipe.model_validate(tree)
     later = {
+        "answers",
         "max_tokens",
         "max_dialogues",
         "min_length",

@@ -198,6 +198,7 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
         "rejected": rejected,
         "documents": "",
         "text": None,
+        "edits": {},
     }
 
 

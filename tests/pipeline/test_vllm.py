@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
@@ -19,14 +20,17 @@ from pipeline.basics.files import ROOT
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.engines import identity_of, open_source
 from pipeline.features.engines.child import SHARED, EngineDied
+from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.features.source import Prompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.compare import compare
 from preprocess.dump.worker import FeatureWorker
+from preprocess.regenerate import regenerate
+from preprocess.verify import damaged_shards
 from tests import engines
-from tests.kit import PATIENCE, dump_here, recipe_tree, save_tiny_target, wait_until, write_sharegpt
+from tests.kit import PATIENCE, dump_here, recipe_tree, save_tiny_target, wait_until, without_ray, write_sharegpt
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 
@@ -195,6 +199,64 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
     tree["target"] |= {"engine": "vllm", "engine_python": environment(version="0.0.1")}
     with pytest.raises(PipelineError, match=r"computed by vllm 0.0.0, this run has vllm 0.0.1"):
         dump_here(Recipe.model_validate(tree))
+
+
+def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environment, tmp_path):
+    """One with the engine, in one pass; one with transformers, in two; and regenerate.py with a dump of its result."""
+    target = save_tiny_target(tmp_path / "target")
+    model = LlamaForCausalLM.from_pretrained(target)
+    model.lm_head.weight.data[256] *= 8
+    model.lm_head.weight.data[94:256] = 0  # it answers in letters, whose tokens are those of their text
+    model.save_pretrained(target)
+    found: dict[str, dict[str, Row]] = {}
+    manifests = {}
+    for way in ("vllm", "transformers", "regenerated"):
+        tree = recipe_tree(target, write_sharegpt(tmp_path / "data.json", 40), tmp_path / way)
+        tree["regenerate"] = {"max_new_tokens": 14}
+        tree["features"] |= {"stored_dtype": "float32"}
+        tree["data"] |= {"validation_dialogues": 50}
+        if way == "vllm":
+            tree["target"] |= {"engine": "vllm", "engine_python": environment()}
+        if way == "regenerated":
+            with without_ray():
+                regenerate(Recipe.model_validate(tree))
+            tree["data"] |= {"source": str(tmp_path / way / "regenerated/dialogues.jsonl")}
+        else:
+            tree["data"] |= {"answers": "target"}
+        recipe = Recipe.model_validate(tree)
+        manifests[way], spec = dump_here(recipe), feature_spec(recipe)
+        manifest = manifests[way]
+        assert (manifest.text == {}) == (way != "regenerated")
+        found[way] = {}
+        for split in ("train", "validation"):
+            store = FeatureStore(recipe.features_dir, split, spec)
+            found[way] |= {row.doc_id: row for row in map(store.row, range(len(store)))}
+        counts = manifest.accounting
+        fates = sum(counts["rejected"].values()) + sum(counts["skipped"].values())
+        assert counts["accepted"] + fates == 40 == counts["records"] and len(found[way]) == counts["accepted"] > 20
+        assert damaged_shards(recipe.features_dir, manifest) == {}
+    assert found["vllm"].keys() == found["transformers"].keys() == found["regenerated"].keys()
+    longer = 0
+    for doc_id, row in found["transformers"].items():
+        one, two = found["vllm"][doc_id], found["regenerated"][doc_id]
+        length = len(row.input_ids)
+        assert one.input_ids.tolist() == row.input_ids.tolist() == two.input_ids[:length].tolist()
+        assert one.loss_mask.tolist() == row.loss_mask.tolist() == two.loss_mask[:length].tolist()
+        longer += len(two.input_ids) > length  # by what the template puts behind the last answer
+        torch.testing.assert_close(one.hidden_TD[:-1], row.hidden_TD[:-1])
+        torch.testing.assert_close(row.hidden_TD, two.hidden_TD[:length])
+        assert not one.hidden_TD[-1].any() or len(two.input_ids) == length  # all of it was forwarded
+    edits = manifests["vllm"].accounting["edits"]
+    assert edits == manifests["transformers"].accounting["edits"] and 0 < edits["cut_answer"] < 40
+    assert 10 < longer == 40 - edits["rendered_otherwise"] < 40  # these were forwarded again
+    tree |= {"output": str(tmp_path / "transformers")}
+    tree["data"] |= {"answers": "target", "source": str(tmp_path / "data.json")}
+    again = Recipe.model_validate(tree)
+    folder = again.features_dir
+    whole = {path.name: path.read_bytes() for path in folder.glob("*.arrow")}
+    (folder / "text-train-000001.arrow").unlink()  # with it its shard is made again
+    dump_here(again)
+    assert {path.name: path.read_bytes() for path in folder.glob("*.arrow")} == whole
 
 
 @pytest.mark.parametrize(("asked", "version"), [("0", "0.0.1"), ("1", "0.0.0")])

@@ -12,16 +12,19 @@ import pytest
 from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import repeats_itself
+from pipeline.features.source import Answer
 from pipeline.lm import chat
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.answers import AnswerWorker, Conversation
+from preprocess.dump.answers import AnswerWorker
+from preprocess.dump.interview import Conversation
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import _tasks, regenerate
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.intake import Intake
+from tests import tool_templates
 from tests.kit import (
     flip,
     kill_when,
@@ -73,15 +76,15 @@ def test_questions_are_the_sources_and_answers_are_not(tiny_recipe):
 def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not(tiny_recipe):
     worker = AnswerWorker(with_answers(tiny_recipe, temperature=1.0, max_new_tokens=16, batch=5))
     task = ShardTask("part", 0, dialogues_of(tiny_recipe, 6))
-    sound, answers = worker.work(task), worker._source.answers
+    sound, answers = worker.work(task), worker._interview._source.answers
     doc_id = sound.dialogues[2]["id"]
 
     def broken(asked, sampling, **how):
-        if worker._seed(Conversation(doc_id, [], [])) in [prompt.seed for prompt in asked]:
+        if worker._interview._seed(Conversation(doc_id, [], [])) in [prompt.seed for prompt in asked]:
             raise NoAnswer("not finite")
         return answers(asked, sampling, **how)
 
-    worker._source.answers = broken
+    worker._interview._source.answers = broken
     part = worker.work(task)
     assert part.rejected == {**sound.rejected, doc_id: "not_answered"}
     assert part.dialogues == [line for line in sound.dialogues if line["id"] != doc_id]
@@ -99,7 +102,7 @@ def test_no_answer_runs_past_the_targets_positions(tiny_recipe):
     worker.ready()
     for length, end in ((20, None), (100, "too_long")):
         conversation = Conversation("id", [], ["x" * length])
-        prompt = worker._prompt(conversation)
+        prompt = worker._interview._prompt(conversation)
         assert conversation.end == end and (prompt is None or len(prompt) <= 60)
     with pytest.raises(PipelineError, match="leaves no room for a question"):
         AnswerWorker(with_answers(longer, max_new_tokens=positions)).ready()
@@ -127,11 +130,14 @@ def test_what_counts_as_a_loop(ids, loop):
 def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe):
     worker = AnswerWorker(tiny_recipe)
     worker.ready()
-    stop, text = next(iter(worker._source.stop_ids)), worker._source.tokenizer("hello there")["input_ids"]
+    stop, text = (
+        next(iter(worker._interview._source.stop_ids)),
+        worker._interview._source.tokenizer("hello there")["input_ids"],
+    )
 
     def taken(answer: list[int]) -> Conversation:
         conversation = Conversation("id", [], ["one", "two"])
-        worker._take(conversation, answer)
+        worker._interview._take(conversation, [], Answer(answer))
         return conversation
 
     good = taken([*text, stop])
@@ -159,12 +165,13 @@ def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(tiny_re
             {"content": "well", "reasoning_content": "hm"},
         ),
     ):
-        tokenizer = worker._source.tokenizer = settled(template)
-        worker._source.stop_ids = frozenset([tokenizer.eos_token_id])
+        tokenizer = worker._interview._source.tokenizer = settled(template)
+        worker._interview._source.stop_ids = frozenset([tokenizer.eos_token_id])
 
         def taken(text: str, *stop: int, tokenizer=tokenizer) -> Conversation:
             conversation = Conversation("id", [], ["one", "two"])
-            worker._take(conversation, [*tokenizer(text, add_special_tokens=False)["input_ids"], *stop])
+            answer = Answer([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop])
+            worker._interview._take(conversation, [], answer)
             return conversation
 
         whole = taken(thought + answer, tokenizer.eos_token_id)
@@ -250,6 +257,7 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
 
 def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     asked = {"role": "user", "content": "why?"}
     answer, later = {"role": "assistant", "content": "so"}, {"role": "system", "content": "s"}
     records = [
@@ -257,7 +265,7 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
         {"id": "tokens", "input_ids": [1, 2], "loss_mask": [0, 1]},
         {"id": "call", "messages": [asked, call]},
         {"id": "result", "messages": [asked, answer, {"role": "tool", "content": "x"}, answer]},
-        {"id": "tools", "messages": [asked, answer], "tools": [{"name": "f"}]},
+        {"id": "tools", "messages": [asked, answer], "tools": [tool]},
         {"id": "kept", "messages": [asked, answer, later, asked, answer], "user": "u1"},
     ]
     source = tmp_path / "data.json"
@@ -265,12 +273,24 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
     data = tiny_recipe.data.model_copy(update={"source": str(source), "group": "user"})
     recipe, skipped = tiny_recipe.model_copy(update={"data": data}), Counter()
     (task,) = _tasks(recipe, Intake(data), skipped)
-    assert [dialogue.doc_id for dialogue in task.documents] == ["kept"]
-    assert skipped == {"no_turns": 2, "tools": 3}
-    part = AnswerWorker(with_answers(recipe, temperature=1.0, max_new_tokens=8)).work(task)
-    (line,) = part.dialogues
-    assert line["user"] == "u1" and part.edits["later_system_dropped"] == 1  # the same dialogues are held out
-    assert [turn["role"] for turn in line["messages"]][:2] == ["user", "assistant"]
+    assert [dialogue.doc_id for dialogue in task.documents] == ["tools", "kept"]
+    assert skipped == {"no_turns": 2, "tool_calls": 2}
+    tokenizer = settled(QWEN_3)
+    tokenizer.chat_template = tool_templates.QWEN_3
+    worker, read = AnswerWorker(recipe), []
+    source, said = worker._interview._source, tokenizer("so", add_special_tokens=False)["input_ids"]
+    source.tokenizer, source.stop_ids = tokenizer, frozenset([tokenizer.eos_token_id])
+
+    def answers(prompts, *_, **__):
+        read.extend(tokenizer.decode(prompt.tokens) for prompt in prompts)
+        return [Answer([*said, tokenizer.eos_token_id])] * len(prompts)
+
+    source.answers = answers
+    with_tools, kept = worker.work(task).dialogues
+    assert with_tools["tools"] == [tool] and ["<tools>" in text for text in read] == [True, False, False]
+    assert kept["user"] == "u1"  # the same dialogues are held out
+    assert [turn["role"] for turn in kept["messages"]][:2] == ["user", "assistant"]
+    assert worker.work(task).edits["later_system_dropped"] == 1
 
 
 def test_a_source_that_changed_is_refused(tiny_recipe):

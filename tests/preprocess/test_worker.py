@@ -20,10 +20,12 @@ from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
+from pipeline.lm.chat import Encoded
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump import worker as dump_worker
-from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import Document, FeatureWorker, length_sorted_batches, take_threads
+from preprocess.dump.interview import Said
+from preprocess.dump.task import ShardTask, take_threads
+from preprocess.dump.worker import Document, FeatureWorker, as_said, length_sorted_batches
 from tests.kit import PATIENCE, write_sharegpt
 from tests.preprocess.test_plan import planned, recipe_for
 
@@ -193,7 +195,7 @@ def test_every_stored_dtype_has_the_same_bytes_wherever_it_is_made(
         worker._forward = drawn
         record = worker.work(task)
         written.append((tmp_path / name / record.name).read_bytes())
-        assert record.rows == len(task.documents) and not worker._busy
+        assert record.rows == len(task.documents) and not worker._busy.now
         monkeypatch.setattr(dump_worker, "to_host", late())
     assert written[0] == written[1]
     state, reader = hashlib.sha256(), pa.ipc.open_file(pa.BufferReader(written[0]))
@@ -226,7 +228,7 @@ def test_what_fails_ahead_of_the_writing_fails_the_shard(tmp_path, source, tiny_
         worker.work(task)
     assert list((tmp_path / "features").iterdir()) == []
     ordered = [batch[0].doc_id for batch in length_sorted_batches(task.documents, 1)]
-    assert (ordered[2],) in worker._busy and (ordered[1],) not in worker._busy
+    assert (ordered[2],) in worker._busy.now and (ordered[1],) not in worker._busy.now
 
 
 def test_a_layer_that_the_target_does_not_have_is_refused(source, tiny_target):
@@ -303,6 +305,32 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
         assert some.rows == 3 and some.rejected == {doc_id: reason} and some.text.rows == 4
         store = listed(recipe, folder, task, some)
         assert doc_id not in [store.texts.doc_id(number) for number in range(len(store))]
+
+
+# -- the target's own answers to the source's questions ---------------------------------------------------------------
+
+SAID = [Said([1, 2, 3, 7], torch.arange(4.0)[:, None, None]), Said([1, 2, 3, 8, 4, 5, 9], None)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "kept"),
+    [
+        ([1, 2, 3, 8, 4, 5, 9, 6], [0, 0, 1, 1, 0, 1, 1, 0], 7),  # the template's end of the turn goes
+        ([1, 2, 3, 8, 4, 5, 7, 6], [0, 0, 1, 1, 0, 1, 1, 1], 7),  # so does an end that the target did not give
+        ([1, 2, 3, 8, 4], [0, 0, 1, 1, 0], 5),  # what is cut at data.max_length was computed
+        ([1, 2, 3, 7, 4, 5, 9], [0, 0, 1, 1, 0, 1, 1], None),  # of what follows the first answer nothing was
+        ([1, 2, 5, 8, 4, 5, 9], [0, 0, 1, 1, 0, 1, 1], None),  # other tokens of the same text
+        ([1, 2, 3, 7, 6], [0, 0, 1, 1, 0], 4),  # the first answer by itself
+    ],
+)
+def test_a_sequence_is_what_the_target_read_and_said(ids, mask, kept):
+    found = as_said("d", Encoded(np.array(ids, np.int32), np.array(mask, np.uint8)), SAID)
+    if kept is None:
+        assert found is None
+        return
+    assert found.input_ids.tolist() == ids[:kept] and found.loss_mask.tolist() == mask[:kept]
+    first = ids[:4] == SAID[0].tokens
+    assert found.states_TSD is None if not first else found.states_TSD[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("asked", "got"), [("2", 2), ("8", 3), (None, 3)])
