@@ -25,7 +25,7 @@ from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
-from tests.kit import dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
+from tests.kit import ROOT, dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 
 def changed(recipe: Recipe, section: str, **keys) -> Recipe:
@@ -256,6 +256,10 @@ def test_the_engines_that_fit_the_gpus_of_a_recipe(tiny_recipe, tmp_path):
     assert [engine.smallest(recipe, gpu, stored) for gpu in (2e9, 48e9, 80e9, 141e9)] == [None, 4, 4, 2]
     said = {row[0]: row[2] for row in engine.rows(recipe, 1000.0)}  # on GPUs of 80 GB, where none is here
     assert said["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
+    four = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=4), 5000.0)}
+    page = (ROOT / "docs/a-70b-target.md").read_text()
+    for said in (four["memory"].replace(" a GPU", ""), four["cache"].split(" tokens")[0].replace(" a GPU,", ":")):
+        assert said in page, said
     eight = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=8), None)}
     assert eight["engines"] == "2 of 8 GPUs, 16 in all; with tensor_parallel=4 4 engines fit"
     assert eight["memory"] == "21.2 GB a GPU, 17.6 of it weights"
