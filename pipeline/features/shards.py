@@ -57,6 +57,7 @@ class ShardRecord:
     documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
     text: TextRecord | None = None  # of the target's own answers: the part of their table that came with the shard
     edits: dict[str, int] = field(default_factory=dict)  # what was done to those dialogues, by reason
+    off: float | None = None  # relative error of a sample's states by the engine that computed these, when it began
 
 
 Record = ShardRecord | TextRecord  # of a file

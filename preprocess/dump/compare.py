@@ -88,21 +88,25 @@ def sampled(target: TargetConfig, layers: Sequence[int]) -> Sample:
     return list(zip(texts, source.states(texts), strict=True))
 
 
-def require_alike(source: FeatureSource, sample: Sample, target: TargetConfig) -> None:
-    """Raises PipelineError where an engine's states are not the target's (of other weights, another quantisation,
-    another RoPE), or where it says something else while it captures them.
+def require_alike(source: FeatureSource, sample: Sample, target: TargetConfig) -> float:
+    """The largest relative error of an engine's states against the sample's.
+
+    Raises PipelineError where they are not the target's (of other weights, another quantisation, another RoPE), or
+    where it says something else while it captures them.
     """
     head = load_embed_head(target).head
     texts = [text for text, _ in sample]
     states = zip(source.states(texts), (want_TSD for _, want_TSD in sample), strict=True)
-    _require_near(source, [off(got_TSD, want_TSD, head) for got_TSD, want_TSD in states], target.model, "transformers")
+    found = [off(got_TSD, want_TSD, head) for got_TSD, want_TSD in states]
+    worst = _require_near(source, found, target.model, "transformers")
     if source.one_pass:
         answers = source.answers([Prompt(text) for text in texts], Sampling(ANSWERED, source.stop_ids), capture=True)
         found = [_answered(source, text, answer, head) for text, answer in zip(texts, answers, strict=True)]
         _require_near(source, found, f"{target.model} while it answers", "its own forward of the whole")
+    return worst
 
 
-def _require_near(source: FeatureSource, found: Sequence[Compared], states_of: str, against: str) -> None:
+def _require_near(source: FeatureSource, found: Sequence[Compared], states_of: str, against: str) -> float:
     worst = max(found, key=lambda one: one.of_row)
     if not worst.of_row <= ALLOWED_ROW:
         same, tokens = sum(one.same for one in found), sum(one.tokens for one in found)
@@ -114,6 +118,7 @@ def _require_near(source: FeatureSource, found: Sequence[Compared], states_of: s
             f"largest value by layer: {states}; the likeliest next token is the same after {same} of {tokens}. Look at "
             "target.engine_options and at the engine's version"
         )
+    return worst.of_row
 
 
 def _answered(source: FeatureSource, text: list[int], answer: Answer, head: LMHead) -> Compared:

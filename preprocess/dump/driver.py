@@ -294,6 +294,9 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens"
         + (f"; {lost} rejected" if lost else "")
     )
+    if errors := [shard.off for shard in (*manifest.shards, *manifest.answers) if shard.off is not None]:
+        engine = f"{manifest.spec.engine} {manifest.spec.engine_version}"
+        lines.append(f"engine: {engine}, whose states of a sample were at most {max(errors):.1e} off transformers'")
     size = sum(record.bytes for record in manifest.files) / 1e6
     store = recipe.features.store
     where = public_name(store) if store else recipe.features_dir

@@ -122,6 +122,7 @@ class FeatureWorker:
     ):
         """`sample`: states that an engine's are compared with before it works."""
         self._sample = sample
+        self._off: float | None = None
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
         self._busy, self._store = Busy(heartbeat), store_of(recipe)
         self._computing = ThreadPoolExecutor(
@@ -132,7 +133,7 @@ class FeatureWorker:
         """Loads the target."""
         take_threads(self._settings.cpus_per_worker)
         if self._sample:
-            require_alike(self._source, self._sample, self._recipe.target)
+            self._off = require_alike(self._source, self._sample, self._recipe.target)
         _ = self._source
         if self._recipe.data.answers == "target":
             _ = self._interview.longest_prompt
@@ -179,7 +180,8 @@ class FeatureWorker:
             batches = self._batches(own.texts, own.rejected)
         rows = self.rows(batches, own.texts, own.rejected, first)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, own.rejected)
-        record = replace(record, documents=task.fingerprint, edits=dict(sorted(own.edits.items())))
+        edits = dict(sorted(own.edits.items()))
+        record = replace(record, documents=task.fingerprint, edits=edits, off=self._off)
         if task.split == ANSWERS or self._recipe.data.answers == "target":
             name = text_name(task.split, task.index)
             record = replace(record, text=write_text_table(self._folder / name, own.texts, self._spec))

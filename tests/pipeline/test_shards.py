@@ -199,6 +199,7 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
         "documents": "",
         "text": None,
         "edits": {},
+        "off": None,
     }
 
 

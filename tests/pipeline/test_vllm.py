@@ -176,6 +176,8 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         spec = feature_spec(recipe)
         stores[engine] = [FeatureStore(recipe.features_dir, split, spec) for split in ("train", "validation", ANSWERS)]
     made, own = manifests["vllm"].spec, manifests["transformers"].spec
+    assert all(shard.off is None for shard in manifests["transformers"].shards)
+    assert all(0 < shard.off < 1e-5 for shard in (*manifests["vllm"].shards, *manifests["vllm"].answers))
     assert (made.engine, made.engine_version) == ("vllm", "0.0.0") and made.recipe == own.recipe
     for ours, theirs in zip(stores["transformers"], stores["vllm"], strict=True):
         assert len(ours) == len(theirs) > 0

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-from vllm_jakiro.files import write
+from vllm_jakiro.files import failed, write
 
 WRITERS = 4  # threads
 
@@ -45,6 +45,9 @@ class StatesConnector(ExampleHiddenStatesConnector):
         # Nothing was computed behind an answer's last token.
         tokens = request.prompt_token_ids if wanted["states"] == "prompt" else list(request.all_token_ids)[:-1]
         path = Path(self._storage_path) / Path(wanted["file"]).name
+        if request.num_computed_tokens < len(tokens):  # aborted, or without blocks: others would stand in its place
+            failed(path).write_text(f"{request.num_computed_tokens} of {len(tokens)} tokens were computed")
+            return False, None
         self._pending_saves[request.request_id] = PendingSave(
             req_id=request.request_id, filename=str(path), token_ids=torch.tensor(tokens), block_ids=list(block_ids)
         )
@@ -86,6 +89,6 @@ class StatesConnector(ExampleHiddenStatesConnector):
                 event = torch.cuda.Event()
                 event.record(stream)
         else:
-            states = extract_from_kv_cache(cache, slots, len(slots)).clone()
+            states = extract_from_kv_cache(cache, slots, len(slots))  # a copy
         self._copied[pending.req_id] = event
         self._executor.submit(write, Path(pending.filename), states, pending.token_ids, event)
