@@ -286,6 +286,8 @@ def test_a_plan_with_an_engine_invents_no_speed(tiny_recipe):
     assert missing.figures["dump: hours"] is missing.figures["dump: states"] is None
     given = make(recipe, {**known, "dump-speed": 1000.0})
     assert given.figures["dump: states"] == 1000 * 32 * 4  # float32 on their way, bfloat16 in the shards
+    own = make(changed(recipe, "data", answers="target"), {**known, "dump-speed": None})
+    assert "answering is not timed: give --dump-speed" in {row[3] for row in own.rows}
     said = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
     assert ["dump", "states", said, "bytes a token x tokens/s"] in given.rows
 

@@ -23,6 +23,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -66,12 +67,14 @@ class Plan:
     def say_memory(self, stage: str, what: str, need: float, one: str) -> None:
         self.say(stage, what, need, f"{need / 1e9:,.1f} GB a {one}", FORMULA)
 
-    def speed(self, flag: str, unit: str, measure: Callable[[], float] | None) -> tuple[float | None, str]:
-        """A speed and, in words, where it comes from. `measure`: None where the engine is not here."""
+    def speed(
+        self, flag: str, unit: str, measure: Callable[[], float], lacking: str | None = None
+    ) -> tuple[float | None, str]:
+        """A speed and, in words, where it comes from. `lacking`: why it cannot be measured."""
         if value := self.given[flag]:
             return value, f"{value:,g} {unit}, as given"
-        if measure is None:
-            return None, f"no such engine here: give --{flag}"
+        if lacking:
+            return None, f"{lacking}: give --{flag}"
         try:
             resolve_device(self.recipe.target.device)
         except PipelineError:
@@ -90,9 +93,11 @@ class Plan:
         recipe, features, counts = self.recipe, self.recipe.features, expected(self.recipe, sample)
         size, states = memory.disk_bytes(recipe, counts["rows"], counts["tokens"]), memory.states_of(recipe)
         by_engine = recipe.target.engine == "vllm"
-        there = not by_engine or engine.is_here(recipe.target)
-        measure = (lambda: speeds.dump_speed(recipe, sample.documents["train"])) if there else None
-        speed, source = self.speed("dump-speed", "tokens/s a worker", measure)
+        lacking = "no such engine here" if by_engine and not engine.is_here(recipe.target) else None
+        if recipe.data.answers == "target":
+            lacking = "answering is not timed"
+        measure = partial(speeds.dump_speed, recipe, sample.documents["train"])
+        speed, source = self.speed("dump-speed", "tokens/s a worker", measure, lacking)
         hours = speed and counts["tokens"] / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
         free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
@@ -101,7 +106,8 @@ class Plan:
         tokens = f"{counts['tokens']:,.0f} in {counts['rows']:,.0f} documents"
         workers = f" with {features.workers} workers{self.gpus(features.workers, recipe.worker_gpus)}"
         self.say("dump", "records", sample.records, f"{sample.records:,}", "counted")
-        self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records")
+        own = "; the target's own answers may be longer or shorter" if recipe.data.answers == "target" else ""
+        self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records{own}")
         self.say("dump", "disk", size, f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
         self.say_hours("dump", "hours", hours, workers, source)
         for row in engine.rows(recipe, speed) if by_engine else []:

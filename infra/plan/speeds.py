@@ -17,7 +17,6 @@ from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head, resolve_device
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document, FeatureWorker
 
 TOGETHER = 32  # documents of the dump that are timed together
@@ -44,12 +43,12 @@ def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
 def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = 20) -> float:
     """Tokens a second of a worker here, as it works but for the writing, for at least so many seconds."""
     mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it
-    for _ in worker.rows(ShardTask("train", 0, mixed[:1]), {}):  # warms up
+    for _ in worker.rows(worker.batches(mixed[:1], {}), mixed[:1], {}):  # warms up
         pass
     tokens, first, begin = 0, 0, time.perf_counter()
     while time.perf_counter() - begin < seconds and first < len(mixed):
         part = mixed[first : first + TOGETHER]
-        tokens += sum(row.tokens for row in worker.rows(ShardTask("train", 0, part), {}))
+        tokens += sum(row.tokens for row in worker.rows(worker.batches(part, {}), part, {}))
         first += TOGETHER
     return tokens / (time.perf_counter() - begin)
 

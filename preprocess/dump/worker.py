@@ -172,12 +172,12 @@ class FeatureWorker:
         own, first = _Own(dict(task.set_aside)), 0
         if task.split == ANSWERS:
             own.texts = longest_first(self._answered(task, own.rejected))
-            batches = self._batches(own.texts, own.rejected)
+            batches = self.batches(own.texts, own.rejected)
         elif self._recipe.data.answers == "target":
             batches = self._held(task.documents, own)
         else:
             own.texts, first = task.in_order, task.index * self._settings.rows_per_shard
-            batches = self._batches(own.texts, own.rejected)
+            batches = self.batches(own.texts, own.rejected)
         rows = self.rows(batches, own.texts, own.rejected, first)
         record = write_shard(self._folder, task.split, task.index, self._spec, rows, own.rejected)
         edits = dict(sorted(own.edits.items()))
@@ -192,7 +192,8 @@ class FeatureWorker:
                 (self._folder / name).unlink()
         return record
 
-    def _batches(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[list[Document]]:
+    def batches(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[list[Document]]:
+        """Of those that are not rejected, for `rows`."""
         left = [document for document in documents if document.doc_id not in rejected]
         return length_sorted_batches(left, self._settings.batch_tokens)
 
@@ -206,7 +207,7 @@ class FeatureWorker:
                     documents += self._encoded(conversation, own.edits)
                 except Unusable as reason:
                     own.rejected[conversation.doc_id] = str(reason)
-            for batch in self._batches(documents, {}):
+            for batch in self.batches(documents, {}):
                 own.texts += [replace(document, states_TSD=None) for document in batch]
                 yield batch
 
