@@ -254,6 +254,10 @@ def test_the_engines_that_fit_the_gpus_of_a_recipe(tiny_recipe, tmp_path):
     recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B, tensor_parallel=2)
     stored = engine.weight_bytes(recipe.target)
     assert [engine.smallest(recipe, gpu, stored) for gpu in (2e9, 48e9, 80e9, 141e9)] == [None, 4, 4, 2]
+    long = changed(recipe, "target", engine_options={"max_model_len": 400_000})
+    assert (
+        engine.smallest(long, 80e9, stored) == 8
+    )  # 58 GB of a text's cache do not fit beside a quarter of the weights
     said = {row[0]: row[2] for row in engine.rows(recipe, 1000.0)}  # on GPUs of 80 GB, where none is here
     assert said["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
     four = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=4), 5000.0)}

@@ -89,14 +89,17 @@ def weight_bytes(target: TargetConfig) -> float | None:
 
 
 def smallest(recipe: Recipe, gpu: float, stored: float | None) -> int | None:
-    """The smallest tensor_parallel with room for a text of data.max_length; None: there is none, or none is known."""
+    """The smallest tensor_parallel with room for the longest text that the engine is to take, without which vLLM does
+    not start; None: there is none, or none is known.
+    """
     text = load_config(recipe.target)
+    longest = recipe.target.engine_options.get("max_model_len", text.max_position_embeddings)
     for parallel in range(1, text.num_attention_heads + 1):
         try:
             require_shares(recipe.target.model_copy(update={"tensor_parallel": parallel}), text)
         except PipelineError:
             continue
-        if engine_memory(recipe, gpu, parallel, stored).fits(recipe.data.max_length):
+        if engine_memory(recipe, gpu, parallel, stored).fits(longest):
             return parallel
     return None
 
@@ -133,16 +136,18 @@ def rows(recipe: Recipe, speed: float | None) -> list[Row]:
         said = f"{need / 1e9:,.1f} GB a {'process' if on_cpu else 'GPU'}, {found.weights / 1e9:,.1f} of it weights"
     memory: Row = ("memory", need, said, FORMULA)
     return [
-        *([] if on_cpu else [_engines(recipe, gpu, smallest(recipe, gpu, stored)), _cache(found)]),
+        *([] if on_cpu else [_engines(recipe, gpu, stored), _cache(found)]),
         memory,
         _states(recipe, speed),
     ]
 
 
-def _engines(recipe: Recipe, gpu: float, least: int | None) -> Row:
-    count, parallel = recipe.features.workers, recipe.target.tensor_parallel
+def _engines(recipe: Recipe, gpu: float, stored: float | None) -> Row:
+    count, parallel, least = recipe.features.workers, recipe.target.tensor_parallel, smallest(recipe, gpu, stored)
     said = f"{count} of {parallel} GPUs, {count * parallel} in all"
-    if least is not None and least > parallel:
+    if least is None and stored is not None:
+        said += "; the target fits no number of them"
+    elif least is not None and least > parallel:
         said += f"; the target does not fit: from tensor_parallel={least} on it does"
     elif least is not None and least < parallel:
         said += f"; with tensor_parallel={least} {count * parallel // least} engines fit"
