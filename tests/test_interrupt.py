@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.recipe.load import load_recipe
+from tests import engines
 from tests.kit import (
     PATIENCE,
     ROOT,
@@ -74,14 +75,22 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
     return write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
 
 
-def test_a_dump_ends_in_one_line(slow, tmp_path, warm):
-    """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py."""
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
+    """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py. Of two workers'
+    engines nothing stays, neither a process nor shared memory.
+    """
     recipe, run = slow
-    process = Forked(dump_command(recipe), command_environment(**warm), tmp_path / "stderr")
+    python = engines.environment(tmp_path / "environment")
+    own = [f"target.engine_python={python}", "features.workers=2"] if engine == "vllm" else []
+    command = dump_command(recipe, f"target.engine={engine}", *own)
+    process = Forked(command, command_environment(**warm), tmp_path / "stderr")
     began = (run / "features/manifest.json").exists
     status, error = interrupted(process, began, tmp_path / "stderr", str(recipe), times=3)
     assert status == 130
     assert [line for line in error if not is_bar(line)] == [LINE]
+    assert len(engines.started(python)) == len(own)
+    wait_until(lambda: not engines.left_of(python))
 
 
 def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow, tmp_path):

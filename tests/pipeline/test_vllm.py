@@ -115,7 +115,8 @@ def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("memory", PipelineError, "CUDA out of memory"),
+        ("memory", PipelineError, "does not load it.*CUDA out of memory"),
+        ("crowded", EngineDied, "ended with status 1, RuntimeError: CUDA out of memory"),
         ("disk", PipelineError, "jakiro-states-.*could not be written.*No space left on device"),
     ],
 )

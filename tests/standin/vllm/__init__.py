@@ -1,11 +1,11 @@
 """A stand-in for vLLM: as much of its interface as `vllm_jakiro.engine` uses, over transformers on a CPU. Like vLLM it
 hands over states one step after a request has finished, and its last layer's are not normed.
 
-`FAULT` in the environment: "dies" (is killed) in the third step; "hangs" in it; "memory" while it loads; "disk" has
-every file fail; "other" has the target compute something else; "slow" takes time for a step; "text" has it say another
-third token where it captures. "dies 7", "hangs 7": in a step with a text that holds token 7; "dies 7 1": once,
-whichever engine. In the folder `STANDIN` each engine leaves its process and its folder, and a mark when it dies or
-hangs.
+`FAULT` in the environment: in its third step it "dies" (is killed), "hangs", or is "crowded" (has no memory left);
+"memory": there is none when it loads; "disk" has every file fail; "other" has the target compute something else; "slow"
+takes time for a step; "text" has it say another third token where it captures. "dies 7", "hangs 7": in a step with a
+text that holds token 7; "dies 7 1": once, whichever engine. In the folder `STANDIN` each engine leaves its process and
+its folder, and a mark when it has such a fault.
 """
 
 import os
@@ -72,6 +72,8 @@ class LLMEngine:
         self._steps += 1
         if self._strikes("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._strikes("crowded"):
+            raise RuntimeError("CUDA out of memory")
         if self._fault == "slow":
             time.sleep(0.2)
         if self._strikes("hangs"):
