@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import ROOT
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import identity_of, open_source
+from pipeline.features.engines import child, identity_of, open_source
 from pipeline.features.engines.child import SHARED, EngineDied
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, FeatureStore
@@ -98,11 +99,17 @@ def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes
     assert not list(folder.iterdir())
 
 
-def test_it_gives_signs_of_life_while_it_answers(tiny_target, environment):
-    source, signs = open_source(configured(tiny_target, environment("slow")), [1]), []
-    list(source.answers([Prompt(TEXTS[0])], Sampling(20, frozenset()), alive=lambda: signs.append(1)))
+def test_where_shared_memory_is_full_states_go_elsewhere_and_it_gives_signs_of_life(
+    tiny_target, environment, monkeypatch
+):
+    monkeypatch.setattr(child, "ROOM", 1 << 60)
+    python, signs = environment("slow"), []
+    source = open_source(configured(tiny_target, python), [1])
+    (answer,) = source.answers([Prompt(TEXTS[0])], Sampling(20, frozenset()), True, lambda: signs.append(1))
     source.close()
-    assert signs
+    assert signs and len(answer.states_TSD) == len(TEXTS[0]) + 20
+    assert [folder.parent for folder in engines.started(python).values()] == [Path(tempfile.gettempdir())]
+    wait_until(lambda: not engines.left_of(python))
 
 
 def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
