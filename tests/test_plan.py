@@ -25,6 +25,7 @@ from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
+from tests.engines import environment, left_of, started
 from tests.kit import ROOT, dump_here, recipe_tree, run_warm, write_recipe, write_sharegpt
 
 
@@ -294,6 +295,17 @@ def test_a_plan_with_an_engine_invents_no_speed(tiny_recipe):
     assert "answering is not timed: give --dump-speed" in {row[3] for row in own.rows}
     said = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
     assert ["dump", "states", said, "bytes a token x tokens/s"] in given.rows
+
+
+def test_an_engine_that_is_here_is_timed(tiny_recipe, tmp_path):
+    python = environment(tmp_path / "environment")
+    plan = make(
+        changed(tiny_recipe, "target", engine="vllm", engine_python=python),
+        {"dump-speed": None, "train-speed": 1000.0, "decode-ms": 36.0},
+    )
+    (hours,) = (row for row in plan.rows if row[:2] == ["dump", "hours"])
+    assert plan.figures["dump: states"] > 0 and "tokens/s a worker, measured on" in hours[3]
+    assert len(started(python)) == 1 and not left_of(python)
 
 
 @pytest.mark.parametrize("parallel", [3, 6, 128])
