@@ -95,6 +95,8 @@ def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is
     eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known, "decode-ms": 36.0 * 8e3})
     assert eight.figures["eval: hours"] == pytest.approx(24 * 8 * 36 / 3600, abs=1e-6)
     assert ["eval", "hours", "1.92 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
+    spread = make(changed(recipe, "target", device="spread"), {**known, "decode-ms": 36.0})
+    assert ["eval", "hours", "0.00 h with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
     whole = sum(given.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
     assert given.rows[-1] == ["all", "hours", f"{whole:.2f} h", "their sum"]
 

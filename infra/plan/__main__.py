@@ -145,7 +145,10 @@ class Plan:
         count = answers(recipe)
         token, source = self.speed("decode-ms", "ms a token", lambda: 1e3 * speeds.plain_token(recipe))
         hours = token and count * limit * token / 1e3 / workers / 3600
-        by = f" with {workers} worker{'s' * (workers > 1)}{self.gpus(workers, recipe.eval.gpus_per_worker)}"
+        gpus = self.gpus(workers, recipe.eval.gpus_per_worker)
+        if gpus and recipe.target.device == "spread" and recipe.eval.gpus_per_worker is None:
+            gpus = ", over all GPUs"
+        by = f" with {workers} worker{'s' * (workers > 1)}{gpus}"
         self.say("eval", "answers", count, f"{count:,} of up to {limit} tokens", "counted")
         self.say_hours("eval", "hours", hours, by, source)
         self.say_memory("eval", "memory", memory.evaluation_bytes(recipe), "worker")
