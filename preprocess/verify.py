@@ -100,7 +100,7 @@ def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str,
     texts = {}
     for split in (*SPLITS, ANSWERS):
         tables = [record.name for record in manifest.text_of(split)]
-        if found.keys() & set(tables):
+        if found.keys() & set(tables) or not manifest.of(split):  # whose shards went, as training read them
             continue
         try:
             usable = usable_texts(folder, manifest, split)

@@ -23,7 +23,7 @@ from pipeline.basics.files import sha256, write_sealed
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import override_arguments
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import Task
+from pipeline.running.crew import NOT_YET, Task
 from pipeline.running.workers import Pool
 from preprocess.dump.driver import dump
 from tests.warm import PATIENCE, ROOT, Forked, run_forked
@@ -170,7 +170,7 @@ def without_ray() -> Iterator[None]:
 
     def results(self: Pool, tasks: Iterator[Task]) -> Iterator[tuple[Task, Any]]:
         worker = None
-        for task in tasks:
+        for task in (task for task in tasks if task is not NOT_YET):
             if worker is None:
                 worker = self._make(lambda items: None)
                 worker.ready()

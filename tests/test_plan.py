@@ -12,7 +12,16 @@ import torch
 
 from infra.plan import engine
 from infra.plan.__main__ import answers, disk_warning, make, ranks_of
-from infra.plan.memory import TEXT_ROW_BYTES, activation_bytes, evaluation_bytes, frame_bytes, rank_bytes, step_bytes
+from infra.plan.memory import (
+    TEXT_ROW_BYTES,
+    activation_bytes,
+    disk_bytes,
+    evaluation_bytes,
+    frame_bytes,
+    rank_bytes,
+    step_bytes,
+    window_bytes,
+)
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
@@ -68,6 +77,14 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     size = sum(file.bytes for file in (*manifest.shards, *manifest.text.values()))
     assert abs(figures["dump: tokens"] / tokens - 1) < 0.1
     assert abs(figures["dump: disk"] / size - 1) < 0.2  # so small shards are mostly frame
+
+
+def test_the_planned_bytes_of_a_window_are_two_windows_or_all(tiny_recipe):
+    """Eight dialogues a shard."""
+    recipe = changed(tiny_recipe, "train", window=3)
+    assert window_bytes(recipe, 96, 9600) == pytest.approx(disk_bytes(recipe, 48, 4800))
+    assert window_bytes(recipe, 40, 4000) == disk_bytes(recipe, 40, 4000) == window_bytes(tiny_recipe, 40, 4000)
+    assert window_bytes(tiny_recipe, 1e8, 1e10) == 8e9
 
 
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", []), (FP8, [1, 4])])

@@ -178,8 +178,9 @@ class _Run:
                 if self._is_done:  # before it began: resumed after the last validation
                     break
                 shown = self._one_step(micro_batches)
-                speed = (self._done.trained_tokens - before) / (time.monotonic() - begin)
-                progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}"})
+                seconds = time.monotonic() - begin
+                speed, waited = (self._done.trained_tokens - before) / seconds, self._batches.waited / seconds
+                progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"})
 
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()

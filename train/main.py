@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.features import feature_spec, write_wanted
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
@@ -47,6 +47,8 @@ def main() -> None:
         line = train(recipe, name, embed_head, features, rank, ranks)
         if rank == 0:
             print(line)
+    if rank == 0 and recipe.features.keep == "window":
+        write_wanted(recipe, [])
     dist.destroy_process_group()
 
 

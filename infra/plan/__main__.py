@@ -8,13 +8,15 @@ looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
-              share a GPU share its speed
+              share a GPU share its speed. With features.keep = "window", training's tokens once for each of its
+              passes and drafts, and they are made while it trains
               train: (passes x tokens + validations x validation tokens / 3) over the speed of all ranks
               eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
               answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
               the gate looks at closely
               Loading, planning, writing, saving and waiting for data are in none of them
-    disk      of the shards, by their format; of each token, 5 bytes and its hidden states
+    disk      of the shards, by their format; of each token, 5 bytes and its hidden states. With features.keep =
+              "window", of training's two windows
     memory    of one worker or rank: infra/plan/memory.py has the formulas; of a vLLM engine: infra/plan/engine.py
 """
 
@@ -98,7 +100,13 @@ class Plan:
             lacking = "answering is not timed"
         measure = partial(speeds.dump_speed, recipe, sample.documents["train"])
         speed, source = self.speed("dump-speed", "tokens/s a worker", measure, lacking)
-        hours = speed and counts["tokens"] / (speed * workers_worth(features)) / 3600
+        made = counts["tokens"]
+        if features.keep == "window":
+            kept = memory.window_bytes(recipe, counts["train_rows"], counts["train_tokens"])
+            size += kept - memory.disk_bytes(recipe, counts["train_rows"], counts["train_tokens"])
+            again = recipe.train.passes(counts["trained_tokens"]) * len(recipe.to_train)
+            made += (again - 1) * counts["train_tokens"]
+        hours = speed and made / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
         free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
         place = f"in {public_name(features.store)}" if features.store else free

@@ -1,4 +1,6 @@
-"""A run's features: what its shards declare, and where tables and shards are brought from."""
+"""A run's features: what its shards declare, where tables and shards are brought from, and which ones a training that
+is fed while it runs wants next.
+"""
 
 from pathlib import Path
 
@@ -6,6 +8,7 @@ from filelock import FileLock
 
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.features.engines import identity_of
 from pipeline.features.schema import FeatureSpec, require_same
@@ -16,6 +19,22 @@ from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.model import fingerprint, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe
+
+
+def wanted_file(recipe: Recipe) -> Path:
+    """There while a training is fed."""
+    return recipe.run_dir / "wanted.json"
+
+
+def write_wanted(recipe: Recipe, shards: list[int]) -> None:
+    """The train shards that are to be on the disk, in the order in which training reads them. None: it is done."""
+    write_sealed(wanted_file(recipe), {"shards": shards})
+
+
+def read_wanted(recipe: Recipe) -> list[int] | None:
+    """What `write_wanted` wrote; None before it did."""
+    path = wanted_file(recipe)
+    return read_sealed(path, "Remove it, and run again")["shards"] if path.exists() else None
 
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:

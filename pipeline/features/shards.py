@@ -140,6 +140,11 @@ class Manifest:
         """Tables and shards."""
         return [record for _, _, record in self._listed()]
 
+    def lasting(self, keep: str) -> list[Record]:
+        """The files that stay, by `features.keep`: with "window" a training's shards come and go."""
+        goes = {shard.name for shard in self.of("train")} if keep == "window" else set()
+        return [record for record in self.files if record.name not in goes]
+
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
             shards.sort(key=lambda record: (record.split, record.index))
@@ -153,6 +158,11 @@ class Manifest:
         """The parts of a set's table, in the order of its shards."""
         came_with = [record.text for record in self.of(name) if record.text is not None]
         return [self.text[name]] if name in self.text else came_with
+
+    def lacks(self, name: str) -> int:
+        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went."""
+        held = sum(record.rows + len(record.rejected) for record in self.of(name))
+        return self.text[name].rows - held if name in self.text else 0
 
     def total(self, name: str, count: str) -> int:
         return sum(getattr(record, count) for record in self.of(name))

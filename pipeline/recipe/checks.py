@@ -88,6 +88,8 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
         train.accumulation(train.ranks or 1)
     except PipelineError as error:
         yield str(error)
+    if train.shards and recipe.features.keep == "window":
+        yield "features.keep='window' has ranks read shards where they are made: drop train.shards"
     if unknown := sorted(train.learning_rates.keys() - set(recipe.to_train)):
         yield (
             f"train.learning_rates.{unknown[0]}: no draft of that name is trained; expected one of "
@@ -100,6 +102,8 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
                 "data.calibration_prompts=0"
             )
     if data.answers == "target":
+        if recipe.features.keep == "window":
+            yield "features.keep='window' feeds training with states of known texts: drop data.answers='target'"
         if data.max_tokens:
             yield (
                 f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "

@@ -120,12 +120,18 @@ class Recipe(Section):
     def hash(self) -> str:
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
-        apart: Any = {"name": True, "output": True, "features": {"store"}, "train": WHERE, "eval": measuring}
+        apart: Any = {"name": True, "output": True, "train": WHERE | self._unset, "eval": measuring}
+        apart["features"] = {"store", "keep", "disk_bytes"}
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
             apart["data"] = {"answers"}
         drafts = {name: config.public().to_json() for name, config in self.draft.items()}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
+
+    @property
+    def _unset(self) -> set[str]:
+        """Keys of [train] that change no hash as long as nobody sets them: it is that of before they were there."""
+        return {key for key in ("window", "tokens") if getattr(self.train, key) is None}
 
     @property
     def regenerate_hash(self) -> str:
@@ -160,6 +166,7 @@ class Recipe(Section):
         changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
         """
         how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
+        how |= {"keep", "disk_bytes"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
         if self.features.auxiliary_layers is None:  # which of a target's layers a default is, its fingerprint says
             wanted = {layer for config in self._dumped_for for layer in config.auxiliary}
@@ -205,8 +212,7 @@ class Recipe(Section):
         settings = self.training(draft)
         watched = settings.keep == "best" or settings.patience is not None
         apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
-        apart |= {"epochs"} if settings.tokens else {"tokens"}
-        apart |= set() if settings.window else {"window"}  # weights from before there was that key stay the recipe's
+        apart |= self._unset | ({"epochs"} if settings.tokens else set())
         train = settings.model_dump(mode="json", exclude=apart)
         config = self.draft[draft].to_json()
         tree = (self.eval.methods.get(draft, Method()).tree or self.eval.tree).to_json() if watched else None

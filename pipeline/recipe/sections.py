@@ -71,9 +71,16 @@ class FeaturesConfig(Section):
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
+    # "window": training's shards are made while it reads them, two of its windows at most, and go (preprocess/feed.py).
+    keep: Literal["all", "window"] = "all"
+    disk_bytes: Positive | None = None  # that these may take of the disk
 
     @model_validator(mode="after")
     def _sound(self):
+        if self.disk_bytes and self.keep == "all":
+            raise ValueError("disk_bytes bounds what keep='window' leaves on the disk, but keep='all'")
+        if self.keep == "window" and self.store:
+            raise ValueError("keep='window' makes shards in the run's own folder: drop store")
         if self.auxiliary_layers is not None and self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
         if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:

@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.features import wanted_file
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
@@ -38,6 +40,7 @@ class Stage:
     command: list[str]
     environment: dict[str, str]
     state: Callable[[Recipe], tuple[bool, str]]  # (done, one line for the user)
+    feeder: list[str] = field(default_factory=list)  # a command that runs beside it
 
 
 def features_state(recipe: Recipe) -> tuple[bool, str]:
@@ -49,17 +52,21 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
         return False, f"{folder} holds features of other settings"
     if manifest.answers_hash != recipe.answers_hash:
         return False, "answers to calibration prompts are to be given anew"
-    here = [] if recipe.features.store else manifest.files
+    here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
+    if recipe.features.keep == "window":
+        return True, "texts, validation and answers; training is fed with the rest"
+    if lacking := manifest.lacks("train"):
+        return False, f"the states of {lacking} dialogues were not kept"
     return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
 
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
-    parts, done = [], True
+    parts, done = [], not wanted_file(recipe).exists()  # else a feeder was killed before it had cleaned up
     for name in recipe.trained:
         folder = recipe.draft_dir(name)
         if not (folder / checkpoint.CONFIG).exists():
@@ -92,7 +99,12 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
         "train": (train, train_state),
         "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
     }
-    return [Stage(name, [*command, *arguments], environment, state) for name, (command, state) in commands.items()]
+    feeders = {"train": [sys.executable, str(ROOT / "preprocess/feed.py"), *arguments]}
+    feeders = feeders if recipe.features.keep == "window" and recipe.to_train else {}
+    return [
+        Stage(name, [*command, *arguments], environment, state, feeders.get(name, []))
+        for name, (command, state) in commands.items()
+    ]
 
 
 def _free_port() -> int:
@@ -181,21 +193,42 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
     environment = {**stage.environment, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
     if recipe.target.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
-    with log.open("w") as output, channel.open() as reports:
+    with log.open("w") as output, channel.open() as reports, _fed(recipe, stage, log.with_name("feed.log")) as fed:
         process = children.start(stage.command, environment, stdout=output, stderr=subprocess.STDOUT)
         shown.begin(stage.name)
         try:
             while process.poll() is None:
                 shown.update(reports)
+                fed()
                 time.sleep(0.3)
         finally:
             children.end(process)
             shown.end()
-    channel.unlink()
-    if process.returncode:
-        raise PipelineError(
-            f"stage {stage.name} failed (status {process.returncode}); the whole log is {log}\n{_last_words(log)}"
-        )
+        channel.unlink()
+        _require_success(f"stage {stage.name}", process.returncode, log)
+
+
+@contextmanager
+def _fed(recipe: Recipe, stage: Stage, log: Path) -> Iterator[Callable[[], None]]:
+    """The stage's feeder, if it has one, runs in the block, and as long as it has to clean up. Yields what raises
+    PipelineError where it failed.
+    """
+    if not stage.feeder:
+        yield lambda: None
+        return
+    wanted_file(recipe).unlink(missing_ok=True)  # of an earlier training
+    with log.open("w") as output:
+        process = children.start(stage.feeder, stage.environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield lambda: _require_success("feeding", process.poll(), log)
+            _require_success("feeding", process.wait(), log)
+        finally:
+            children.end(process)
+
+
+def _require_success(what: str, status: int | None, log: Path) -> None:
+    if status:
+        raise PipelineError(f"{what} failed (status {status}); the whole log is {log}\n{_last_words(log)}")
 
 
 def _last_words(log: Path) -> str:

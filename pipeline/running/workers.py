@@ -26,7 +26,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
+from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
@@ -98,8 +98,10 @@ class Pool:
         self._not_loaded = 0  # workers lost while they loaded, since one last was ready
 
     def results(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
-        """(task, record) as they are finished, in any order. Raises PipelineError; finished tasks stay finished."""
-        first = next(tasks, None)
+        """(task, record) as they are finished, in any order. A source that yields NOT_YET is asked again and again.
+        Raises PipelineError; finished tasks stay finished.
+        """
+        first = next((task for task in tasks if task is not NOT_YET), None)
         if first is None:
             return
         self._again.append(first)
@@ -138,8 +140,8 @@ class Pool:
             for member in self._members:
                 if member.loading is None and len(member.tasks) == held:
                     task = self._again.popleft() if self._again else next(tasks, None) if more else None
-                    if task is None:
-                        return False
+                    if task is None or task is NOT_YET:
+                        return task is NOT_YET
                     if not member.tasks:
                         member.since = self._clock()
                     member.tasks[member.actor.work.remote(task)] = task

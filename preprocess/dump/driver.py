@@ -8,7 +8,7 @@ whole means its size: reading it all back is `verify`'s business.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from pipeline.features.store import Store
 from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
+from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
 from preprocess.dump.plan import Plan
 from preprocess.dump.pool import records
@@ -59,6 +60,8 @@ def dump(recipe: Recipe) -> list[str]:
         store = store_of(recipe)
         spec = feature_spec(recipe)
         manifest = _resume(folder, spec, store, recipe.answers_hash)
+        if recipe.features.keep == "all" and manifest.lacks("train"):  # a training was fed from here
+            manifest.complete = False
         if not manifest.complete:
             _run(recipe, folder, manifest, store)
         return _report(recipe, manifest)
@@ -178,15 +181,9 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     write_own_recipe(folder, recipe)
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
-    sample = None
-    if recipe.target.engine == "server":
-        raise PipelineError(
-            "target.engine='server' gives answers, no hidden states: dump with target.engine='vllm' or 'transformers'"
-        )
-    if recipe.target.engine != "transformers":
-        version_of(python_of(recipe.target))
-        sample = sampled(recipe.target, manifest.spec.auxiliary_numbers)
-    make = partial(FeatureWorker, recipe, folder.resolve(), manifest.spec, sample=sample)
+    make = worker_of(recipe, folder, manifest.spec)
+    if recipe.features.keep == "window":  # they are made again when training reads them
+        manifest.shards = manifest.of("validation")
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
         own = recipe.data.answers == "target"  # then the shards bring the texts
         tables = {
@@ -209,20 +206,41 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     write_rejected(folder, rejected)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    known = {record.name for record in manifest.files}
-    for path in (path for pattern in FILES for path in folder.glob(pattern)):
-        if path.name not in known:  # of an earlier plan whose manifest is gone
-            path.unlink()
+    sweep(folder, manifest)
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
 
 
+def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
+    """What makes a worker, wherever it is to work. Raises PipelineError where no engine gives states."""
+    sample = None
+    if recipe.target.engine == "server":
+        raise PipelineError(
+            "target.engine='server' gives answers, no hidden states: dump with target.engine='vllm' or 'transformers'"
+        )
+    if recipe.target.engine != "transformers":
+        version_of(python_of(recipe.target))
+        sample = sampled(recipe.target, spec.auxiliary_numbers)
+    return partial(FeatureWorker, recipe, folder.resolve(), spec, sample=sample)
+
+
+def sweep(folder: Path, manifest: Manifest) -> None:
+    """Removes tables and shards that the manifest does not name: of an earlier plan, or of a feeder that was killed."""
+    known = {record.name for record in manifest.files}
+    for path in (path for pattern in FILES for path in folder.glob(pattern)):
+        if path.name not in known:
+            path.unlink()
+
+
 def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
-    manifest.accounting = plan.accounting(manifest.shards)
-    if manifest.total("train", "rows") == 0:
+    shards = manifest.shards
+    if recipe.features.keep == "window":  # of which a feeder refuses those that would be rejected
+        shards = [*shards, ShardRecord("", "train", 0, plan.accepted["train"], plan.train_tokens, 0, 0, "")]
+    manifest.accounting = plan.accounting(shards)
+    if not any(shard.rows for shard in shards if shard.split == "train"):
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
@@ -241,10 +259,11 @@ def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, Arr
     texts yet.
     """
     finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
+    later = {"train"} if recipe.features.keep == "window" else set()
     for task in plan.tasks():
         if task.split in tables:
             tables[task.split].write(text_batch(task.in_order, manifest.spec))
-        if not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
+        if task.split not in later and not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
             yield task
 
 
@@ -285,7 +304,9 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
     if grouped := _grouped(manifest):
         lines.append(f"split: {grouped}, each on one side")
-    for split in SPLITS:
+    if fed := manifest.lacks("train"):
+        lines.append(f"train: states of {fed} dialogues are made while training reads them")
+    for split in SPLITS[bool(fed) :]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
     answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")

@@ -377,7 +377,7 @@ NOT_WHAT_SHARDS_HOLD = {  # but for the answers to calibration prompts
     *(f"target.{key}" for key in ENGINE_KEYS),
     "target.device",
     *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
-    *(f"features.{key}" for key in ("store", "hang_seconds")),
+    *(f"features.{key}" for key in ("store", "hang_seconds", "keep", "disk_bytes")),
     *ANSWERED,
 }
 
@@ -388,7 +388,7 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
     assert changing(recipe, lambda r: r.hash) == leaves(recipe, "") - {
         "name",
         "output",
-        "features.store",
+        *(f"features.{key}" for key in ("store", "keep", "disk_bytes")),
         "train.shards",
         "train.resume",
         "eval.workers",

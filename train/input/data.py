@@ -2,6 +2,7 @@
 forward of one rank.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from train.input.order import Order
+from train.input.stream import FedStore
 
 CPU = torch.device("cpu")
 T, R = TypeVar("T"), TypeVar("R")
@@ -43,6 +45,10 @@ class Batches:
         self._auxiliary = [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]  # of the stored ones
         self._rank, self._ranks = rank, ranks
         self.order = Order(store, config, seed)
+        self.waited = 0.0  # seconds for batches, in this process
+        self._fed = store if isinstance(store, FedStore) else None
+        if self._fed:
+            self._fed.require_room(2 * self.order.window)
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
         """This rank's: on a CPU whole, for an accelerator in pinned memory, as `Batch.to` takes them there."""
@@ -74,9 +80,18 @@ class Batches:
                 first += inputs
 
     def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:
-        """(step, micro-batches) from `first` to the end."""
-        steps = range(first, self.order.steps)
-        yield from zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True)
+        """(step, micro-batches) from `first` to the end. Whoever asks for the next has done this one."""
+        steps, begin = range(first, self.order.steps), time.monotonic()
+        self._want(first)
+        for step, made in zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True):
+            self.waited += time.monotonic() - begin
+            yield step, made
+            begin = time.monotonic()
+            self._want(step + 1)
+
+    def _want(self, step: int) -> None:
+        if self._fed and step < self.order.steps:
+            self._fed.want(self.order.upcoming(step, 2 * self.order.window), tell=self._rank == 0)
 
     def validation(self, heldout: FeatureStore, step: int, device: torch.device = CPU) -> Iterator[Batch]:
         """This rank's share of the held-out dialogues, without noise; the same number of batches on every rank (ZeRO-3

@@ -14,9 +14,10 @@ from pipeline.artifacts.features import fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
-from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, FeatureStore, Manifest, kind_of
+from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, kind_of
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, fail_together, place_on_host
+from train.input.stream import FedStore
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def _require_whole(recipe: Recipe) -> None:
     """The ranks of a host share its shards among them."""
     number, count = place_on_host()
     folder, brought = recipe.shards_dir, recipe.features.store or recipe.train.shards
-    for record, reason in checked(folder, Manifest.load(folder).files[number::count]):
+    files = Manifest.load(folder).lasting(recipe.features.keep)  # what training is fed with it checks as it comes
+    for record, reason in checked(folder, files[number::count]):
         if reason:
             again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
@@ -76,8 +78,11 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     manifest = Manifest.load(folder)
     if note := another_engine(manifest.spec, expected):
         log.warning("%s: %s", folder, note)
-    store, heldout = (FeatureStore(folder, split, expected) for split in SPLITS)
-    if manifest.total("train", "trained_tokens") == 0:
+    fed, heldout = recipe.features.keep == "window", FeatureStore(folder, "validation", expected)
+    if not fed and manifest.lacks("train"):
+        raise PipelineError(f"{folder} was dumped for features.keep='window': run the dump again, or set that")
+    store = FedStore(recipe, expected) if fed else FeatureStore(folder, "train", expected)
+    if not fed and manifest.total("train", "trained_tokens") == 0:
         raise PipelineError(
             f"{folder}: its {len(store)} training dialogues have no trained position: no token of theirs is the "
             "assistant's. Look at the chat template, and dump again into another folder"

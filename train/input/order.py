@@ -75,10 +75,11 @@ class Order:
     def _chosen(self, first: int, last: int) -> list[int]:
         """The rows of the steps from `first` to `last`, that one left out; all are of one epoch."""
         epoch, size = first // self.steps_per_epoch, self._config.global_batch
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, self._shuffled(epoch)
+        known = self._epoch  # of another epoch, perhaps, in the thread that reads ahead
+        if known[0] != epoch:
+            known = self._epoch = epoch, self._shuffled(epoch)
         begin = epoch * self.steps_per_epoch
-        return self._epoch[1][(first - begin) * size : (last - begin) * size].tolist()
+        return known[1][(first - begin) * size : (last - begin) * size].tolist()
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
@@ -98,6 +99,20 @@ class Order:
         """
         until = min(self.steps, (step // self.steps_per_epoch + 1) * self.steps_per_epoch)
         return set(range(self._shards)) - self._shards_between(step, until)
+
+    def upcoming(self, step: int, most: int) -> list[int]:
+        """What the steps from this one on read first, in that order: whole steps, of at most so many shards together or
+        of the first alone.
+        """
+        found: dict[int, None] = {}
+        for later in range(step, self.steps):
+            more = found | dict.fromkeys(sorted(self.shards_of(later)))
+            if found and len(more) > most:
+                break
+            found = more
+            if len(found) == self._shards:
+                break
+        return list(found)
 
     def _shards_between(self, first: int, last: int) -> set[int]:
         numbers = [number for row in self._chosen(first, last) for number in self.rows[row]]

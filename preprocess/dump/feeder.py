@@ -1,0 +1,99 @@
+"""Feeds a training while it runs: makes the train shards that it wants next, and removes those that it does not.
+
+What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.features.write_wanted`). A shard is a
+function of the text table and its number, so one that is wanted again is made again, byte for byte.
+
+Guarantees: no more train shards lie in the folder, or are being made, than one list of training's names; the manifest
+never names a shard that is not there. In the end none is left.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.artifacts.features import feature_spec, read_wanted, wanted_file
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import exclusive
+from pipeline.features.schema import require_same
+from pipeline.features.shards import Manifest, damage
+from pipeline.features.text import TextTable
+from pipeline.recipe.recipe import Recipe
+from pipeline.running.crew import NOT_YET
+from preprocess.dump.driver import sweep, worker_of
+from preprocess.dump.pool import records
+from preprocess.dump.task import ShardTask
+from preprocess.dump.worker import Document
+
+LOOK_SECONDS = 0.05  # between two looks at what is wanted
+
+
+def feed(recipe: Recipe) -> list[str]:
+    """Until training wants no more. Raises PipelineError, also for a dialogue without finite states: training has
+    counted on it.
+    """
+    folder = recipe.features_dir
+    with exclusive(folder, "dump"):
+        manifest = Manifest.load(folder)
+        require_same(manifest.spec, feature_spec(recipe), folder)
+        if not manifest.complete:
+            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        return _Feeder(recipe, folder, manifest).run()
+
+
+class _Feeder:
+    def __init__(self, recipe: Recipe, folder: Path, manifest: Manifest):
+        self._recipe, self._folder, self._manifest = recipe, folder, manifest
+        self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
+        self._making = set[int]()
+        self._made = 0
+
+    def run(self) -> list[str]:
+        self._remove({r.index for r in self._manifest.of("train") if damage(self._folder, r)})
+        sweep(self._folder, self._manifest)
+        make = worker_of(self._recipe, self._folder, self._manifest.spec)
+        for record in records(self._recipe, make, self._tasks(), "features.batch_tokens"):
+            if record.rejected:
+                doc_id, reason = next(iter(record.rejected.items()))
+                raise PipelineError(
+                    f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this "
+                    "out of data.source, or set features.keep='all'"
+                )
+            self._making.discard(record.index)
+            self._manifest.shards.append(record)
+            self._manifest.save(self._folder)
+            self._made += 1
+        self._remove(self._held)
+        wanted_file(self._recipe).unlink(missing_ok=True)
+        return [f"{self._made} train shards made, none left"]
+
+    @property
+    def _held(self) -> set[int]:
+        return {record.index for record in self._manifest.of("train")}
+
+    def _tasks(self) -> Iterator[ShardTask]:
+        """The next one where there is room: nothing is made beside what is wanted no more."""
+        while (wanted := read_wanted(self._recipe)) != []:
+            if wanted is not None:
+                self._remove(self._held.difference(wanted))
+                lacking = [index for index in wanted if index not in self._held | self._making]
+                if lacking and self._making.issubset(wanted):
+                    self._making.add(lacking[0])
+                    yield self._task(lacking[0])
+                    continue
+            time.sleep(LOOK_SECONDS)
+            yield NOT_YET
+
+    def _task(self, index: int) -> ShardTask:
+        """As the plan made it."""
+        size, texts = self._recipe.features.rows_per_shard, self._texts
+        rows = range(index * size, min((index + 1) * size, len(texts)))
+        return ShardTask("train", index, [Document(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
+
+    def _remove(self, indices: set[int]) -> None:
+        gone = [record for record in self._manifest.of("train") if record.index in indices]
+        if not gone:
+            return
+        self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
+        self._manifest.save(self._folder)
+        for record in gone:
+            (self._folder / record.name).unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""A training that is fed while it runs makes the weights of one that has all shards, whichever side is killed. On the
+disk lie no more than two windows of shards.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.features.shards import Manifest, ShardRecord, shard_name
+from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.recipe.recipe import Recipe
+from pipeline.running.stages import features_state
+from preprocess.dump.feeder import feed
+from tests.kit import (
+    checksums,
+    command_environment,
+    dump_here,
+    holding_files,
+    run_warm,
+    wait_until,
+    without_ray,
+)
+from tests.train.runs import kill_training, run_training, steps_so_far, train_here
+from tests.warm import Forked
+
+WEIGHTS = "drafts/jakiro/model.safetensors"
+BOUND = 200_000  # bytes: two shards, of five that take 375,000
+FED = ("features.keep=window", f"features.disk_bytes={BOUND}", "train.window=1")
+
+
+def prepared(dumped, output: Path) -> Recipe:
+    """A dump that leaves training's states to be made when they are read."""
+    recipe = load_recipe(dumped[0], [f"output={output}", *FED])
+    manifest = dump_here(recipe)
+    assert manifest.of("train") == [] and manifest.lacks("train") == 40 and features_state(recipe)[0]
+    return recipe
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[list[int]]:
+    """The bytes that train shards take at each look, those included that are being written."""
+    seen, done = [0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.005):
+            size = 0
+            for path in folder.glob("*features-train-*"):
+                with suppress(FileNotFoundError):
+                    size += path.stat().st_size
+            seen.append(size)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(look)
+        try:
+            yield seen
+        finally:
+            done.set()
+
+
+def left(recipe: Recipe) -> list[str]:
+    return [path.name for path in [*recipe.features_dir.glob("*features-train*"), *recipe.run_dir.glob("wanted*")]]
+
+
+def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path):
+    train_here(dumped, tmp_path / "stored", "train.window=1")
+    recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
+    sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
+    command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
+    with watched(recipe.features_dir) as seen:
+        done = run_warm(command)
+    assert done.returncode == 0, done.stderr
+    assert sha256(tmp_path / "fed" / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    everything = Manifest.load(dumped[1]).total("train", "bytes")
+    print(f"train shards took {max(seen):,} bytes at most; all of them have {everything:,}")
+    assert 0 < max(seen) <= BOUND < everything and left(recipe) == []
+    again = run_warm(command)
+    assert "preprocess: done already" in again.stdout and "train: done already" in again.stdout
+
+
+def feeder(dumped, recipe: Recipe) -> Forked:
+    sets = override_arguments([f"output={recipe.output}", *FED])
+    return Forked([sys.executable, "preprocess/feed.py", str(dumped[0]), *sets], command_environment())
+
+
+def killed(process: Forked) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not holding_files(os.getpgid, process.pid))
+
+
+def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, tmp_path):
+    sets, output = ["train.micro_batch=2"], tmp_path / "fed"
+    assert run_training(dumped, tmp_path / "stored", *sets, "train.window=1", ranks=2).returncode == 0
+    recipe = prepared(dumped, output)
+    first = feeder(dumped, recipe)
+    with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread:
+        kill_training(dumped, output, lambda: steps_so_far(output) >= 7, *sets, *FED, ranks=2)
+        assert first.poll() is None
+        training = thread.submit(run_training, dumped, output, *sets, *FED, ranks=2)
+        wait_until(lambda: training.done() or steps_so_far(output) >= 12)
+        killed(first)
+        second = feeder(dumped, recipe)
+        done = training.result()
+        assert done.returncode == 0, done.stderr
+    assert second.wait() == 0 and 0 < max(seen) <= BOUND and left(recipe) == []
+    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+
+
+def test_a_feeder_makes_the_shards_of_a_stored_dump_and_no_more_than_are_wanted(dumped, tmp_path, monkeypatch):
+    recipe, want = prepared(dumped, tmp_path), checksums(dumped[1])
+    lists, wanted, made = iter([[3, 1], [1, 4], [1, 4, 0], [0, 3], []]), [], set()
+
+    def read_wanted(_: Recipe) -> list[int] | None:
+        held = {name: digest for name, digest in checksums(recipe.features_dir).items() if "features-train" in name}
+        assert held.items() <= want.items() and held.keys() <= {shard_name("train", index) for index in wanted}
+        assert {record.name for record in Manifest.load(recipe.features_dir).of("train")} == held.keys()
+        made.update(held)
+        if len(held) == len(wanted):
+            wanted[:] = next(lists)
+        return wanted
+
+    monkeypatch.setattr("preprocess.dump.feeder.read_wanted", read_wanted)
+    with without_ray():
+        assert feed(recipe) == ["5 train shards made, none left"]  # one of them twice
+    assert made == {shard_name("train", index) for index in (0, 1, 3, 4)} and left(recipe) == []
+
+
+def test_what_a_fed_training_cannot_have_is_refused(dumped, tmp_path, monkeypatch):
+    recipe = prepared(dumped, tmp_path)
+    with pytest.raises(
+        PipelineError, match=r"disk_bytes=1,000, but two windows of shards take up to 1\d\d,\d{3}: raise"
+    ):
+        train_here(dumped, tmp_path, *FED, "features.disk_bytes=1_000")
+    with pytest.raises(PipelineError, match=r"was dumped for features.keep='window': run the dump again"):
+        train_here(dumped, tmp_path)
+    bad = ShardRecord("", "train", 0, 7, 1, 1, 1, "", rejected={"doc1": "features_not_finite"})
+    monkeypatch.setattr("preprocess.dump.feeder.records", lambda *_: [bad])
+    with pytest.raises(PipelineError, match=r"dialogue doc1: features_not_finite. A training that is fed"):
+        feed(recipe)
+    assert dump_here(load_recipe(dumped[0], [f"output={tmp_path}"])).total("train", "rows") == 40
+    assert checksums(recipe.features_dir) == checksums(dumped[1])

@@ -1,0 +1,93 @@
+"""The dialogues of a training that is fed while it runs: a shard is there from when it was made until no step needs it.
+
+Rank 0 tells the feeder (preprocess/feed.py), in a file, which shards the coming steps read, in that order: as many as
+two windows have. Ranks finish a step together, so none of them needs what the steps before it have read. What a
+training that was killed reads again is made again.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.artifacts.features import write_wanted
+from pipeline.basics.errors import PipelineError
+from pipeline.features.schema import FeatureSpec, require_same, token_bytes
+from pipeline.features.shards import FeatureStore, Manifest, ShardRecord, damage, open_shard, part_starts, shard_name
+from pipeline.features.text import TextTable
+from pipeline.recipe.recipe import Recipe
+
+LOOK_SECONDS = 0.05  # between two looks for a shard
+TELL_SECONDS = 60  # of waiting for one, after which training says so
+FRAME_BYTES = 2048  # of a row: more than Arrow takes around its states
+log = logging.getLogger(__name__)
+
+
+class FedStore(FeatureStore):
+    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound."""
+
+    def __init__(self, recipe: Recipe, expected: FeatureSpec):
+        """Raises PipelineError for an unfinished or foreign dump."""
+        folder, size = recipe.features_dir, recipe.features.rows_per_shard
+        manifest = Manifest.load(folder)
+        require_same(manifest.spec, expected, folder)
+        if not manifest.complete:
+            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        self.spec, self._recipe = manifest.spec, recipe
+        self.texts = TextTable.open(folder, manifest.text_of("train"), self.spec)
+        lengths_N, self.records = self.texts.lengths_N, []
+        for index, first in enumerate(range(0, len(lengths_N), size)):
+            mine = lengths_N[first : first + size]
+            rows, tokens = len(mine), int(mine.sum())
+            most = tokens * token_bytes(self.spec.stored_dtype, self.spec.hidden_size, 1 + self.spec.auxiliary)
+            most += FRAME_BYTES * (rows + 1)
+            self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
+        self._starts = np.cumsum([0] + [record.rows for record in self.records])
+        self._parts = part_starts(self.records)
+        self._readers = self._arriving = _Arriving(folder, self.spec, recipe.train.verify_checksums)
+        self._told: list[int] | None = None
+
+    def require_room(self, shards: int) -> None:
+        """Raises PipelineError where so many may take more than the recipe allows."""
+        most = sum(sorted((record.bytes for record in self.records), reverse=True)[:shards])
+        bound = self._recipe.features.disk_bytes
+        if bound and most > bound:
+            raise PipelineError(
+                f"features.disk_bytes={bound:,}, but two windows of shards take up to {most:,}: raise it, or lower "
+                "train.window or features.rows_per_shard"
+            )
+
+    def want(self, shards: list[int], tell: bool) -> None:
+        """From now on these are read, in that order. `tell`: on the one rank that tells the feeder."""
+        self._arriving.close_others(shards)
+        if tell and shards != self._told:
+            write_wanted(self._recipe, shards)
+            self._told = shards
+
+
+class _Arriving(dict[int, pa.ipc.RecordBatchFileReader]):
+    """Open shards by number. One that is asked for is waited for."""
+
+    def __init__(self, folder: Path, spec: FeatureSpec, verify: bool):
+        self._folder, self._spec, self._verify = folder, spec, verify
+
+    def __missing__(self, index: int) -> pa.ipc.RecordBatchFileReader:
+        waited = 0.0
+        while True:
+            for record in Manifest.load(self._folder).of("train"):
+                if record.index == index:
+                    if reason := damage(self._folder, record, self._verify):
+                        raise PipelineError(f"feature shard {self._folder / record.name}: {reason}. Run again")
+                    self[index] = open_shard(self._folder, record, self._spec)
+                    return self[index]
+            time.sleep(LOOK_SECONDS)
+            if waited < TELL_SECONDS <= waited + LOOK_SECONDS:
+                log.warning("training waits for shard %d: does preprocess/feed.py run? See logs/feed.log", index)
+            waited += LOOK_SECONDS
+
+    def close_others(self, kept: list[int]) -> None:
+        """Their space on the disk is free when every rank has closed them."""
+        for index in set(self).difference(kept):
+            del self[index]
