@@ -50,14 +50,18 @@ def arguments(options: dict[str, Any], layers: list[int], folder: str) -> dict[s
 
 def guard(folder: Path) -> None:
     """Cleans up behind this process, whoever kills it (Ray kills the children of its workers; the kernel, where memory
-    is short): a shell of a session of its own waits for its end. Tensor-parallel workers end by themselves then; those
-    that hang are killed a little later, with what else is left of the group that this process leads.
+    is short), and where it hangs so that it does not hear of its owner's end: a shell of a session of its own waits for
+    the end of either. Tensor-parallel workers end by themselves then; what is left of the group that this process leads
+    is killed five seconds later.
     """
-    wait = 'read _; rm -rf -- "$1"; kill -0 -- "-$0" && sleep 5; kill -9 -- "-$0"; rm -rf -- "$1"'
-    ears, _ = os.pipe()  # its other end is open, and no other process's, as long as this process lives
-    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.Popen(["sh", "-c", wait, str(os.getpid()), folder], stdin=ears, start_new_session=True, **silent)
-    os.close(ears)
+    wait = (
+        'while [ -e "/proc/$0" ] && [ -e "/proc/$1" ]; do sleep 1; done\n'
+        'rm -rf -- "$2"; kill -0 "-$0" && sleep 5; kill -9 "-$0"; rm -rf -- "$2"'
+    )
+    owner = os.getppid() or os.getpid()  # a container's first process has none
+    silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    words = ["sh", "-c", wait, str(os.getpid()), str(owner), str(folder)]
+    subprocess.Popen(words, start_new_session=True, **silent)
 
 
 class Requests:
