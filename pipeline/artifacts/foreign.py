@@ -116,11 +116,11 @@ def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) 
 
 def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
     """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target, whose
-    configuration and name are given. All are the target's where the config has none of them, as Medusa's and Hydra's.
+    configuration and name are given. All are the target's where the config has none of them, as Hydra's, and Medusa's.
 
     Raises PipelineError for another width than the target's.
     """
-    if "hidden_size" not in theirs:
+    if "hidden_size" not in theirs or theirs.get("model_type") == "medusa":
         return shapes_of(target)
     family = FAMILIES.get(theirs.get("model_type", "llama"))
     if family is None:

@@ -75,4 +75,4 @@ def released_names(names: Collection[str]) -> Names:
     return {name: re.sub(r"^heads\.(\d+)\.\d+\.(weight|bias)$", r"lm_heads.\1.\2", mine) for name, mine in ours.items()}
 
 
-RELEASED = Released(released_names, released_facts)
+RELEASED = Released(released_names, released_facts, {"medusa_fc_bias": (True,)})

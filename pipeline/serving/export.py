@@ -3,11 +3,13 @@
     python -m pipeline export RELEASE --to vllm|sglang|speculators --out FOLDER
     python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts, and for vLLM, with the plug-in infra/vllm_jakiro, drafts with experts. All draft
-chains (SGLang grows trees of its own from the same weights). What an engine cannot take is refused with the reason.
-`python -m pipeline import` reads what was written, but for GGUF.
+Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also Medusa, small Llamas and, with the plug-in infra/vllm_jakiro, drafts
+with experts. All draft chains (SGLang grows trees of its own from the same weights). What an engine cannot take is
+refused with the reason. `python -m pipeline import` reads what was written, but for GGUF and small Llamas: these are a
+causal language model as any other, which a recipe calls kind = "small-model".
 """
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +23,12 @@ from torch import Tensor
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
+from pipeline.drafts import DraftConfig, TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
+from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import SLIDING
 from pipeline.lm.model import source
 from pipeline.serving.gguf import convert
@@ -93,18 +98,32 @@ def tried(release: Path) -> dict[str, list[str]]:
 def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
     is_mixed = isinstance(saved.config, ExpertsConfig)
     first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if is_mixed else []
-    return [*first, LAUNCH[engine](isinstance(saved.config, Eagle3FrameConfig), out, saved.tree.depth)]
+    return [*first, LAUNCH[engine](method_of(saved.config), out, saved.tree.depth)]
+
+
+def method_of(config: DraftConfig) -> str:
+    """As vLLM calls it."""
+    if isinstance(config, MedusaConfig | SmallLlamaConfig):
+        return "medusa" if isinstance(config, MedusaConfig) else "draft_model"
+    return "eagle3" if isinstance(config, Eagle3FrameConfig) else "eagle"
 
 
 def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | None) -> Written:
     """Raises PipelineError for what the engine cannot take."""
-    config, weights = saved.config, checkpoint.load(release, saved.target["fingerprint"]).state_dict()
+    draft = checkpoint.load(release, saved.target["fingerprint"])
+    config, weights = saved.config, draft.state_dict()
     if isinstance(config, ExpertsConfig):
         _require_experts_served(config, engine)
     if isinstance(config, EagleConfig | JakiroConfig):
         return _eagle(saved, config, weights, engine)
     if isinstance(config, Eagle3FrameConfig):
         return _eagle3(saved, config, weights, engine, target)
+    if isinstance(config, MedusaConfig | SmallLlamaConfig):
+        if engine != "vllm":
+            raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
+        if config.vocabulary is not None:
+            raise PipelineError(f"vocabulary={config.vocabulary}: vLLM wants the target's whole one there; train so")
+        return _medusa(saved, config, weights) if isinstance(config, MedusaConfig) else _small(draft)
     raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
 
 
@@ -245,6 +264,26 @@ def _eagle3(
     )
 
 
+def _medusa(saved: checkpoint.Saved, config: MedusaConfig, weights: dict[str, Tensor]) -> Written:
+    """The form of its authors' released weights, and in config.json what vLLM asks beside it."""
+    if not config.own_head or config.head_bias:
+        raise PipelineError(
+            f"own_head={config.own_head}, head_bias={config.head_bias}: vLLM's heads are their own, without a bias"
+        )
+    keys = {"medusa_num_heads": config.heads, "medusa_num_layers": config.blocks, "medusa_fc_bias": True}
+    shapes = {key: saved.shapes[key] for key in ("hidden_size", "vocab_size")}
+    names = (re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{config.blocks}.", name.removeprefix("heads.")) for name in weights)
+    said = {"architectures": ["MedusaModel"], "model_type": "medusa", **keys, **shapes}
+    return Written(said, dict(zip(names, weights.values(), strict=True)))
+
+
+def _small(draft: TrainedDraft) -> Written:
+    """The language model that it is."""
+    assert isinstance(draft, SmallLlama)
+    said = draft.lm.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return Written(said, draft.lm.state_dict())
+
+
 def _require_experts_served(config: ExpertsConfig, engine: str) -> None:
     """Raises PipelineError for experts that no engine runs."""
     if engine != "vllm":
@@ -277,22 +316,20 @@ def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: 
 # -- launch lines -----------------------------------------------------------------------------------------------------
 
 
-def _vllm(is_eagle3: bool, out: Path, depth: int) -> str:
-    method = "eagle3" if is_eagle3 else "eagle"
+def _vllm(method: str, out: Path, depth: int) -> str:
     settings = f'{{"method": "{method}", "model": "{out}", "num_speculative_tokens": {depth}}}'
     return f"vllm serve TARGET --speculative-config {shlex.quote(settings)}"
 
 
-def _sglang(is_eagle3: bool, out: Path, depth: int) -> str:
-    algorithm = "EAGLE3" if is_eagle3 else "EAGLE"
+def _sglang(method: str, out: Path, depth: int) -> str:
     return (
-        f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+        f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {method.upper()} "
         f"--speculative-draft-model-path {shlex.quote(str(out))} --speculative-num-steps {depth} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
     )
 
 
-LAUNCH: dict[str, Callable[[bool, Path, int], str]] = {
+LAUNCH: dict[str, Callable[[str, Path, int], str]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     GGUF: lambda _, out, depth: (

@@ -5,17 +5,21 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import chain
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
@@ -121,7 +125,8 @@ def released(recipe, deep_target, tmp_path):
         draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings)
         checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
         folder.mkdir()
-        checkpoint.export(tmp_path / "draft", folder, recipe.resolved("eagle"), {}, tmp_path / "draft" / RECIPE)
+        method = Method(draft="jakiro", tree=settings.resolve(chain(3)))
+        checkpoint.export(tmp_path / "draft", folder, method, {}, tmp_path / "draft" / RECIPE)
         return folder
 
     return factory
@@ -183,6 +188,36 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
 def settings_of(settings, weights):
     """The draft that an import makes of it: SGLang's bias is one."""
     return EagleConfig(fc_bias=True) if "fc.bias" in weights else settings
+
+
+def test_medusa_is_written_as_its_authors_release_it_and_an_import_gives_the_same_bytes(released, imported, tmp_path):
+    settings, out = MedusaConfig(heads=3, blocks=2), tmp_path / "out"
+    release = released(settings)
+    said = export(release, "vllm", out)
+    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    blocks = {f"{head}.{place}.linear.{part}" for head in range(3) for place in range(2) for part in ("weight", "bias")}
+    assert set(weights) == blocks | {f"{head}.2.weight" for head in range(3)}
+    assert config == {
+        **{"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": 32, "vocab_size": 260},
+        **{"medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True},
+    }
+    assert '"method": "medusa"' in said[-1] and '"num_speculative_tokens": 3' in said[-1]
+    own, back = (load_file(folder / "model.safetensors") for folder in (release, imported(out, settings)))
+    assert own.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in own.items())
+
+
+def test_a_small_llama_is_written_as_the_language_model_that_it_is(released, tmp_path):
+    """With the bytes of its weights, whatever loads it: vLLM, transformers, a recipe's kind = "small-model"."""
+    release, out = released(SmallLlamaConfig(width=32, layers=3, mlp_width=48)), tmp_path / "out"
+    said = export(release, "vllm", out)
+    assert '"method": "draft_model"' in said[-1]
+    own, model = load_file(release / "model.safetensors"), AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    back = {f"lm.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert own.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in own.items())
+    draft = checkpoint.load(release, checkpoint.read_config(release).target["fingerprint"])
+    tokens = torch.tensor([prompt_of(0)])
+    assert torch.equal(model(tokens).logits, draft.lm(tokens).logits)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
@@ -250,6 +285,9 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
+        (MedusaConfig(), "sglang", "sglang is given no medusa: export to vllm"),
+        (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
+        (MedusaConfig(own_head=False), "vllm", "own_head=False, head_bias=False: vLLM's heads are their own"),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_and_nothing_is_written(released, tmp_path, settings, engine, said):
