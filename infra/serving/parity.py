@@ -4,38 +4,55 @@
 
 The embedded target and the drafts of infra/recipes/serve.toml go to llama.cpp and vLLM in float32. They answer 20
 prompts greedily with chains of 3 guesses, and so does our decoding. So do tiny targets with scaled RoPE
-(infra/serving/tiny.py), behind prompts of up to 1,500 tokens. A row of the table is a draft in an engine. Its exit
-status is 1 where a token or a count differs.
+(infra/serving/tiny.py), behind prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An EAGLE-3
+draft has one more: what the estimate in training counts along answers of vLLM's, from the states that it captured while
+it gave them, against what vLLM serves. Its exit status is 1 where a token or a count differs.
 """
 
 import argparse
+import os
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from infra.serving.engines import Engine, LlamaCpp, Served, Vllm
-from infra.serving.tiny import DRAFT, ROPES, tiny
+from infra.serving.engines import Drafted, Engine, LlamaCpp, Served, Vllm
+from infra.serving.tiny import DRAFTS, tiny
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
-from pipeline.decoding.config import chain
+from pipeline.decoding.config import TreeConfig, chain
+from pipeline.decoding.contract import Draft
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod, Method
+from pipeline.decoding.replay import counted
+from pipeline.drafts import DraftConfig, make
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.small_model import SmallLlamaConfig, SmallModel, SmallModelConfig
+from pipeline.features.engines import open_source
+from pipeline.features.source import Prompt
 from pipeline.lm.chat import prompt_ids
-from pipeline.lm.model import Target, fingerprint, load_tokenizer, source
+from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer, source
+from pipeline.lm.states import States
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.serving.export import export
+from pipeline.serving.export import export, method_of
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
-# Engines run a forward for every guess, also where a draft of ours would give two levels by one.
-CHAIN_TREE = chain(CHAIN, parallel=1)
+ESTIMATE = "the estimate along its answers"
 HEADS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 HEADS += ["tokens/s: ours plain, served plain, served chain"]
+
+
+def tree_of(config: DraftConfig) -> TreeConfig:
+    """Engines run a forward for every guess, also where a draft of ours could give two levels by one."""
+    return chain(CHAIN, parallel=min(config.parallels(CHAIN)))
 
 
 class Ours:
@@ -45,15 +62,45 @@ class Ours:
         self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
         self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
         self.plainly = [plain(self.target, ids, self.sampling) for ids in self.prompts]
+        self._config = recipe.target
 
-    def chains(self, release: Path) -> list[Generation]:
+    def method(self, release: Path, exported: Path) -> LoadedMethod:
+        draft: Draft
+        config, to = checkpoint.read_config(release).config, (self.target.device, self.target.dtype)
+        if isinstance(config, SmallLlamaConfig):  # of the whole text, as any language model reads it
+            self.target.tokenizer.save_pretrained(exported)
+            small = SmallModelConfig(model=str(exported))
+            draft = make(small, shapes_of(self.target.config))
+            assert isinstance(draft, SmallModel)
+            its = self._config.model_copy(update={"model": small.model, "revision": None})
+            draft.read_by(*load_reader(its, *to), self.target.tokenizer)
+        else:
+            draft = checkpoint.load(release, self.fingerprint).to(*to)
+            draft.bind(self.target.embed_head(self.fingerprint))
+        return LoadedMethod(draft, tree_of(draft.config))
+
+    def chains(self, method: LoadedMethod) -> list[Generation]:
         """Raises PipelineError where one is not plain decoding's."""
-        draft = checkpoint.load(release, self.fingerprint).to(self.target.device, self.target.dtype)
-        draft.bind(self.target.embed_head(self.fingerprint))
-        found = [speculative(self.target, LoadedMethod(draft, CHAIN_TREE), ids, self.sampling) for ids in self.prompts]
+        found = [speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
         if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
-            raise PipelineError(f"our own chain of {release.name} does not answer as plain decoding does")
+            raise PipelineError(f"our own chain of {method.draft.name} does not answer as plain decoding does")
         return found
+
+    def estimates(self, method: LoadedMethod, python: str) -> tuple[list[Served], list[Generation]]:
+        """vLLM's answers, with the states of the same pass; what the estimate in training counts along these."""
+        layers, options = method.draft.needs.auxiliary, {"enforce_eager": True, "max_model_len": 2048}
+        asked = {"engine": "vllm", "engine_python": python, "engine_options": options, "dtype": "float32"}
+        vllm, answers, found = open_source(self._config.model_copy(update=asked), layers), [], []
+        for ids in self.prompts:
+            begin = time.perf_counter()
+            (answer,) = vllm.answers([Prompt(ids)], self.sampling, capture=True)
+            answers.append(Served(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
+            assert answer.states_TSD is not None
+            states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
+            counts = counted(method, states, [*ids, *answer.tokens], len(ids))
+            found.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))
+        vllm.close()
+        return answers, found
 
 
 def _questions(recipe: Recipe) -> list[list[int]]:
@@ -66,7 +113,7 @@ def released(recipe: Recipe, name: str, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     own = recipe.draft_dir(name)
-    checkpoint.export(own, folder, Method(draft=name, tree=CHAIN_TREE), {}, own / RECIPE_FILE)
+    checkpoint.export(own, folder, Method(draft=name, tree=tree_of(recipe.draft[name])), {}, own / RECIPE_FILE)
     return folder
 
 
@@ -118,21 +165,30 @@ def compare(
 ) -> list[dict]:
     """Every draft in every engine that takes it; `of` names the target in its row."""
     model, rows = source(recipe.target).name, []
-    releases = {name: released(recipe, name, work / f"{name}{of}") for name in drafts}
-    exported = {name: work / f"{name}{of}-vllm" for name in releases}
-    for name, folder in exported.items():
+    ours, methods, exported, mine = Ours(recipe, prompts), {}, {}, {}
+    for name in drafts:
+        release, folder = released(recipe, name, work / f"{name}{of}"), work / f"{name}{of}-vllm"
         shutil.rmtree(folder, ignore_errors=True)
-        export(releases[name], "vllm", folder)
-    ours = Ours(recipe, prompts)
-    mine = {name: ours.chains(release) for name, release in releases.items()}
+        export(release, "vllm", folder)
+        methods[name], exported[name] = ours.method(release, folder), folder
+        mine[name] = ours.chains(methods[name])
+
+    def add(engine: Engine, name: str, *figures: Any) -> None:
+        rows.append(row(engine, name, *figures))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+
     for engine in engines:
-        with engine.serve(model, None, CHAIN) as address:
+        with engine.serve(model) as address:
             plainly = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-        for name in (name for name in releases if recipe.draft[name].kind in engine.takes):
-            with engine.serve(model, exported[name], CHAIN) as address:
+        for name in (name for name in drafts if recipe.draft[name].kind in engine.takes):
+            with engine.serve(model, Drafted(exported[name], method_of(recipe.draft[name]), CHAIN)) as address:
                 chains = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-            rows.append(row(engine, f"{name}{of}", (ours.plainly, mine[name]), (plainly, chains)))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            add(engine, f"{name}{of}", (ours.plainly, mine[name]), (plainly, chains))
+            if isinstance(engine, Vllm) and recipe.draft[name].kind == "eagle3":
+                answers, found = ours.estimates(methods[name], engine.python)
+                # What vLLM accepts behind an answer's end no text shows.
+                cut = [replace(one, accepted=len(one.tokens) - 1 - one.passes) for one in chains]
+                add(engine, f"{name}{of}: {ESTIMATE}", (ours.plainly, found), (answers, cut))
     return rows
 
 
@@ -144,11 +200,12 @@ def main() -> None:
     work = (recipe.run_dir / "served").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    os.environ |= Vllm.environment  # for the engine that captures
     engines: list[Engine] = [LlamaCpp(folder, work), Vllm(folder, work)]
     rows = compare(recipe, recipe.trained, _questions(recipe), engines, work)
-    for kind in ROPES:
+    for kind, drafts in DRAFTS.items():
         other, prompts = tiny(SERVE, kind, TOKENS, work)
-        rows += compare(other, [DRAFT], prompts, engines, work, of=f"-{kind}")
+        rows += compare(other, list(drafts), prompts, engines, work, of=f"-{kind}")
     write_json(recipe.run_dir / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
     wrong = [one for one in rows if not one["same_plain"] == one["same_chain"] == one["same_counts"] == one["prompts"]]

@@ -1,4 +1,5 @@
-"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers.
+"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers; one also with
+Medusa and a small Llama, which would take long to train for the embedded one.
 
 RoPE that is scaled from 64 positions on, as Llama 3.1 and YaRN do it; auxiliary layers that are no engine's default, so
 that one which reads others accepts less; a prompt that goes through an engine in several batches. Weights are random,
@@ -14,39 +15,45 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from pipeline.artifacts import checkpoint
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import TrainedDraft, build, objective_of
+from pipeline.drafts.eagle3 import Eagle3
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
-from pipeline.features.positions import Horizons
 from pipeline.features.schema import Row
 from pipeline.lm.model import Target, fingerprint, source
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 
-DRAFT = "eagle3"
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
 LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
 STEPS, VOCABULARY = 4, 1024
+RATES = {"small": 2e-3}  # of learning, where it is not 1e-2
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"rope_theta": 1e4},
 }
+EAGLE_3 = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+SMALL = '{kind="small-llama", width=128, objective="hard-ce"}'
+DRAFTS = {  # by the target's RoPE
+    "llama3": {"eagle3": EAGLE_3, "medusa": '{kind="medusa", heads=3}', "small": SMALL},
+    "yarn": {"eagle3": EAGLE_3},
+}
 
 
 def tiny(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[list[int]]]:
-    """The recipe at `path` with a target of RoPE of this kind and its draft, trained; and prompts for them, whose
+    """The recipe at `path` with a target of RoPE of this kind and its drafts, trained; and prompts for them, whose
     answers have so many tokens.
     """
     folder = work / f"tiny-{kind}"
     words = _save(Path(source(load_recipe(path).target).name), folder, kind)
-    draft = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
-    sets = [f"target.model={folder}", f"output={folder / 'run'}", f"draft.{DRAFT}={draft}"]
-    recipe = load_recipe(path, sets)
+    sets = [f"draft.{name}={settings}" for name, settings in DRAFTS[kind].items()]
+    recipe = load_recipe(path, [f"target.model={folder}", f"output={folder / 'run'}", *sets])
     generator = torch.Generator().manual_seed(0)
     prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
     target = Target(recipe.target, "float32")
     answers = [plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
-    made = _taught(recipe, target, prompts, answers)
-    checkpoint.save(recipe.draft_dir(DRAFT), made, made.state_dict(), recipe, DRAFT, {})
+    for name in DRAFTS[kind]:
+        made = _taught(recipe, name, target, prompts, answers)
+        checkpoint.save(recipe.draft_dir(name), made, made.state_dict(), recipe, name, {})
     return recipe, prompts
 
 
@@ -72,29 +79,34 @@ def _save(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
     return words
 
 
-def _taught(recipe: Recipe, target: Target, prompts: list[list[int]], answers: list[list[int]]) -> TrainedDraft:
+def _taught(
+    recipe: Recipe, name: str, target: Target, prompts: list[list[int]], answers: list[list[int]]
+) -> TrainedDraft:
     """A draft that has seen these answers and nothing else."""
-    draft = build(recipe.draft[DRAFT], shapes_of(target.config))
+    draft = build(recipe.draft[name], shapes_of(target.config))
     draft.initialise(0)
-    known = sorted({token for answer in answers for token in answer})
-    others = [token for token in range(2 * VOCABULARY) if token not in known]
-    draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
+    if draft.token_ids_U is not None:
+        known = sorted({token for answer in answers for token in answer})
+        others = [token for token in range(2 * VOCABULARY) if token not in known]
+        draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
     draft.bind(target.embed_head(fingerprint(recipe.target)))
+    draft.start_from_target([])
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([*prompt, *answer])
         states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
         mask = (torch.arange(len(tokens)) >= len(prompt)).to(torch.uint8)
         rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
-    frozen = _bound(draft, rows[0].auxiliary_TKD)
-    totals = {1: sum(map(len, answers))}
-    batches = [collate([row], Horizons([1]), totals, auxiliary=range(len(AUXILIARY))) for row in rows]
+    frozen = _bound(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3) else []
+    objective, total = objective_of(draft.config), sum(map(len, answers))
+    totals = dict.fromkeys(objective.groups, total)
+    batches = [collate([row], objective, totals, auxiliary=range(len(draft.needs.auxiliary))) for row in rows]
     trained = [weight for weight in draft.parameters() if not any(weight is one for one in frozen)]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=RATES.get(name, 1e-2))
     for _ in range(STEPS):
         optimizer.zero_grad()
         for batch in batches:
-            objective_of(draft.config).loss(draft, batch)[0].backward()
+            objective.loss(draft, batch)[0].backward()
         optimizer.step()
     return draft.eval().requires_grad_(False)
 
