@@ -65,40 +65,33 @@ class Order:
         if not trained_R.any():
             raise PipelineError(f"train.tokens={tokens}, but no training dialogue has a token with a loss")
         for epoch in count():
-            rows = self._chosen(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+            rows = self._shuffled(epoch)[: self.steps_per_epoch * self._config.global_batch]
             so_far = trained_R[rows].reshape(self.steps_per_epoch, -1).sum(1).cumsum()
             if so_far[-1] >= tokens:
                 return epoch * self.steps_per_epoch + int(np.searchsorted(so_far, tokens)) + 1
             tokens -= int(so_far[-1])
         raise AssertionError
 
-    def _chosen(self, first: int, last: int) -> list[int]:
-        """The rows of the steps from `first` to `last`, that one left out; all are of one epoch."""
-        epoch, size = first // self.steps_per_epoch, self._config.global_batch
+    def _chosen(self, step: int) -> list[int]:
+        """The rows of a step."""
+        (epoch, place), size = divmod(step, self.steps_per_epoch), self._config.global_batch
         known = self._epoch  # of another epoch, perhaps, in the thread that reads ahead
         if known[0] != epoch:
             known = self._epoch = epoch, self._shuffled(epoch)
-        begin = epoch * self.steps_per_epoch
-        return known[1][(first - begin) * size : (last - begin) * size].tolist()
+        return known[1][place * size : (place + 1) * size].tolist()
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
         no batch.
         """
-        chosen = self._chosen(step, step + 1)
+        chosen = self._chosen(step)
         tokens = {row: int(self._lengths_N[self.rows[row]].sum()) for row in chosen}
         return [self.rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
 
     def shards_of(self, step: int) -> set[int]:
         """What a step reads, by place in the store's records."""
-        return self._shards_between(step, step + 1)
-
-    def spent(self, step: int) -> set[int]:
-        """What no step from this one on reads before its epoch, or training, ends. `step`: a saved state's, or the next
-        one to be made.
-        """
-        until = min(self.steps, (step // self.steps_per_epoch + 1) * self.steps_per_epoch)
-        return set(range(self._shards)) - self._shards_between(step, until)
+        numbers = [number for row in self._chosen(step) for number in self.rows[row]]
+        return set(self._shard_N[numbers].tolist())
 
     def upcoming(self, step: int, most: int) -> list[int]:
         """What the steps from this one on read first, in that order: whole steps, of at most so many shards together or
@@ -113,10 +106,6 @@ class Order:
             if len(found) == self._shards:
                 break
         return list(found)
-
-    def _shards_between(self, first: int, last: int) -> set[int]:
-        numbers = [number for row in self._chosen(first, last) for number in self.rows[row]]
-        return set(self._shard_N[numbers].tolist())
 
     @property
     def dialogues(self) -> int:
