@@ -51,12 +51,13 @@ def arguments(options: dict[str, Any], layers: list[int], folder: str) -> dict[s
 def guard(folder: Path) -> None:
     """Cleans up behind this process, whoever kills it (Ray kills the children of its workers; the kernel, where memory
     is short), and where it hangs so that it does not hear of its owner's end: a shell of a session of its own waits for
-    the end of either. Tensor-parallel workers end by themselves then; what is left of the group that this process leads
-    is killed five seconds later.
+    the end of either. Tensor-parallel workers end by themselves then, and give back their shared memory; what is left
+    of the group that this process leads is killed half a minute later.
     """
     wait = (
         'while [ -e "/proc/$0" ] && [ -e "/proc/$1" ]; do sleep 1; done\n'
-        'rm -rf -- "$2"; kill -0 "-$0" && sleep 5; kill -9 "-$0"; rm -rf -- "$2"'
+        'kill -9 "$0"; rm -rf -- "$2"; n=30\n'
+        'while kill -0 "-$0" && [ $((n -= 1)) -gt 0 ]; do sleep 1; done; kill -9 "-$0"; rm -rf -- "$2"'
     )
     owner = os.getppid() or os.getpid()  # a container's first process has none
     silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
