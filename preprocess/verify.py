@@ -50,7 +50,7 @@ from preprocess.dump.compare import compare
 from preprocess.dump.driver import dump
 
 
-def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
+def damaged_shards(folder: Path, manifest: Manifest, keep: str = "all") -> dict[str, str]:
     """Name -> what is wrong, over all files of the manifest, all of the folder and the held-out prompts."""
     found = {}
 
@@ -65,7 +65,8 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
                 progress.advance(1)
 
         look(files[:tables], lambda record: damage(folder, record) or _table_damage(folder, record, manifest.spec))
-        texts = _texts(folder, manifest, found) if manifest.complete else {}
+        fed = {"train"} if keep == "window" and manifest.lacks("train") else set()  # shards come and go
+        texts = _texts(folder, manifest, found, fed) if manifest.complete else {}
         look(
             files[tables:],
             lambda record: (
@@ -93,14 +94,16 @@ def _table_damage(folder: Path, record: TextRecord, spec: FeatureSpec) -> str | 
     return None
 
 
-def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int, int]]:
+def _texts(
+    folder: Path, manifest: Manifest, found: dict[str, str], fed: set[str]
+) -> dict[str, tuple[TextTable, int, int]]:
     """Name of a shard -> its set's texts, the number of its first there and the row that it counts from, of the sets
     whose tables are whole. Adds to `found` the tables that hold other rows than the shards of a finished dump are of.
     """
     texts = {}
-    for split in (*SPLITS, ANSWERS):
+    for split in (name for name in (*SPLITS, ANSWERS) if name not in fed):
         tables = [record.name for record in manifest.text_of(split)]
-        if found.keys() & set(tables) or not manifest.of(split):  # whose shards went, as training read them
+        if found.keys() & set(tables):
             continue
         try:
             usable = usable_texts(folder, manifest, split)
@@ -173,7 +176,8 @@ def verify(
     print(f"{whole} of {len(manifest.files)} tables and shards are whole; complete: {manifest.complete}")
     if repair and recipe and (found or not manifest.complete):
         _repair(folder, recipe, manifest, found)
-        found, manifest = damaged_shards(folder, Manifest.load(folder)), Manifest.load(folder)
+        manifest = Manifest.load(folder)
+        found = damaged_shards(folder, manifest, recipe.features.keep)
     if found or not manifest.complete:
         raise PipelineError(
             f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --recipe RECIPE --repair"
@@ -186,12 +190,13 @@ def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
     """What is damaged here is fetched again where a store has it; what is damaged there, too, stays."""
     if recipe:
         fetch(recipe, checksums=False)
-    found = damaged_shards(folder, Manifest.load(folder))
+    keep = recipe.features.keep if recipe else "all"
+    found = damaged_shards(folder, Manifest.load(folder), keep)
     if found and recipe and recipe.features.store:
         for name in found:
             (folder / name).unlink(missing_ok=True)
         fetch(recipe, checksums=False)
-        found = damaged_shards(folder, Manifest.load(folder))
+        found = damaged_shards(folder, Manifest.load(folder), keep)
     return found
 
 

@@ -177,6 +177,8 @@ class Recipe(Section):
         found: dict[str, Any] = {"target": self.target.identity(), "data": data, "features": features}
         if own:
             jobs = {"batch", "dialogues_per_part", "max_dialogues"}
+            if self.target.engine != "transformers":  # its random numbers are others
+                found |= {"engine": self.target.engine}
             found |= {"regenerate": self.regenerate.model_dump(mode="json", exclude=jobs), "seed": self.seed}
         return digest(found)
 

@@ -66,7 +66,8 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
 
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
-    parts, done = [], not wanted_file(recipe).exists()  # else a feeder was killed before it had cleaned up
+    # A feeder that was killed has not cleaned up.
+    parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
     for name in recipe.trained:
         folder = recipe.draft_dir(name)
         if not (folder / checkpoint.CONFIG).exists():

@@ -1,5 +1,6 @@
 """Stored states against the target's now, whoever computed them."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def require_alike(source: FeatureSource, sample: Sample, target: TargetConfig) -
 
 
 def _require_near(source: FeatureSource, found: Sequence[Compared], states_of: str, against: str) -> float:
-    worst = max(found, key=lambda one: one.of_row)
+    worst = max(found, key=lambda one: math.inf if math.isnan(one.of_row) else one.of_row)
     if not worst.of_row <= ALLOWED_ROW:
         same, tokens = sum(one.same for one in found), sum(one.tokens for one in found)
         names = ["last", *map(str, source.identity.layers)]

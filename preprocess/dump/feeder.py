@@ -15,7 +15,7 @@ from pipeline.artifacts.features import feature_spec, read_wanted, wanted_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.features.schema import require_same
-from pipeline.features.shards import Manifest, damage
+from pipeline.features.shards import Manifest, ShardRecord, damage
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
@@ -40,31 +40,39 @@ def feed(recipe: Recipe) -> list[str]:
         return _Feeder(recipe, folder, manifest).run()
 
 
+def _require_all(record: ShardRecord) -> None:
+    for doc_id, reason in record.rejected.items():
+        raise PipelineError(
+            f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this out of "
+            "data.source, or set features.keep='all'"
+        )
+
+
 class _Feeder:
     def __init__(self, recipe: Recipe, folder: Path, manifest: Manifest):
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
         self._making = set[int]()
         self._made = 0
+        self._all = not manifest.lacks("train")  # a dump that kept all: nothing of it is removed
 
     def run(self) -> list[str]:
-        self._remove({r.index for r in self._manifest.of("train") if damage(self._folder, r)})
+        damaged = {r.index for r in self._manifest.of("train") if damage(self._folder, r)}
+        self._all &= not damaged
+        self._remove(damaged)
         sweep(self._folder, self._manifest)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
+        for record in self._manifest.of("train"):
+            _require_all(record)
         for record in records(self._recipe, make, self._tasks(), "features.batch_tokens"):
-            if record.rejected:
-                doc_id, reason = next(iter(record.rejected.items()))
-                raise PipelineError(
-                    f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this "
-                    "out of data.source, or set features.keep='all'"
-                )
+            _require_all(record)
             self._making.discard(record.index)
             self._manifest.shards.append(record)
             self._manifest.save(self._folder)
             self._made += 1
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        return [f"{self._made} train shards made, none left"]
+        return [f"{self._made} train shards made, {len(self._held) or 'none'} left"]
 
     @property
     def _held(self) -> set[int]:
@@ -91,7 +99,7 @@ class _Feeder:
 
     def _remove(self, indices: set[int]) -> None:
         gone = [record for record in self._manifest.of("train") if record.index in indices]
-        if not gone:
+        if not gone or self._all:
             return
         self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
         self._manifest.save(self._folder)

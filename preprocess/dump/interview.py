@@ -66,7 +66,7 @@ class Interview:
 
     def __init__(self, recipe: Recipe, source: FeatureSource, busy: Busy):
         self._recipe, self._settings, self._source, self._busy = recipe, recipe.regenerate, source, busy
-        self._reading = Lock()  # tokenizers are not made for threads
+        self.reading = Lock()  # tokenizers are not made for threads
 
     @property
     def _sampling(self) -> Sampling:
@@ -97,10 +97,10 @@ class Interview:
                 yield held
 
     def _converse(self, dialogues: list[Dialogue], capture: bool) -> list[Conversation]:
-        with self._reading:
+        with self.reading:
             conversations = [self._opened(dialogue) for dialogue in dialogues]
         while any(conversation.open for conversation in conversations):
-            with self._reading:
+            with self.reading:
                 asked = [
                     (prompt, conversation)
                     for conversation in conversations
@@ -110,7 +110,7 @@ class Interview:
             for first in range(0, len(asked), self._settings.batch):
                 batch = asked[first : first + self._settings.batch]
                 for (prompt, conversation), answer in zip(batch, self._answers(batch, capture), strict=True):
-                    with self._reading:
+                    with self.reading:
                         self._take(conversation, prompt, answer)
         return conversations
 

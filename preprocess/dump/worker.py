@@ -39,6 +39,7 @@ class Document:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     states_TSD: torch.Tensor | None = None  # where the target's answer brought them
+    asked: str | None = None  # the dialogue that the target answered, where this is what it said
 
     def content(self) -> bytes:
         ids, mask = self.input_ids.astype("<i4"), self.loss_mask.astype("u1")
@@ -93,14 +94,16 @@ def as_said(doc_id: str, encoded: Encoded, said: list[Said]) -> Document | None:
     None where the target read other tokens: those of an answer may differ from those of its text.
 
     What the template puts behind the last answer is left out: nothing was computed there. Nor was behind the answer's
-    last token, whose state is 0.
+    last token, whose state is 0; where an answer was cut, the rendering may have another one there, which goes, too.
     """
     ids, mask = encoded.input_ids, encoded.loss_mask
     for one in reversed(said):
         length = min(len(ids), len(one.tokens))
         known = min(length, len(one.tokens) - 1)
-        another = np.diff(mask[length - 1 :].astype(int)) > 0  # answer begins behind it
-        if ids[:known].tolist() == one.tokens[:known] and not another.any():
+        if length > known and ids[known] != one.tokens[known]:
+            length = known
+        another = np.diff(mask[max(known, length) - 1 :].astype(int)) > 0  # answer begins behind it
+        if ids[:known].tolist() == one.tokens[:known] and mask[:length].any() and not another.any():
             return Document(doc_id, ids[:length], mask[:length], _head(one.states_TSD, length))
     return None
 
@@ -216,14 +219,16 @@ class FeatureWorker:
         if not conversation.answers:
             raise Unusable(conversation.end)
         dialogue = Dialogue(conversation.doc_id, conversation.messages, (), conversation.tools)
-        sequences, more = encode_sequences(self._source.tokenizer, dialogue, self._recipe.data)
+        with self._interview.reading:
+            sequences, more = encode_sequences(self._source.tokenizer, dialogue, self._recipe.data)
         edits.update([*conversation.edits, *filter(None, [conversation.end]), *more])
         edits.update({FURTHER: len(sequences) - 1} if len(sequences) > 1 else {})
         documents = []
         for doc_id, encoded in sequences:
             document = as_said(doc_id, encoded, conversation.said)
             edits.update([] if document else [RENDERED_OTHERWISE])
-            documents.append(document or Document(doc_id, encoded.input_ids, encoded.loss_mask))
+            document = document or Document(doc_id, encoded.input_ids, encoded.loss_mask)
+            documents.append(replace(document, asked=conversation.doc_id))
         return documents
 
     def _answered(self, task: ShardTask, rejected: dict[str, str]) -> list[Document]:
@@ -261,7 +266,7 @@ class FeatureWorker:
         """The batch's states as its shard stores them; of an accelerator they are still on their way when it returns,
         so that the next batch's forward follows at once. Says first what this worker is busy with.
         """
-        doc_ids = tuple(document.doc_id for document in batch)
+        doc_ids = tuple(document.asked or document.doc_id for document in batch)
         self._busy.take(doc_ids)
         found = [self._stored(states_TSD) for states_TSD in self._forward(batch)]
         finite_B = torch.stack([finite for _, finite in found])

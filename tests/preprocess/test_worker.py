@@ -316,7 +316,8 @@ SAID = [Said([1, 2, 3, 7], torch.arange(4.0)[:, None, None]), Said([1, 2, 3, 8, 
     ("ids", "mask", "kept"),
     [
         ([1, 2, 3, 8, 4, 5, 9, 6], [0, 0, 1, 1, 0, 1, 1, 0], 7),  # the template's end of the turn goes
-        ([1, 2, 3, 8, 4, 5, 7, 6], [0, 0, 1, 1, 0, 1, 1, 1], 7),  # so does an end that the target did not give
+        ([1, 2, 3, 8, 4, 5, 9, 7, 6], [0, 0, 1, 1, 0, 1, 1, 1, 0], 7),  # so does an end that the target did not give
+        ([1, 2, 3, 8, 4, 5, 7, 6], [0, 0, 1, 1, 0, 1, 1, 1], 6),  # or one in place of its last token
         ([1, 2, 3, 8, 4], [0, 0, 1, 1, 0], 5),  # what is cut at data.max_length was computed
         ([1, 2, 3, 7, 4, 5, 9], [0, 0, 1, 1, 0, 1, 1], None),  # of what follows the first answer nothing was
         ([1, 2, 5, 8, 4, 5, 9], [0, 0, 1, 1, 0, 1, 1], None),  # other tokens of the same text

@@ -1,8 +1,8 @@
 """The dialogues of a training that is fed while it runs: a shard is there from when it was made until no step needs it.
 
 Rank 0 tells the feeder (preprocess/feed.py), in a file, which shards the coming steps read, in that order: as many as
-two windows have. Ranks finish a step together, so none of them needs what the steps before it have read. What a
-training that was killed reads again is made again.
+two windows have, or more where the steps that are read ahead want more. Ranks finish a step together, so none of them
+needs what the steps before it have read. What a training that was killed reads again is made again.
 """
 
 import logging
@@ -55,8 +55,8 @@ class FedStore(FeatureStore):
         bound = self._recipe.features.disk_bytes
         if bound and most > bound:
             raise PipelineError(
-                f"features.disk_bytes={bound:,}, but two windows of shards take up to {most:,}: raise it, or lower "
-                "train.window or features.rows_per_shard"
+                f"features.disk_bytes={bound:,}, but the {shards} shards that training may need at once take up to "
+                f"{most:,}: raise it, or lower train.window or features.rows_per_shard"
             )
 
     def want(self, shards: list[int], tell: bool) -> None:
