@@ -70,7 +70,7 @@ class Busy:
 
     def beat(self) -> None:
         with self._lock:
-            self._heartbeat(tuple(doc_id for batch in self.now for doc_id in batch))
+            self._heartbeat(tuple(dict.fromkeys(doc_id for batch in self.now for doc_id in batch)))
 
 
 def in_flight(recipe: Recipe) -> int:

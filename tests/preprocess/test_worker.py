@@ -334,6 +334,16 @@ def test_a_sequence_is_what_the_target_read_and_said(ids, mask, kept):
     assert found.states_TSD is None if not first else found.states_TSD[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_what_the_target_said_is_named_by_the_dialogue_that_was_asked(tmp_path, source, tiny_target):
+    """One may give several sequences; who loses a worker is set aside by the dialogue."""
+    recipe, beats = float_recipe(tiny_target, source, auxiliary_layers=[1, 2]), []
+    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe), beats.append)
+    worker._forward = drawn
+    said = [replace(document(f"a#{place}", 9), asked="a") for place in range(2)]
+    worker._arrived(worker._compute([*said, document("b", 8)]))
+    assert beats == [("a", "b")] and not worker._busy.now
+
+
 @pytest.mark.parametrize(("asked", "got"), [("2", 2), ("8", 3), (None, 3)])
 def test_a_worker_takes_the_recipes_threads_or_fewer_where_the_user_says_so(monkeypatch, asked, got):
     monkeypatch.delenv("OMP_NUM_THREADS")
