@@ -1,5 +1,6 @@
 """Tells vLLM of Jakiro's drafts; it calls `register` in every process of its own."""
 
+__version__ = "0.3.0"  # which pipeline/features/engines/vllm.py expects
 ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # behind EAGLE-1's frame and EAGLE-3's
 
 

