@@ -32,7 +32,7 @@ def started(python: str) -> dict[int, Path]:
 
 def left_of(python: str) -> list[object]:
     """What they have left behind: processes and folders."""
-    known = Path(python).parent.name.encode()
+    known = str(Path(python).parent).encode()  # the whole path: its name may be anybody's word
     found: list[object] = [folder for folder in started(python).values() if folder.exists()]
     for process in Path("/proc").glob("[0-9]*"):
         try:
