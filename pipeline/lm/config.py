@@ -17,6 +17,9 @@ OPTIONS = {
 }
 
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # 1 in the environment: a text's states do not depend on its batch
+
+
 class TargetConfig(Section):
     """The frozen model that the draft drafts for."""
 

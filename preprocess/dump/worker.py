@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shar
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded, Unusable
+from pipeline.lm.config import BATCH_INVARIANT
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import Sample, require_alike
@@ -147,7 +149,7 @@ class FeatureWorker:
         if here.engine != "transformers" and here.version != spec.engine_version:
             raise PipelineError(
                 f"this node has {here.engine} {here.version}, but the dump is one of {spec.engine_version}: install "
-                "the same version on all nodes, and set VLLM_BATCH_INVARIANT on all or on none"
+                f"the same version on all nodes, and set {BATCH_INVARIANT} on all or on none"
             )
         source = open_source(self._recipe.target, self._spec.auxiliary_numbers)
         if here.engine != "transformers" and self._recipe.data.max_length > source.positions:
@@ -238,15 +240,13 @@ class FeatureWorker:
         sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
 
         def answered(document: Document) -> Document:
-            answer, doc_ids = Answer([]), (document.doc_id,)
+            answer = Answer([])
             if document.doc_id not in rejected:
-                self._busy.take(doc_ids)
-                try:
+                with self._busy.on((document.doc_id,)), suppress(NoAnswer):
                     prompt, capture = Prompt(document.input_ids.tolist()), self._source.one_pass
                     (answer,) = self._source.answers([prompt], sampling, capture, self._busy.beat, plainly=True)
-                except NoAnswer:
+                if not answer.tokens:
                     rejected[document.doc_id] = NOT_ANSWERED
-                self._busy.free(doc_ids)
             ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
             return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)

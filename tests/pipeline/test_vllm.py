@@ -283,19 +283,20 @@ def test_a_node_with_another_version_of_the_engine_dumps_nothing(
         worker.ready()
 
 
-def test_an_engine_whose_states_are_not_the_targets_dumps_nothing(tiny_target, environment, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other", r"vllm 0.0.0 does not compute the states of .*relative error \d.*last \d"),
+        # The first token that differs is told (vllm#56417).
+        ("text", r"changes the text while it captures .* says token \d+ .*, not \d+ "),
+    ],
+)
+def test_an_engine_that_computes_or_says_something_else_dumps_nothing(
+    tiny_target, environment, tmp_path, fault, message
+):
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
-    tree["target"] |= {"engine": "vllm", "engine_python": environment("other")}
-    with pytest.raises(PipelineError, match=r"vllm 0.0.0 does not compute the states of .*relative error \d.*last \d"):
-        dump_here(Recipe.model_validate(tree))
-    assert not list((tmp_path / "run/features").glob("*.arrow"))
-
-
-def test_an_engine_that_says_something_else_while_it_captures_dumps_nothing(tiny_target, environment, tmp_path):
-    """The first token that differs is told (vllm#56417)."""
-    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
-    tree["target"] |= {"engine": "vllm", "engine_python": environment("text")}
-    with pytest.raises(PipelineError, match=r"changes the text while it captures .* says token \d+ .*, not \d+ "):
+    tree["target"] |= {"engine": "vllm", "engine_python": environment(fault)}
+    with pytest.raises(PipelineError, match=message):
         dump_here(Recipe.model_validate(tree))
     assert not list((tmp_path / "run/features").glob("*.arrow"))
 

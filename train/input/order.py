@@ -10,6 +10,7 @@ no row is left out there. So the shards that some step has read and a later one 
 window's, and during such a batch two windows'. (Where windows hold fewer rows than a batch, those that it touches.)
 """
 
+from functools import cached_property
 from itertools import count
 
 import numpy as np
@@ -75,10 +76,9 @@ class Order:
     def _chosen(self, step: int) -> list[int]:
         """The rows of a step."""
         (epoch, place), size = divmod(step, self.steps_per_epoch), self._config.global_batch
-        known = self._epoch  # of another epoch, perhaps, in the thread that reads ahead
-        if known[0] != epoch:
-            known = self._epoch = epoch, self._shuffled(epoch)
-        return known[1][place * size : (place + 1) * size].tolist()
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self._shuffled(epoch)
+        return self._epoch[1][place * size : (place + 1) * size].tolist()
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
@@ -90,8 +90,13 @@ class Order:
 
     def shards_of(self, step: int) -> set[int]:
         """What a step reads, by place in the store's records."""
-        numbers = [number for row in self._chosen(step) for number in self.rows[row]]
-        return set(self._shard_N[numbers].tolist())
+        return self._read[step]
+
+    @cached_property
+    def _read(self) -> list[set[int]]:
+        """By step; computed once, for each step of a stream looks at those of two windows."""
+        numbers = ([number for row in self._chosen(step) for number in self.rows[row]] for step in range(self.steps))
+        return [set(self._shard_N[of_step].tolist()) for of_step in numbers]
 
     def upcoming(self, step: int, most: int) -> list[int]:
         """What the steps from this one on read first, in that order: whole steps, of at most so many shards together or

@@ -16,12 +16,11 @@ from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.child import EngineProcess, Reply, own_environment
 from pipeline.features.source import Answer, Prompt, SourceIdentity
-from pipeline.lm.config import TargetConfig
+from pipeline.lm.config import BATCH_INVARIANT, TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
 
 MODULE = "vllm_jakiro.engine"
 PACKAGE = "0.3.0"  # the version of infra/vllm_jakiro whose messages are understood
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # 1 in the environment: a text's states do not depend on its batch
 
 
 def python_of(config: TargetConfig) -> str:
