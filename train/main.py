@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline.artifacts.features import feature_spec, write_wanted
+from pipeline.artifacts.features import Wanted, feature_spec, write_wanted
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
@@ -48,7 +48,7 @@ def main() -> None:
         if rank == 0:
             print(line)
     if rank == 0 and recipe.features.keep == "window":
-        write_wanted(recipe, [])
+        write_wanted(recipe, Wanted([]))
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 is fed while it runs wants next.
 """
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -26,15 +27,37 @@ def wanted_file(recipe: Recipe) -> Path:
     return recipe.run_dir / "wanted.json"
 
 
-def write_wanted(recipe: Recipe, shards: list[int]) -> None:
-    """The train shards that are to be on the disk, in the order in which training reads them. None: it is done."""
-    write_sealed(wanted_file(recipe), {"shards": shards})
+@dataclass(frozen=True)
+class Wanted:
+    """What a training tells its feeder: all that it will read, in the order in which it reads each shard next."""
+
+    shards: list[int]  # none: training is done
+    now: int = 0  # so many of the first are made if they are not there
+    room: int = 0  # so many may be there, those included that are being made
+
+    @property
+    def soon(self) -> list[int]:
+        return self.shards[: self.now]
+
+    def next(self, held: set[int], making: set[int]) -> tuple[set[int], int | None]:
+        """What goes, and what is made next if there is room. What training reads last, or never again, goes first
+        (Belady's rule: no other has to make fewer).
+        """
+        lacking = next((index for index in self.soon if index not in held | making), None)
+        place = {index: at for at, index in enumerate(self.shards)}
+        spare = sorted(held.difference(self.soon), key=lambda index: place.get(index, len(place)), reverse=True)
+        over = len(held | making) + (lacking is not None) - self.room
+        return set(spare[: max(over, 0)]), lacking if over <= len(spare) else None
 
 
-def read_wanted(recipe: Recipe) -> list[int] | None:
+def write_wanted(recipe: Recipe, wanted: Wanted) -> None:
+    write_sealed(wanted_file(recipe), asdict(wanted))
+
+
+def read_wanted(recipe: Recipe) -> Wanted | None:
     """What `write_wanted` wrote; None before it did."""
     path = wanted_file(recipe)
-    return read_sealed(path, "Remove it, and run again")["shards"] if path.exists() else None
+    return Wanted(**read_sealed(path, "Remove it, and run again")) if path.exists() else None
 
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:

@@ -71,9 +71,9 @@ class FeaturesConfig(Section):
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
-    # "window": training's shards are made while it reads them, two of its windows at most, and go (preprocess/feed.py).
+    # "window": training's shards are made while it reads them, and go (preprocess/feed.py).
     keep: Literal["all", "window"] = "all"
-    disk_bytes: Positive | None = None  # that these may take of the disk
+    disk_bytes: Positive | None = None  # that these may take of the disk; default: what two of its windows take
 
     @model_validator(mode="after")
     def _sound(self):

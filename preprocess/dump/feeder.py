@@ -1,10 +1,10 @@
-"""Feeds a training while it runs: makes the train shards that it wants next, and removes those that it does not.
+"""Feeds a training while it runs: makes the train shards that it wants next, and removes others to make room.
 
-What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.features.write_wanted`). A shard is a
-function of the text table and its number, so one that is wanted again is made again, byte for byte.
+What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.features.Wanted`). A shard is a function of
+the text table and its number, so one that is wanted again is made again, byte for byte.
 
-Guarantees: no more train shards lie in the folder, or are being made, than one list of training's names; the manifest
-never names a shard that is not there. In the end none is left.
+Guarantees: no more train shards lie in the folder, or are being made, than training has room for; the manifest never
+names a shard that is not there. In the end none is left.
 """
 
 import time
@@ -79,14 +79,14 @@ class _Feeder:
         return {record.index for record in self._manifest.of("train")}
 
     def _tasks(self) -> Iterator[ShardTask]:
-        """The next one where there is room: nothing is made beside what is wanted no more."""
-        while (wanted := read_wanted(self._recipe)) != []:
+        """The next one where there is room."""
+        while (wanted := read_wanted(self._recipe)) is None or wanted.shards:
             if wanted is not None:
-                self._remove(self._held.difference(wanted))
-                lacking = [index for index in wanted if index not in self._held | self._making]
-                if lacking and self._making.issubset(wanted):
-                    self._making.add(lacking[0])
-                    yield self._task(lacking[0])
+                gone, index = wanted.next(self._held, self._making)
+                self._remove(gone)
+                if index is not None:
+                    self._making.add(index)
+                    yield self._task(index)
                     continue
             time.sleep(LOOK_SECONDS)
             yield NOT_YET

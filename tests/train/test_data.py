@@ -121,10 +121,10 @@ def test_no_more_shards_than_two_windows_are_needed_at_once(store, window, pack_
     for step in range(one.steps):
         epoch_ends = (step // one.steps_per_epoch + 1) * one.steps_per_epoch
         read = [{number // 7 for row in one.rows_of(later) for number in row} for later in range(step, epoch_ends)]
-        assert one.shards_of(step) == read[0]
+        assert one.reads.of_steps[step] == read[0]
         shards = np.random.default_rng((5, step // one.steps_per_epoch)).permutation(6).tolist()
-        touched = sorted({shards.index(shard) // window for shard in one.shards_of(step)})
-        before = set().union(*(one.shards_of(other) for other in range(epoch_ends - one.steps_per_epoch, step + 1)))
+        touched = sorted({shards.index(shard) // window for shard in read[0]})
+        before = set().union(*one.reads.of_steps[epoch_ends - one.steps_per_epoch : step + 1])
         held = before & set().union(*read)
         assert held <= {shard for at in touched for shard in shards[at * window : (at + 1) * window]}
         assert touched in ([touched[0]], [touched[0], touched[0] + 1])

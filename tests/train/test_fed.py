@@ -1,18 +1,21 @@
-"""A training that is fed while it runs makes the weights of one that has all shards, whichever side is killed. On the
-disk lie no more shards than two windows have, or than the steps read ahead want.
+"""A training that is fed while it runs makes the weights of one that has all shards, whichever side is killed. No more
+shards lie on the disk than there is room for, and no fewer could be made for that room.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pipeline.artifacts.features import Wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
@@ -31,6 +34,9 @@ from tests.kit import (
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, train_here
 from tests.warm import Forked
+from train.input.order import Order
+from train.input.reads import Reads
+from train.input.stream import FedStore
 
 WEIGHTS = "drafts/jakiro/model.safetensors"
 BOUND = 290_000  # bytes: the three shards that the steps read ahead want, of five that take 375,000
@@ -115,23 +121,59 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
 
 
-def test_a_feeder_makes_the_shards_of_a_stored_dump_and_no_more_than_are_wanted(dumped, tmp_path, monkeypatch):
-    recipe, want = prepared(dumped, tmp_path), checksums(dumped[1])
-    lists, wanted, made = iter([[3, 1], [1, 4], [1, 4, 0], [0, 3], []]), [], set()
+def fewest(reads: Reads, now: int, room: int) -> int:
+    """The shards that have to be made, by trying all that may stay at each step."""
+    best = {frozenset[int](): 0}  # by what is there
+    for step in range(len(reads.of_steps)):
+        soon, after = frozenset(reads.upcoming(step)[:now]), dict[frozenset[int], int]()
+        for held, made in best.items():
+            for kept in combinations(held - soon, min(len(held - soon), room - len(soon))):
+                there = soon.union(kept)
+                after[there] = min(made + len(soon - held), after.get(there, 1000))
+        best = after
+    return min(best.values())
 
-    def read_wanted(_: Recipe) -> list[int] | None:
+
+def test_no_other_rule_makes_fewer_shards_within_the_room():
+    around = Reads([{shard} for shard in (0, 1, 2, 3, 0, 1, 2, 3)], 4)
+    assert [around.made(1, room) for room in (1, 2, 3, 4)] == [8, 6, 5, 4]
+    assert [around.made(1, room, trainings=2) for room in (1, 4)] == [16, 4]
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        steps = [set(random.choice(6, random.integers(1, 3), replace=False).tolist()) for _ in range(30)]
+        reads = Reads(steps, 6)
+        for step in range(30):
+            assert reads.upcoming(step) == list(dict.fromkeys(n for read in steps[step:] for n in sorted(read)))
+        for now in (2, 3):
+            made = [reads.made(now, room) for room in range(now, 7)]
+            assert made == [fewest(reads, now, room) for room in range(now, 7)]
+            assert made[0] > made[1] > made[-1] == 6
+        assert reads.at_once(1) == 2 <= reads.at_once(2) == max(map(len, map(set.union, steps, steps[1:])))
+
+
+def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], Wanted]:
+    """Training as its feeder sees it: it goes on to the next list as soon as it has what it reads soon."""
+
+    def read_wanted(recipe: Recipe) -> Wanted:
         held = {name: digest for name, digest in checksums(recipe.features_dir).items() if "features-train" in name}
-        assert held.items() <= want.items() and held.keys() <= {shard_name("train", index) for index in wanted}
+        assert held.items() <= want.items() and len(held) <= lists[0].room
         assert {record.name for record in Manifest.load(recipe.features_dir).of("train")} == held.keys()
-        made.update(held)
-        if len(held) == len(wanted):
-            wanted[:] = next(lists)
-        return wanted
+        while lists[0].shards and {shard_name("train", index) for index in lists[0].soon} <= held.keys():
+            del lists[0]
+        return lists[0]
 
-    monkeypatch.setattr("preprocess.dump.feeder.read_wanted", read_wanted)
-    with without_ray():
-        assert feed(recipe) == ["5 train shards made, none left"]  # one of them twice
-    assert made == {shard_name("train", index) for index in (0, 1, 3, 4)} and left(recipe) == []
+    return read_wanted
+
+
+def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dumped, tmp_path, monkeypatch):
+    recipe, want = prepared(dumped, tmp_path), checksums(dumped[1])
+    reads = Order(FedStore(recipe, Manifest.load(recipe.features_dir).spec), recipe.train, recipe.seed).reads
+    for room, count in ((3, 16), (4, 9), (5, 5)):
+        lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
+        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
+        with without_ray():
+            assert feed(recipe) == [f"{count} train shards made, none left"]
+        assert reads.made(3, room) == count and left(recipe) == []
 
 
 def test_what_a_fed_training_cannot_have_is_refused(dumped, tmp_path, monkeypatch):

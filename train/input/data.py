@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from pipeline.artifacts.features import Wanted
 from pipeline.features.batch import Batch, Noise, collate, collate_packed
 from pipeline.features.positions import ChoosesPositions, counts
 from pipeline.features.shards import FeatureStore
@@ -48,10 +49,8 @@ class Batches:
         self.waited = 0.0  # seconds for batches, in this process
         self._fed = store if isinstance(store, FedStore) else None
         if self._fed:  # two windows, or what is read ahead, where windows hold few rows
-            read = map(self.order.shards_of, range(self.order.steps))
-            together = (set().union(*steps) for steps in _runs(read, AHEAD + 1))
-            self._most = max(2 * self.order.window, *map(len, together))
-            self._fed.require_room(self._most)
+            self._now = min(max(2 * self.order.window, self.order.reads.at_once(AHEAD + 1)), len(store.records))
+            self._room = self._fed.room(self._now)
 
     def micro_batches(self, step: int, device: torch.device = CPU) -> list[Batch]:
         """This rank's: on a CPU whole, for an accelerator in pinned memory, as `Batch.to` takes them there."""
@@ -94,7 +93,8 @@ class Batches:
 
     def _want(self, step: int) -> None:
         if self._fed and step < self.order.steps:
-            self._fed.want(self.order.upcoming(step, self._most), tell=self._rank == 0)
+            wanted = Wanted(self.order.reads.upcoming(step), self._now, self._room)
+            self._fed.want(wanted, tell=self._rank == 0)
 
     def validation(self, heldout: FeatureStore, step: int, device: torch.device = CPU) -> Iterator[Batch]:
         """This rank's share of the held-out dialogues, without noise; the same number of batches on every rank (ZeRO-3
@@ -124,14 +124,6 @@ def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
-
-
-def _runs(items: Iterable[T], most: int) -> Iterator[list[T]]:
-    """All that are next to each other, at most so many: for each item the run that it ends."""
-    run: deque[T] = deque(maxlen=most)
-    for item in items:
-        run.append(item)
-        yield list(run)
 
 
 def _ready(batch: Batch, config: TrainConfig, device: torch.device) -> Batch:

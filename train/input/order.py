@@ -21,6 +21,7 @@ from pipeline.features.schema import token_bytes
 from pipeline.features.shards import FeatureStore
 from pipeline.features.text import TextTable
 from pipeline.recipe.sections import TrainConfig
+from train.input.reads import Reads
 
 TOGETHER = 1024  # dialogues among which rows are packed
 WINDOW_BYTES = 4e9  # of states, where the recipe names no window
@@ -88,29 +89,11 @@ class Order:
         tokens = {row: int(self._lengths_N[self.rows[row]].sum()) for row in chosen}
         return [self.rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
 
-    def shards_of(self, step: int) -> set[int]:
-        """What a step reads, by place in the store's records."""
-        return self._read[step]
-
     @cached_property
-    def _read(self) -> list[set[int]]:
-        """By step; computed once, for each step of a stream looks at those of two windows."""
+    def reads(self) -> Reads:
+        """The shards of each step, by place in the store's records."""
         numbers = ([number for row in self._chosen(step) for number in self.rows[row]] for step in range(self.steps))
-        return [set(self._shard_N[of_step].tolist()) for of_step in numbers]
-
-    def upcoming(self, step: int, most: int) -> list[int]:
-        """What the steps from this one on read first, in that order: whole steps, of at most so many shards together or
-        of the first alone.
-        """
-        found: dict[int, None] = {}
-        for later in range(step, self.steps):
-            more = found | dict.fromkeys(sorted(self.shards_of(later)))
-            if found and len(more) > most:
-                break
-            found = more
-            if len(found) == self._shards:
-                break
-        return list(found)
+        return Reads([set(self._shard_N[of_step].tolist()) for of_step in numbers], self._shards)
 
     @property
     def dialogues(self) -> int:

@@ -1,8 +1,9 @@
 """The dialogues of a training that is fed while it runs: a shard is there from when it was made until no step needs it.
 
-Rank 0 tells the feeder (preprocess/feed.py), in a file, which shards the coming steps read, in that order: as many as
-two windows have, or more where the steps that are read ahead want more. Ranks finish a step together, so none of them
-needs what the steps before it have read. What a training that was killed reads again is made again.
+Rank 0 tells the feeder (preprocess/feed.py), in a file, in which order the coming steps read the shards. The first of
+them, as many as two windows have or more where the steps that are read ahead want more, are made; others stay as long
+as there is room. Ranks finish a step together, so none of them needs what the steps before it have read. What a
+training that was killed reads again is made again.
 """
 
 import logging
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pipeline.artifacts.features import write_wanted
+from pipeline.artifacts.features import Wanted, write_wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, require_same, token_bytes
 from pipeline.features.shards import FeatureStore, Manifest, ShardRecord, damage, open_shard, part_starts, shard_name
@@ -47,24 +48,29 @@ class FedStore(FeatureStore):
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
         self._readers = self._arriving = _Arriving(folder, self.spec, recipe.train.verify_checksums)
-        self._told: list[int] | None = None
+        self._told: Wanted | None = None
 
-    def require_room(self, shards: int) -> None:
-        """Raises PipelineError where so many may take more than the recipe allows."""
-        most = sum(sorted((record.bytes for record in self.records), reverse=True)[:shards])
+    def room(self, now: int) -> int:
+        """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
+        that there is room for unless the recipe gives bytes. Raises PipelineError where these are too few.
+        """
         bound = self._recipe.features.disk_bytes
-        if bound and most > bound:
+        if not bound:
+            return now
+        most_S = np.cumsum(sorted((record.bytes for record in self.records), reverse=True))
+        if most_S[now - 1] > bound:
             raise PipelineError(
-                f"features.disk_bytes={bound:,}, but the {shards} shards that training may need at once take up to "
-                f"{most:,}: raise it, or lower train.window or features.rows_per_shard"
+                f"features.disk_bytes={bound:,}, but the {now} shards that training may need at once take up to "
+                f"{most_S[now - 1]:,}: raise it, or lower train.window or features.rows_per_shard"
             )
+        return int(np.searchsorted(most_S, bound, side="right"))
 
-    def want(self, shards: list[int], tell: bool) -> None:
-        """From now on these are read, in that order. `tell`: on the one rank that tells the feeder."""
-        self._arriving.close_others(shards)
-        if tell and shards != self._told:
-            write_wanted(self._recipe, shards)
-            self._told = shards
+    def want(self, wanted: Wanted, tell: bool) -> None:
+        """What is read from now on. `tell`: on the one rank that tells the feeder."""
+        self._arriving.close_others(wanted.soon)
+        if tell and wanted != self._told:
+            write_wanted(self._recipe, wanted)
+            self._told = wanted
 
 
 class _Arriving(dict[int, pa.ipc.RecordBatchFileReader]):
@@ -77,15 +83,24 @@ class _Arriving(dict[int, pa.ipc.RecordBatchFileReader]):
         waited = 0.0
         while True:
             for record in Manifest.load(self._folder).of("train"):
-                if record.index == index:
-                    if reason := damage(self._folder, record, self._verify):
-                        raise PipelineError(f"feature shard {self._folder / record.name}: {reason}. Run again")
-                    self[index] = open_shard(self._folder, record, self._spec)
-                    return self[index]
+                if record.index == index and (reader := self._opened(record)):
+                    self[index] = reader
+                    return reader
             time.sleep(LOOK_SECONDS)
             if waited < TELL_SECONDS <= waited + LOOK_SECONDS:
                 log.warning("training waits for shard %d: does preprocess/feed.py run? See logs/feed.log", index)
             waited += LOOK_SECONDS
+
+    def _opened(self, record: ShardRecord) -> pa.ipc.RecordBatchFileReader | None:
+        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one."""
+        try:
+            if reason := damage(self._folder, record, self._verify):
+                raise PipelineError(f"feature shard {self._folder / record.name}: {reason}. Run again")
+            return open_shard(self._folder, record, self._spec)
+        except PipelineError:
+            if record in Manifest.load(self._folder).of("train"):
+                raise
+            return None
 
     def close_others(self, kept: list[int]) -> None:
         """Their space on the disk is free when every rank has closed them."""
