@@ -129,6 +129,10 @@ class Display:
             else:
                 self.say(line)
 
+    def newest(self, key: str) -> str:
+        """What the stage's last report shows under that key."""
+        return (self._newest or {"shown": {}})["shown"].get(key, "0")
+
     def end(self) -> None:
         """The stage has ended, well or not."""
         self._write("")

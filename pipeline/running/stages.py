@@ -202,11 +202,15 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
                 shown.update(reports)
                 fed()
                 time.sleep(0.3)
+            shown.update(reports)
         finally:
             children.end(process)
             shown.end()
         channel.unlink()
         _require_success(f"stage {stage.name}", process.returncode, log)
+    if stage.feeder:
+        trained = f"{shown.newest('tokens/s')} trained tokens/s, waiting {shown.newest('waiting')} for states"
+        shown.say(f"train: {trained}; feed: {log.with_name('feed.log').read_text().splitlines()[-1]}")
 
 
 @contextmanager

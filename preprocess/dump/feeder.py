@@ -53,7 +53,8 @@ class _Feeder:
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
         self._making = set[int]()
-        self._made = 0
+        self._made = self._tokens = 0
+        self._began = self._counted = self._idle = 0.0  # when the first shard was begun; up to when; seconds a worker
         self._all = not manifest.lacks("train")  # a dump that kept all: nothing of it is removed
 
     def run(self) -> list[str]:
@@ -66,13 +67,29 @@ class _Feeder:
             _require_all(record)
         for record in records(self._recipe, make, self._tasks(), "features.batch_tokens"):
             _require_all(record)
+            self._count()
             self._making.discard(record.index)
             self._manifest.shards.append(record)
             self._manifest.save(self._folder)
             self._made += 1
+            self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        return [f"{self._made} train shards made, {len(self._held) or 'none'} left"]
+        return [f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
+
+    def _count(self) -> None:
+        """The time that workers had nothing to make, up to now: what is being made is about to change."""
+        now, workers = time.monotonic(), self._recipe.features.workers
+        self._began = self._began or now
+        self._idle += (now - (self._counted or now)) * max(1 - len(self._making) / workers, 0)
+        self._counted = now
+
+    def _waited(self) -> str:
+        self._count()
+        seconds = self._counted - self._began
+        if not self._made:
+            return ""
+        return f"; {self._tokens / (seconds - self._idle):,.0f} tokens/s, waiting {self._idle / seconds:.0%} for room"
 
     @property
     def _held(self) -> set[int]:
@@ -85,6 +102,7 @@ class _Feeder:
                 gone, index = wanted.next(self._held, self._making)
                 self._remove(gone)
                 if index is not None:
+                    self._count()
                     self._making.add(index)
                     yield self._task(index)
                     continue

@@ -3,6 +3,7 @@ shards lie on the disk than there is room for, and no fewer could be made for th
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -88,6 +89,9 @@ def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tm
     everything = Manifest.load(dumped[1]).total("train", "bytes")
     print(f"train shards took {max(seen):,} bytes at most; all of them have {everything:,}")
     assert 0 < max(seen) <= BOUND < everything and left(recipe) == []
+    sides = r"train: [\d,]+ trained tokens/s, waiting (\d+)% for states; feed: \d+ train shards made, none left; "
+    (said,) = re.findall(sides + r"[\d,]+ tokens/s, waiting (\d+)% for room", done.stdout)
+    assert all(0 <= int(share) <= 100 for share in said)
     again = run_warm(command)
     assert "preprocess: done already" in again.stdout and "train: done already" in again.stdout
 
@@ -172,7 +176,7 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
         lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
         with without_ray():
-            assert feed(recipe) == [f"{count} train shards made, none left"]
+            assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")
         assert reads.made(3, room) == count and left(recipe) == []
 
 
