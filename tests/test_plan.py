@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infra.plan import engine
-from infra.plan.__main__ import answers, disk_warning, make, ranks_of
+from infra.plan.__main__ import answers, disk_warning, make
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
@@ -33,7 +33,7 @@ from pipeline.features.shards import write_features
 from pipeline.lm.model import DTYPES, load_config, parameter_count_of
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import BenchmarkConfig
+from pipeline.recipe.sections import BenchmarkConfig, TrainConfig
 from tests.engines import environment, left_of, started
 from tests.kit import ROOT, dump_here, recipe_tree, run_warm, wait_until, write_recipe, write_sharegpt
 
@@ -133,10 +133,10 @@ def test_answers_of_all_methods_temperatures_and_turns(tiny_recipe, tmp_path):
     assert answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 2 + 2) * 3
 
 
-def test_ranks_are_the_recipes_else_the_machines(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
-    assert ranks_of(changed(tiny_recipe, "train", ranks=2).train) == 2
-    assert ranks_of(changed(tiny_recipe, "train", ranks=None).train) == 8
+def test_ranks_are_the_recipes_else_one_for_each_of_its_gpus_or_of_the_machines():
+    assert TrainConfig(ranks=2, gpus=[0, 1, 2]).ranks_of(8) == 2
+    assert TrainConfig(gpus=[0, 1, 2]).ranks_of(8) == 3
+    assert [TrainConfig().ranks_of(there) for there in (8, 0)] == [8, 1]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

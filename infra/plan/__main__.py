@@ -42,7 +42,7 @@ from pipeline.features.schema import FP8
 from pipeline.lm.model import load_config, resolve_device
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import FeaturesConfig, TrainConfig
+from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry, markdown
 
 VALIDATION = 1 / 3  # of a token's training
@@ -125,7 +125,8 @@ class Plan:
         return counts
 
     def train(self, counts: dict[str, float]) -> None:
-        recipe, config, ranks = self.recipe, self.recipe.train, ranks_of(self.recipe.train)
+        recipe, config = self.recipe, self.recipe.train
+        ranks = config.ranks_of(torch.accelerator.device_count())
         steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
@@ -177,10 +178,6 @@ def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
 def workers_worth(features: FeaturesConfig) -> float:
     """Workers with a device of their own that would dump as fast as these do."""
     return features.workers * min(1, features.gpus_per_worker or 1)
-
-
-def ranks_of(config: TrainConfig) -> int:
-    return config.ranks or max(torch.accelerator.device_count(), 1)
 
 
 def answers(recipe: Recipe) -> int:

@@ -23,5 +23,14 @@ def _absolute(folder: str) -> str:
 Folder = Annotated[str, AfterValidator(_absolute)]
 
 
+def _different(gpus: list[int]) -> list[int]:
+    if len(set(gpus)) < len(gpus):
+        raise ValueError(f"{gpus} names one twice")
+    return gpus
+
+
+Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_different)]  # a machine's
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

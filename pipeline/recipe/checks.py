@@ -49,7 +49,12 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
 def _of_devices(recipe: "Recipe") -> Iterator[str]:
     """Target and workers do not agree on the GPUs that one has."""
     device, features, measuring = recipe.target.device, recipe.features, recipe.eval
-    by_engine = recipe.target.engine != "transformers"
+    by_engine, ranks, own = recipe.target.engine != "transformers", recipe.train.ranks, recipe.train.gpus
+    for section, gpus in (("features", features.gpus), ("train", own)):
+        if gpus and device == "cpu":
+            yield f"{section}.gpus={gpus}, but target.device='cpu'"
+    if own and (ranks or 0) > len(own):
+        yield f"train.ranks={ranks}, but train.gpus={own}: each rank takes one"
     if by_engine and features.gpus_per_worker is not None:
         yield "features.gpus_per_worker: an engine's GPUs are counted by target.tensor_parallel"
     if device != "spread":

@@ -37,7 +37,7 @@ def _folder(value: str) -> str:
     return value
 
 
-WHERE = {"shards", "resume"}  # keys of [train] that say where, not what
+WHERE = {"shards", "resume", "gpus"}  # keys of [train] that say where, not what
 
 
 class Recipe(Section):
@@ -121,7 +121,7 @@ class Recipe(Section):
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "train": WHERE | self._unset, "eval": measuring}
-        apart["features"] = {"store", "keep", "disk_bytes"}
+        apart["features"] = {"gpus", "store", "keep", "disk_bytes"}
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
             apart["data"] = {"answers"}
@@ -166,7 +166,7 @@ class Recipe(Section):
         changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
         """
         how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
-        how |= {"keep", "disk_bytes"}
+        how |= {"gpus", "keep", "disk_bytes"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
         if self.features.auxiliary_layers is None:  # which of a target's layers a default is, its fingerprint says
             wanted = {layer for config in self._dumped_for for layer in config.auxiliary}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.section import Dtype, Folder, Fraction, Name, Positive, Processes, Section
+from pipeline.basics.section import Dtype, Folder, Fraction, Gpus, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
@@ -69,6 +69,7 @@ class FeaturesConfig(Section):
     cpus_per_worker: Processes = 1
     # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
     # "window": training's shards are made while it reads them, and go (preprocess/feed.py).
@@ -123,7 +124,8 @@ class TrainConfig(Section):
     micro_batch: Positive = 4  # rows per forward of one rank
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
     window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as 4 GB are
-    ranks: Processes | None = None  # for `pipeline run` on one machine; default: every accelerator
+    ranks: Processes | None = None  # for `pipeline run` on one machine; default: one for each of its GPUs
+    gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another
     betas: tuple[float, float] = (0.9, 0.95)
@@ -161,6 +163,10 @@ class TrainConfig(Section):
                 f"{ranks}: change one of them"
             )
         return self.global_batch // (self.micro_batch * ranks)
+
+    def ranks_of(self, accelerators: int) -> int:
+        """How many a machine with so many starts."""
+        return self.ranks or len(self.gpus or ()) or max(accelerators, 1)
 
     def passes(self, trained: float) -> float:
         """How often a training goes through a set of so many tokens with a loss."""

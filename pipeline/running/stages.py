@@ -26,6 +26,7 @@ from pipeline.basics.progress import CHANNEL, Display
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TrainConfig
 from pipeline.running import children
 from pipeline.running.cores import require_few
 
@@ -94,13 +95,14 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )
     launcher = [deepspeed, "--master_port", str(_free_port())]  # two runs on one machine do not meet
-    train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train.ranks, recipe.target.device)
+    train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train, recipe.target.device)
+    making = ["env", *_named(recipe.features.gpus), sys.executable] if recipe.features.gpus else [sys.executable]
     commands = {
-        "preprocess": ([sys.executable, str(ROOT / "preprocess/dump_features.py")], features_state),
+        "preprocess": ([*making, str(ROOT / "preprocess/dump_features.py")], features_state),
         "train": (train, train_state),
         "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
     }
-    feeders = {"train": [sys.executable, str(ROOT / "preprocess/feed.py"), *arguments]}
+    feeders = {"train": [*making, str(ROOT / "preprocess/feed.py"), *arguments]}
     feeders = feeders if recipe.features.keep == "window" and recipe.to_train else {}
     return [
         Stage(name, [*command, *arguments], environment, state, feeders.get(name, []))
@@ -118,29 +120,45 @@ def _chosen() -> dict[str, str]:
     return {name: os.environ[name] for name in CHOICES if os.environ.get(name)}
 
 
-def launch_command(launcher: list[str], script: str, ranks: int | None, device: str) -> list[str]:
-    """`launcher`, DeepSpeed's, starting `ranks` of the script, else one for each accelerator that is visible here.
-    `device` is ``target.device``.
+def _named(gpus: list[int] | None) -> list[str]:
+    """A recipe's choice, or else the user's, as `env` takes it."""
+    chosen = {CHOICES[0]: ",".join(map(str, gpus))} if gpus else _chosen()
+    return [f"{name}={value}" for name, value in chosen.items()]
+
+
+def launch_command(launcher: list[str], script: str, train: TrainConfig, device: str) -> list[str]:
+    """`launcher`, DeepSpeed's, starting the ranks of the script, by default one for each accelerator that is chosen, or
+    else visible here. `device` is ``target.device``.
 
     Told how many ranks to start, it gives them accelerators 0, 1, ... whatever the user chose; not told, it cannot read
     UUIDs. So it is not shown the choice, and each rank gets that back from `env`.
     """
-    chosen = _chosen()
-    hidden = ["env", *(f"--unset={name}" for name in chosen)] if chosen else []
+    chosen, ranks = _named(train.gpus), train.ranks
+    hidden = ["env", *(f"--unset={name}" for name in _chosen())] if _chosen() else []
     rank = [script]
     if chosen:  # hidden, it would count all that there are
-        ranks = ranks or (1 if device == "cpu" else max(torch.accelerator.device_count(), 1))
+        ranks = train.ranks_of(1 if device == "cpu" else torch.accelerator.device_count())
     if chosen and device != "cpu":
-        choice = [f"{name}={value}" for name, value in chosen.items()]
-        rank = ["--no_python", "--no_local_rank", "env", *choice, sys.executable, "-u", script]
+        rank = ["--no_python", "--no_local_rank", "env", *chosen, sys.executable, "-u", script]
     return [*hidden, *launcher, *(["--num_accelerators", str(ranks)] if ranks else []), *rank]
+
+
+def require_choice(recipe: Recipe) -> None:
+    """Raises PipelineError where the recipe names GPUs that are not here, or the environment chooses, too."""
+    there, cluster = torch.accelerator.device_count(), {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
+    for key, gpus, other in (("features", recipe.features.gpus, cluster), ("train", recipe.train.gpus, {})):
+        chosen = ", ".join(f"{name}={value}" for name, value in (_chosen() | other).items() if value)
+        if gpus and chosen:
+            raise PipelineError(f"{key}.gpus={gpus}, but {chosen} in the environment chooses, too: leave one out")
+        if gpus and 0 < there <= max(gpus):
+            raise PipelineError(f"{key}.gpus={gpus}, but this machine has {there}, counted from 0: name others")
 
 
 def require_gpus(ranks: int) -> None:
     """Raises PipelineError where there are accelerators, but not one for each rank."""
     there = torch.accelerator.device_count()
     if 0 < there < ranks:
-        chosen = ", ".join(f"{name}={value}" for name, value in _chosen().items())
+        chosen = ", ".join(_named(None))
         raise PipelineError(
             f"train.ranks={ranks}, but the accelerators that are visible{chosen and f' ({chosen})'} are {there}, and "
             "each rank takes one: lower train.ranks, or choose more of them"
@@ -150,9 +168,10 @@ def require_gpus(ranks: int) -> None:
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     """All stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides)
+    require_choice(recipe)
     if until != "preprocess" and recipe.target.device != "cpu":
         require_gpus(recipe.train.ranks or 1)  # before hours of dumping
-        recipe.train.accumulation(recipe.train.ranks or max(torch.accelerator.device_count(), 1))
+        recipe.train.accumulation(recipe.train.ranks_of(torch.accelerator.device_count()))
     require_few("train.ranks", recipe.train.ranks or 1)
     recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"
@@ -191,6 +210,9 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
     """Starts the stage's command, shows what it reports, stops at its failure with its own message."""
     channel = log.with_suffix(".progress")
     channel.write_text("")
+    shares = not (recipe.features.gpus or recipe.train.gpus or recipe.target.device == "cpu")
+    if stage.feeder and shares and torch.accelerator.device_count():
+        shown.say("train: its ranks and its feeder share all GPUs; features.gpus and train.gpus give each its own")
     environment = {**stage.environment, CHANNEL: str(channel.resolve()), "PYTHONUNBUFFERED": "1"}
     if recipe.target.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"

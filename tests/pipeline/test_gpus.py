@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from deepspeed.accelerator import get_accelerator
 from infra.plan.__main__ import workers_worth
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import TrainConfig
 from pipeline.running.crew import Crew, gpus_each, hide_gpus, room_for
-from pipeline.running.stages import CHOICES, launch_command, run, stages
+from pipeline.running.stages import CHOICES, launch_command, require_choice, run, stages
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 
@@ -52,7 +54,7 @@ def test_a_worker_without_a_gpu_sees_none(monkeypatch):
 
 RANK = r"""
 import os, sys
-told = [os.environ[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")]
+told = [os.environ.get(name, "-") for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")]
 os.write(1, ("rank " + " ".join([*told, *sys.argv[1:]]) + "\n").encode())
 """
 
@@ -62,25 +64,52 @@ def test_the_ranks_get_the_gpus_that_the_user_chose(tmp_path, tiny_recipe, monke
     choice = {"CUDA_VISIBLE_DEVICES": "3,GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "ZE_AFFINITY_MASK": "1.0"}
     for name, value in choice.items():
         monkeypatch.setenv(name, value)
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
     found = stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
     command = next(stage.command for stage in found if stage.name == "train")
-    command = [str(script) if word == str(ROOT / "train/main.py") else word for word in command]
+    want = [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
+    assert told(command, tmp_path) == want
+
+
+def told(command: list[str], folder: Path) -> list[str]:
+    """What the processes of a stage's command say that they were given."""
+    (folder / "rank.py").write_text(RANK)
+    command = [
+        str(folder / "rank.py") if word.startswith(str(ROOT)) and word.endswith(".py") else word for word in command
+    ]
     done = subprocess.run(command, env=command_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert told == [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe, monkeypatch):
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    recipe = with_settings(tiny_recipe, "train", "auto", ranks=None, gpus=[3, 1]).with_features(gpus=[0], keep="window")
+    dump, train, evaluation = stages("RECIPE", [], recipe)
+    assert told(train.command, tmp_path) == [f"rank {rank} 3,1 - RECIPE" for rank in range(2)]
+    assert told(dump.command, tmp_path) == told(train.feeder, tmp_path) == ["rank - 0 - RECIPE"]
+    assert told(evaluation.command, tmp_path) == ["rank - - - RECIPE"]
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    with pytest.raises(PipelineError, match=r"train.gpus=\[3, 1\], but this machine has 3, counted from 0"):
+        require_choice(recipe)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but CUDA_VISIBLE_DEVICES=6,7 in the environment"):
+        require_choice(recipe)
+    require_choice(tiny_recipe)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but RAY_ADDRESS=auto in the environment"):
+        require_choice(recipe)
 
 
 def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
     """Shown GPU 3, it looks for the third CPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert launch_command(["deepspeed"], "main.py", 2, "cpu") == [
+    assert launch_command(["deepspeed"], "main.py", TrainConfig(ranks=2), "cpu") == [
         *("env", "--unset=CUDA_VISIBLE_DEVICES", "deepspeed", "--num_accelerators", "2", "main.py")
     ]
     for device in ("cpu", "auto"):  # of which none is visible here
-        words = launch_command(["deepspeed"], "main.py", None, device)
+        words = launch_command(["deepspeed"], "main.py", TrainConfig(), device)
         assert words[words.index("--num_accelerators") + 1] == "1"
 
 
@@ -91,10 +120,10 @@ def test_what_the_launcher_would_overwrite_is_known():
 def test_without_a_number_of_ranks_each_visible_gpu_is_one(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    words = launch_command(["deepspeed"], "main.py", None, "auto")
+    words = launch_command(["deepspeed"], "main.py", TrainConfig(), "auto")
     assert words[words.index("--num_accelerators") + 1] == "2" and "CUDA_VISIBLE_DEVICES=6,7" in words
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert launch_command(["deepspeed"], "main.py", None, "auto") == ["deepspeed", "main.py"]
+    assert launch_command(["deepspeed"], "main.py", TrainConfig(), "auto") == ["deepspeed", "main.py"]
 
 
 def test_more_ranks_than_gpus_are_refused_before_hours_of_dumping(tiny_target, tmp_path, monkeypatch):

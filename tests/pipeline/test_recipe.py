@@ -377,7 +377,7 @@ NOT_WHAT_SHARDS_HOLD = {  # but for the answers to calibration prompts
     *(f"target.{key}" for key in ENGINE_KEYS),
     "target.device",
     *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
-    *(f"features.{key}" for key in ("store", "hang_seconds", "keep", "disk_bytes")),
+    *(f"features.{key}" for key in ("gpus", "store", "hang_seconds", "keep", "disk_bytes")),
     *ANSWERED,
 }
 
@@ -388,7 +388,8 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
     assert changing(recipe, lambda r: r.hash) == leaves(recipe, "") - {
         "name",
         "output",
-        *(f"features.{key}" for key in ("store", "keep", "disk_bytes")),
+        *(f"features.{key}" for key in ("gpus", "store", "keep", "disk_bytes")),
+        "train.gpus",
         "train.shards",
         "train.resume",
         "eval.workers",
@@ -426,6 +427,7 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
         "micro_batch",
         "shards",
         "resume",
+        "gpus",
     )
     schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
