@@ -12,6 +12,7 @@ import torch
 
 from infra.plan import engine
 from infra.plan.__main__ import answers, disk_warning, make
+from infra.plan.fed import stream
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
@@ -20,7 +21,6 @@ from infra.plan.memory import (
     frame_bytes,
     rank_bytes,
     step_bytes,
-    window_bytes,
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
@@ -79,12 +79,27 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     assert abs(figures["dump: disk"] / size - 1) < 0.2  # so small shards are mostly frame
 
 
-def test_the_planned_bytes_of_a_window_are_two_windows_or_all(tiny_recipe):
-    """Eight dialogues a shard."""
-    recipe = changed(tiny_recipe, "train", window=3)
-    assert window_bytes(recipe, 96, 9600) == pytest.approx(disk_bytes(recipe, 48, 4800))
-    assert window_bytes(recipe, 40, 4000) == disk_bytes(recipe, 40, 4000) == window_bytes(tiny_recipe, 40, 4000)
-    assert window_bytes(tiny_recipe, 1e8, 1e10) == 8e9
+def test_the_planned_bytes_and_passes_of_a_stream(tiny_recipe):
+    """Two drafts of two epochs; eight dialogues a shard, so twelve shards in four windows."""
+    recipe = changed(changed(tiny_recipe, "train", window=3, epochs=2), "features", keep="window")
+    every = disk_bytes(recipe, 96, 9600)
+    assert stream(recipe, 96, 9600, 4800) == (pytest.approx(every / 2), 3.0)
+    for shards, made in ((6, 3.0), (9, 1.75), (12, 1.0), (20, 1.0)):
+        bound = changed(recipe, "features", disk_bytes=int(every * shards / 12) + 1)
+        assert stream(bound, 96, 9600, 4800) == (min(bound.features.disk_bytes, every), made)
+    assert stream(recipe, 40, 4000, 2000)[0] == disk_bytes(recipe, 40, 4000)
+    large = changed(changed(recipe, "train", window=None, tokens=10**9), "features", disk_bytes=None)
+    assert stream(large, 1e8, 1e10, 5e9) == (8e9, 0.4)  # a fifth of a pass, for each draft
+
+
+def test_a_plan_of_a_stream_says_how_many_workers_keep_up(tiny_recipe):
+    """At a tenth of training's speed, and its passes: two drafts of an epoch each, all of which is made anew."""
+    given = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
+    recipe = changed(changed(tiny_recipe, "train", window=1, epochs=1, ranks=1), "features", keep="window")
+    figures = make(recipe, given).figures
+    assert figures["train: dump workers"] == 10
+    assert figures["dump: hours"] > figures["train: eagle: hours"] + figures["train: jakiro: hours"]
+    assert figures["all: hours"] == pytest.approx(figures["dump: hours"] + figures["eval: hours"], abs=2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", []), (FP8, [1, 4])])

@@ -8,20 +8,22 @@ looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
-              share a GPU share its speed. With features.keep = "window", training's tokens once for each of its
-              passes and drafts, and they are made while it trains
+              share a GPU share its speed. With features.keep = "window", training's tokens as often as they are made,
+              by a simulation of its order of shards (infra/plan/fed.py). That goes on beside training, so of the two
+              the slower one counts, as if neither took anything from the other
               train: (passes x tokens + validations x validation tokens / 3) over the speed of all ranks
               eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
               answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
               the gate looks at closely
               Loading, planning, writing, saving and waiting for data are in none of them
     disk      of the shards, by their format; of each token, 5 bytes and its hidden states. With features.keep =
-              "window", of training's two windows
+              "window", of training's two windows or of features.disk_bytes
     memory    of one worker or rank: infra/plan/memory.py has the formulas; of a vLLM engine: infra/plan/engine.py
 """
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ import torch
 
 from eval.measure.prompts import HELDOUT, load_prompts
 from infra.plan import engine, memory, speeds
+from infra.plan.fed import stream
 from infra.plan.sample import Sample, expected, sample_source
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.accelerator import accelerator
@@ -58,12 +61,14 @@ class Plan:
     given: dict[str, float | None]
     rows: list[list[str]] = field(default_factory=list)
     figures: dict[str, float | None] = field(default_factory=dict)  # by "stage: what"; hours, bytes
+    hours: dict[str, list[float | None]] = field(default_factory=dict)  # by stage
 
     def say(self, stage: str, what: str, figure: float | None, said: str, source: str) -> None:
         self.rows.append([stage, what, said, source])
         self.figures[f"{stage}: {what}"] = figure and round(figure, 6)
 
     def say_hours(self, stage: str, what: str, hours: float | None, by: str, source: str) -> None:
+        self.hours.setdefault(stage, []).append(hours)
         self.say(stage, what, hours, f"{'unknown' if hours is None else f'{hours:,.2f} h'}{by}", source)
 
     def say_memory(self, stage: str, what: str, need: float, one: str) -> None:
@@ -102,10 +107,10 @@ class Plan:
         speed, source = self.speed("dump-speed", "tokens/s a worker", measure, lacking)
         made = counts["tokens"]
         if features.keep == "window":
-            kept = memory.window_bytes(recipe, counts["train_rows"], counts["train_tokens"])
+            kept, times = stream(recipe, counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
             size += kept - memory.disk_bytes(recipe, counts["train_rows"], counts["train_tokens"])
-            again = recipe.train.passes(counts["trained_tokens"]) * len(recipe.to_train)
-            made += (again - 1) * counts["train_tokens"]
+            made += (times - 1) * counts["train_tokens"]
+            self.say("dump", "passes", times, f"{times:.2f} over training's dialogues", "its order, simulated")
         hours = speed and made / (speed * workers_worth(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
         free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
@@ -145,6 +150,18 @@ class Plan:
             self.say_hours("train", f"{name}: hours", hours, f" with {ranks} ranks{self.gpus(ranks)}", source)
             self.say_memory("train", f"{name}: memory", memory.rank_bytes(recipe, draft, ranks), "rank")
 
+    def all(self) -> None:
+        """The hours of all stages."""
+        dump, train, evaluation = (whole(self.hours.get(stage, [])) for stage in ("dump", "train", "eval"))
+        together, source = [dump, train], "their sum"
+        if self.recipe.features.keep == "window":
+            source = "eval's and the slower of dump and training"
+            workers = dump and train and math.ceil(dump * self.recipe.features.workers / train)
+            said = f"{workers or 'unknown how many'} keep up with it"
+            self.say("train", "dump workers", workers, said, "hours of dump over hours of training")
+            together = [None if None in together else max(together)]
+        self.say_hours("all", "hours", whole([*together, evaluation]), "", source)
+
     def _sharing(self, ranks: int) -> int:
         """Ranks that share what is measured: a GPU is one rank's, this machine's CPU all of theirs."""
         return ranks if resolve_device(self.recipe.target.device).type == "cpu" else 1
@@ -169,10 +186,14 @@ def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
         engine.require_gpus(recipe.target, elsewhere=given["dump-speed"] is not None)
     plan.train(plan.dump(sample_source(recipe)))
     plan.evaluate()
-    hours = [figure for name, figure in plan.figures.items() if name.endswith(": hours")]
-    known = [one for one in hours if one is not None]
-    plan.say_hours("all", "hours", sum(known) if len(known) == len(hours) else None, "", "their sum")
+    plan.all()
     return plan
+
+
+def whole(hours: list[float | None]) -> float | None:
+    """Their sum; None where one is unknown."""
+    known = [one for one in hours if one is not None]
+    return sum(known) if len(known) == len(hours) else None
 
 
 def workers_worth(features: FeaturesConfig) -> float:

@@ -19,7 +19,6 @@ from pipeline.lm.model import DTYPES, empty_decoder, load_config, parameter_coun
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from preprocess.dump.task import in_flight
-from train.input.order import WINDOW_BYTES
 
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
 TEXT_ROW_BYTES = 40  # of a text table's row: its id, and where its tokens end
@@ -35,13 +34,6 @@ def disk_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
     width = load_config(recipe.target).hidden_size
     frame = frame_bytes(recipe.stored_dtype, states_of(recipe) - 1) + TEXT_ROW_BYTES
     return tokens * token_bytes(recipe.stored_dtype, width, states_of(recipe)) + rows * frame
-
-
-def window_bytes(recipe: Recipe, rows: float, tokens: float) -> float:
-    """Bytes of two windows of training's shards, or of all where these are fewer."""
-    every = disk_bytes(recipe, rows, tokens)
-    window = (recipe.train.window or 0) * recipe.features.rows_per_shard * every / max(rows, 1)
-    return min(every, 2 * (window or WINDOW_BYTES))
 
 
 def frame_bytes(stored_dtype: str, auxiliary: int) -> int:
