@@ -107,11 +107,11 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
-        draft.set_vocabulary(frequent_tokens(store.texts, shapes["vocab_size"], len(draft.token_ids_U)))
+        draft.set_vocabulary(frequent_tokens(store.sample, shapes["vocab_size"], len(draft.token_ids_U)))
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
-    draft.start_from_target(some_texts(store.texts))
+    draft.start_from_target(some_texts(store.sample))
     return draft
 
 

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")  # the sets of the source's dialogues
 ANSWERS = "answers"  # the set of the target's own greedy answers to the calibration prompts
+QUESTIONS = "questions"  # the table of what the target is asked while a training reads its answers
 FILES = ("text-*.arrow", "features-*.arrow")  # tables and shards of a folder
 UNREADABLE = (
     f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
@@ -59,6 +60,11 @@ class ShardRecord:
     edits: dict[str, int] = field(default_factory=dict)  # what was done to those dialogues, by reason
     off: float | None = None  # relative error of a sample's states by the engine that computed these, when it began
 
+    @property
+    def files(self) -> list["Record"]:
+        """Itself, and the part of a table that came with it."""
+        return [self] if self.text is None else [self, self.text]
+
 
 Record = ShardRecord | TextRecord  # of a file
 
@@ -76,7 +82,9 @@ class Manifest:
     shards: list[ShardRecord] = field(default_factory=list)  # of the source's dialogues
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
-    text: dict[str, TextRecord] = field(default_factory=dict)  # the tables of the source's dialogues, by split
+    # The tables of the source's dialogues, by split. Where there is one of questions, "train" is the first shard's: a
+    # sample of the answers to come.
+    text: dict[str, TextRecord] = field(default_factory=dict)
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
     answers_hash: str = ""  # Recipe.answers_hash, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
@@ -115,7 +123,9 @@ class Manifest:
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
         names = set[str]()
-        sets_fit = all(split in SPLITS for split in (*found.text, *(shard.split for shard in found.shards)))
+        sets_fit = all(
+            split in SPLITS for split in (*found.text.keys() - {QUESTIONS}, *(s.split for s in found.shards))
+        )
         sets_fit &= all(shard.split == ANSWERS for shard in found.answers)
         for split, index, record in found._listed():
             if not sets_fit or not _is_right(split, index, record) or record.name in names:
@@ -131,9 +141,7 @@ class Manifest:
         for split, table in self.text.items():
             yield split, None, table
         for shard in (*self.shards, *self.answers):
-            yield shard.split, shard.index, shard
-            if shard.text is not None:
-                yield shard.split, shard.index, shard.text
+            yield from ((shard.split, shard.index, record) for record in shard.files)
 
     @property
     def files(self) -> list[Record]:
@@ -142,7 +150,7 @@ class Manifest:
 
     def lasting(self, keep: str) -> list[Record]:
         """The files that stay, by `features.keep`: with "window" a training's shards come and go."""
-        goes = {shard.name for shard in self.of("train")} if keep == "window" else set()
+        goes = {record.name for shard in self.of("train") for record in shard.files} if keep == "window" else set()
         return [record for record in self.files if record.name not in goes]
 
     def save(self, folder: Path) -> None:
@@ -160,7 +168,11 @@ class Manifest:
         return [self.text[name]] if name in self.text else came_with
 
     def lacks(self, name: str) -> int:
-        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went."""
+        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went. Where
+        answers come and go, too, that is all of the train set.
+        """
+        if name == "train" and QUESTIONS in self.text:
+            return self.text[QUESTIONS].rows
         held = sum(record.rows + len(record.rejected) for record in self.of(name))
         return self.text[name].rows - held if name in self.text else 0
 
@@ -287,6 +299,7 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
 
 class FeatureStore:
     """The dialogues of one set, memory-mapped: its usable texts, numbered in the order of the table, and their states.
+    `sample`: the texts that are known before any shard is read, here all.
 
     A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
     """
@@ -300,13 +313,15 @@ class FeatureStore:
         require_same(manifest.spec, expected, folder)
         if not manifest.complete:
             raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
-        self.spec = manifest.spec
-        self.records = manifest.of(split)
-        if not self.records:
+        if not manifest.of(split):
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
             )
-        self.texts = usable_texts(folder, manifest, split)
+        self._open(folder, manifest, split)
+
+    def _open(self, folder: Path, manifest: Manifest, split: str) -> None:
+        self.spec, self.records = manifest.spec, manifest.of(split)
+        self.sample = self.texts = usable_texts(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
         self._readers = [open_shard(folder, record, self.spec) for record in self.records]

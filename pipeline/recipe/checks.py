@@ -107,8 +107,12 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
                 "data.calibration_prompts=0"
             )
     if data.answers == "target":
-        if recipe.features.keep == "window":
-            yield "features.keep='window' feeds training with states of known texts: drop data.answers='target'"
+        for key in ("pack_tokens", "tokens"):
+            if recipe.answers_streamed and (given := getattr(train, key)):
+                yield (
+                    f"train.{key}={given} counts tokens of answers that features.keep='window' has not got when "
+                    "training begins: drop it (data.max_dialogues and train.epochs say how long), or say keep='all'"
+                )
         if data.max_tokens:
             yield (
                 f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "

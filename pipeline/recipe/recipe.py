@@ -121,12 +121,17 @@ class Recipe(Section):
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds"}
         apart: Any = {"name": True, "output": True, "train": WHERE | self._unset, "eval": measuring}
-        apart["features"] = {"gpus", "store", "keep", "disk_bytes"}
+        apart["features"] = {"gpus", "store", "disk_bytes"} | (set() if self.answers_streamed else {"keep"})
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
             apart["data"] = {"answers"}
         drafts = {name: config.public().to_json() for name, config in self.draft.items()}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
+
+    @property
+    def answers_streamed(self) -> bool:
+        """Whether the target answers while training reads its answers. Then their order is that of questions."""
+        return self.data.answers == "target" and self.features.keep == "window"
 
     @property
     def _unset(self) -> set[str]:
@@ -219,7 +224,8 @@ class Recipe(Section):
         config = self.draft[draft].to_json()
         tree = (self.eval.methods.get(draft, Method()).tree or self.eval.tree).to_json() if watched else None
         dump = self.answers_hash if watched else self.dump_hash
-        return digest({"dump": dump, "seed": self.seed, "draft": config, "tree": tree, "train": train})
+        order = {"order": "questions"} if self.answers_streamed else {}
+        return digest({"dump": dump, "seed": self.seed, "draft": config, "tree": tree, "train": train, **order})
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""

@@ -23,7 +23,7 @@ from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_sealed
 from pipeline.basics.progress import CHANNEL, Display
-from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
+from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
@@ -59,6 +59,8 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
+    if recipe.answers_streamed and QUESTIONS not in manifest.text:
+        return False, "its answers were kept, questions were not"
     if recipe.features.keep == "window":
         return True, "texts, validation and answers; training is fed with the rest"
     if lacking := manifest.lacks("train"):

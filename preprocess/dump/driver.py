@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pipeline.features.shards import (
     FILES,
     HELDOUT_PROMPTS,
     MANIFEST,
+    QUESTIONS,
     SPLITS,
     Manifest,
     Record,
@@ -43,10 +45,10 @@ from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import QUESTION, Plan, question_batch
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import FeatureWorker
+from preprocess.dump.worker import FURTHER, FeatureWorker
 
 REJECTED = "rejected.jsonl"
 SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
@@ -61,6 +63,8 @@ def dump(recipe: Recipe) -> list[str]:
         spec = feature_spec(recipe)
         manifest = _resume(folder, spec, store, recipe.answers_hash)
         if recipe.features.keep == "all" and manifest.lacks("train"):  # a training was fed from here
+            manifest.complete = False
+        if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
             manifest.complete = False
         if not manifest.complete:
             _run(recipe, folder, manifest, store)
@@ -96,7 +100,7 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     if not manifest.complete:
         manifest.text = {}  # written with the plan, which is made again
     for shards in (manifest.shards, manifest.answers):
-        shards[:] = [s for s in shards if not {s.name, s.text.name if s.text else ""} & lost]
+        shards[:] = [shard for shard in shards if not {file.name for file in shard.files} & lost]
     return manifest
 
 
@@ -183,13 +187,15 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = worker_of(recipe, folder, manifest.spec)
     if recipe.features.keep == "window":  # they are made again when training reads them
-        manifest.shards = manifest.of("validation")
+        manifest.shards = [*manifest.of("validation"), *filter(partial(_is_sample, recipe), manifest.of("train"))]
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
         own = recipe.data.answers == "target"  # then the shards bring the texts
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
             for split in (() if own else SPLITS)
         }
+        if recipe.answers_streamed:
+            tables[QUESTIONS] = stack.enter_context(arrow_file(folder / text_name(QUESTIONS), QUESTION))
         tasks = _tasks(recipe, plan, manifest, tables)
         for record in records(recipe, make, tasks, "features.batch_tokens"):
             ledger.add(record)
@@ -204,6 +210,10 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             _move(folder / record.name, store)
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
+    if recipe.answers_streamed:  # of the sample the texts stay
+        (first,), manifest.shards = manifest.of("train"), manifest.of("validation")
+        (folder / first.text.name).replace(folder / text_name("train"))
+        manifest.text["train"] = replace(first.text, name=text_name("train"))
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
     sweep(folder, manifest)
@@ -211,6 +221,11 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     ledger.save()
+
+
+def _is_sample(recipe: Recipe, shard: ShardTask | ShardRecord) -> bool:
+    """Whether its answers are a sample of those that the target is to give while training reads them."""
+    return recipe.answers_streamed and (shard.split, shard.index) == ("train", 0)
 
 
 def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
@@ -236,11 +251,13 @@ def sweep(folder: Path, manifest: Manifest) -> None:
 
 def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
-    shards = manifest.shards
-    if recipe.features.keep == "window":  # of which a feeder refuses those that would be rejected
-        shards = [*shards, ShardRecord("", "train", 0, plan.accepted["train"], plan.train_tokens, 0, 0, "")]
+    shards, made = manifest.shards, manifest.of("train")
+    if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected; it counts such questions
+        require_one_each(made)
+        rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in made)
+        shards = [*shards, ShardRecord("", "train", 0, rest, plan.train_tokens, 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
-    if not any(shard.rows for shard in shards if shard.split == "train"):
+    if not any(shard.rows for shard in made or shards if shard.split == "train"):
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
@@ -250,6 +267,16 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
             f"{f' ({grouped}, which stay together)' if (grouped := _grouped(manifest)) else ''}: "
             "raise it, or say with data.group what belongs together ('id': nothing does)"
+        )
+
+
+def require_one_each(shards: list[ShardRecord]) -> None:
+    """Raises PipelineError where a question gave several sequences: training numbers its rows by questions."""
+    if any(shard.edits.get(FURTHER) for shard in shards):
+        raise PipelineError(
+            "a question gave several sequences (windows; or the template shows earlier answers otherwise than the "
+            "last), but with data.answers='target' features.keep='window' takes one each: set data.long='cut' and "
+            "data.train_turns='last', or keep='all'"
         )
 
 
@@ -263,7 +290,11 @@ def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, Arr
     for task in plan.tasks():
         if task.split in tables:
             tables[task.split].write(text_batch(task.in_order, manifest.spec))
-        if task.split not in later and not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
+        if task.split == "train" and QUESTIONS in tables:
+            tables[QUESTIONS].write(question_batch(task.documents))
+        if (task.split not in later or _is_sample(recipe, task)) and not task.is_done(
+            finished.get(shard_name(task.split, task.index)), recipe
+        ):
             yield task
 
 
@@ -271,6 +302,13 @@ def write_rejected(folder: Path, rejected: list[tuple[str, str]]) -> None:
     """(document id, reason) of each dialogue that is not used."""
     lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
     write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
+
+
+def read_rejected(folder: Path) -> list[tuple[str, str]]:
+    """What `write_rejected` wrote."""
+    path = folder / REJECTED
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [(line["doc_id"], line["reason"]) for line in lines]
 
 
 def listed(fates: dict[str, int], between: str = " ") -> str:
@@ -305,7 +343,8 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     if grouped := _grouped(manifest):
         lines.append(f"split: {grouped}, each on one side")
     if fed := manifest.lacks("train"):
-        lines.append(f"train: states of {fed} dialogues are made while training reads them")
+        what = "answers to {} questions" if QUESTIONS in manifest.text else "states of {} dialogues"
+        lines.append(f"train: {what.format(fed)} are made while training reads them")
     for split in SPLITS[bool(fed) :]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")

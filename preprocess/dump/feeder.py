@@ -1,13 +1,15 @@
 """Feeds a training while it runs: makes the train shards that it wants next, and removes others to make room.
 
 What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.features.Wanted`). A shard is a function of
-the text table and its number, so one that is wanted again is made again, byte for byte.
+the text table (or of the table of questions, where the target answers) and its number, so one that is wanted again is
+made again, byte for byte.
 
 Guarantees: no more train shards lie in the folder, or are being made, than training has room for; the manifest never
 names a shard that is not there. In the end none is left.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +17,12 @@ from pipeline.artifacts.features import feature_spec, read_wanted, wanted_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.features.schema import require_same
-from pipeline.features.shards import Manifest, ShardRecord, damage
+from pipeline.features.shards import QUESTIONS, Manifest, ShardRecord, damage
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
-from preprocess.dump.driver import sweep, worker_of
+from preprocess.dump.driver import listed, read_rejected, require_one_each, sweep, worker_of, write_rejected
+from preprocess.dump.plan import questions_of
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
@@ -28,8 +31,8 @@ LOOK_SECONDS = 0.05  # between two looks at what is wanted
 
 
 def feed(recipe: Recipe) -> list[str]:
-    """Until training wants no more. Raises PipelineError, also for a dialogue without finite states: training has
-    counted on it.
+    """Until training wants no more. Raises PipelineError, also for a known text without finite states: training has
+    counted on it. A question may give no dialogue; the dump's list of what is rejected then has it, too.
     """
     folder = recipe.features_dir
     with exclusive(folder, "dump"):
@@ -41,6 +44,9 @@ def feed(recipe: Recipe) -> list[str]:
 
 
 def _require_all(record: ShardRecord) -> None:
+    if record.text is not None:  # with its shard: of answers
+        require_one_each([record])
+        return
     for doc_id, reason in record.rejected.items():
         raise PipelineError(
             f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this out of "
@@ -51,14 +57,18 @@ def _require_all(record: ShardRecord) -> None:
 class _Feeder:
     def __init__(self, recipe: Recipe, folder: Path, manifest: Manifest):
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
+        self._questions = manifest.text.get(QUESTIONS)
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
+        self._rejected = read_rejected(folder)
         self._making = set[int]()
         self._made = self._tokens = 0
         self._began = self._counted = self._idle = 0.0  # when the first shard was begun; up to when; seconds a worker
         self._all = not manifest.lacks("train")  # a dump that kept all: nothing of it is removed
 
     def run(self) -> list[str]:
-        damaged = {r.index for r in self._manifest.of("train") if damage(self._folder, r)}
+        if self._questions and (reason := damage(self._folder, self._questions)):
+            raise PipelineError(f"{self._folder / self._questions.name}: {reason}. Run the dump again")
+        damaged = {r.index for r in self._manifest.of("train") for file in r.files if damage(self._folder, file)}
         self._all &= not damaged
         self._remove(damaged)
         sweep(self._folder, self._manifest)
@@ -67,6 +77,7 @@ class _Feeder:
             _require_all(record)
         for record in records(self._recipe, make, self._tasks(), "features.batch_tokens"):
             _require_all(record)
+            self._note(record)
             self._count()
             self._making.discard(record.index)
             self._manifest.shards.append(record)
@@ -75,7 +86,15 @@ class _Feeder:
             self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        return [f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
+        reasons = Counter(reason for _, reason in self._rejected)
+        rejected = [f"rejected so far, by the dump or since: {listed(reasons)}"] if self._questions else []
+        return [*rejected, f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
+
+    def _note(self, record: ShardRecord) -> None:
+        """What came of a question is written down once, however often it is asked."""
+        if new := [pair for pair in record.rejected.items() if pair not in self._rejected]:
+            self._rejected += new
+            write_rejected(self._folder, self._rejected)
 
     def _count(self) -> None:
         """The time that workers had nothing to make, up to now: what is being made is about to change."""
@@ -111,6 +130,8 @@ class _Feeder:
 
     def _task(self, index: int) -> ShardTask:
         """As the plan made it."""
+        if self._questions:
+            return ShardTask("train", index, questions_of(self._folder / self._questions.name, index))
         size, texts = self._recipe.features.rows_per_shard, self._texts
         rows = range(index * size, min((index + 1) * size, len(texts)))
         return ShardTask("train", index, [Document(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
@@ -121,5 +142,5 @@ class _Feeder:
             return
         self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
         self._manifest.save(self._folder)
-        for record in gone:
-            (self._folder / record.name).unlink(missing_ok=True)
+        for file in (file for record in gone for file in record.files):
+            (self._folder / file.name).unlink(missing_ok=True)

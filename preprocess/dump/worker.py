@@ -192,9 +192,9 @@ class FeatureWorker:
             record = replace(record, text=write_text_table(self._folder / name, own.texts, self._spec))
         if self._store is not None:
             self._busy.beat()  # with nothing: what goes wrong from here on is no dialogue's fault
-            for name in (record.name, *([record.text.name] if record.text else [])):
-                self._store.put(self._folder / name)
-                (self._folder / name).unlink()
+            for file in record.files:
+                self._store.put(self._folder / file.name)
+                (self._folder / file.name).unlink()
         return record
 
     def batches(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[list[Document]]:

@@ -216,6 +216,10 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (["train.shards=local/shards"], "train.shards: a relative folder: give one that is the same from wherever"),
         (["train.resume="], "train.resume: a relative folder"),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
+        (
+            ["data.answers=target", "features.keep=window", "train.tokens=10"],
+            "train.tokens=10 counts tokens of answers that features.keep='window' has not got",
+        ),
     ],
 )
 def test_contradictory_or_impossible_values_are_refused(recipe_file, overrides, complaint):

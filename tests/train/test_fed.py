@@ -54,13 +54,13 @@ def prepared(dumped, output: Path) -> Recipe:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[int]]:
-    """The bytes that train shards take at each look, those included that are being written."""
+    """The bytes that train shards, with their texts, take at each look, those included that are being written."""
     seen, done = [0], threading.Event()
 
     def look() -> None:
         while not done.wait(0.005):
             size = 0
-            for path in folder.glob("*features-train-*"):
+            for path in folder.glob("*-train-*"):
                 with suppress(FileNotFoundError):
                     size += path.stat().st_size
             seen.append(size)
@@ -74,7 +74,7 @@ def watched(folder: Path) -> Iterator[list[int]]:
 
 
 def left(recipe: Recipe) -> list[str]:
-    return [path.name for path in [*recipe.features_dir.glob("*features-train*"), *recipe.run_dir.glob("wanted*")]]
+    return [path.name for path in [*recipe.features_dir.glob("*-train-*"), *recipe.run_dir.glob("wanted*")]]
 
 
 def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path):

@@ -14,10 +14,10 @@ from pipeline.artifacts.features import fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
-from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, kind_of
+from pipeline.features.shards import ANSWERS, MANIFEST, QUESTIONS, FeatureStore, Manifest, kind_of
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, fail_together, place_on_host
-from train.input.stream import FedStore
+from train.input.stream import AnsweredStore, FedStore
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
@@ -79,9 +79,11 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     if note := another_engine(manifest.spec, expected):
         log.warning("%s: %s", folder, note)
     fed, heldout = recipe.features.keep == "window", FeatureStore(folder, "validation", expected)
-    if not fed and manifest.lacks("train"):
-        raise PipelineError(f"{folder} was dumped for features.keep='window': run the dump again, or set that")
-    store = FedStore(recipe, expected) if fed else FeatureStore(folder, "train", expected)
+    if manifest.lacks("train") if not fed else recipe.answers_streamed and QUESTIONS not in manifest.text:
+        other = "all" if fed else "window"
+        raise PipelineError(f"{folder} was dumped for features.keep={other!r}: run the dump again, or set that")
+    opened = AnsweredStore if recipe.answers_streamed else FedStore
+    store = opened(recipe, expected) if fed else FeatureStore(folder, "train", expected)
     if not fed and manifest.total("train", "trained_tokens") == 0:
         raise PipelineError(
             f"{folder}: its {len(store)} training dialogues have no trained position: no token of theirs is the "

@@ -33,20 +33,20 @@ class Order:
     def __init__(self, store: FeatureStore, config: TrainConfig, seed: int):
         """Reads no shard. Raises PipelineError where the texts fill no global batch, or one of them fits no row."""
         texts, sizes = store.texts, [record.rows for record in store.records]
-        self._config, self._seed, self._lengths_N = config, seed, texts.lengths_N
+        self._config, self._seed, self._texts = config, seed, texts
         self._shards, self._shard_N = len(sizes), np.repeat(np.arange(len(sizes)), sizes)  # of each dialogue
         self.window = config.window or _default_window(store)
         if len(sizes) <= self.window:
-            sizes = [len(texts)]  # all of them are one window: no row needs to know its shard
+            sizes = [len(store)]  # all of them are one window: no row needs to know its shard
         packs = config.pack_tokens
-        self.rows = packed(texts, packs, seed, sizes) if packs else [[number] for number in range(len(texts))]
+        self.rows = packed(texts, packs, seed, sizes) if packs else [[number] for number in range(len(store))]
         ends_S = np.cumsum(sizes)
         shard_R = np.searchsorted(ends_S, [row[0] for row in self.rows], side="right")
         self._starts = np.searchsorted(shard_R, np.arange(len(sizes) + 1))  # of each shard's rows
         if len(self.rows) < config.global_batch:
             rows = f", packed into {len(self.rows)} rows," if packs else ""
             raise PipelineError(
-                f"{len(texts)} training dialogues{rows} do not fill one global batch of {config.global_batch}: "
+                f"{len(store)} training dialogues{rows} do not fill one global batch of {config.global_batch}: "
                 "dump more, or lower train.global_batch"
             )
         self.steps_per_epoch = len(self.rows) // config.global_batch
@@ -83,10 +83,10 @@ class Order:
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
-        no batch.
+        no batch. Where texts come with their shards, waits for those of the step.
         """
         chosen = self._chosen(step)
-        tokens = {row: int(self._lengths_N[self.rows[row]].sum()) for row in chosen}
+        tokens = {row: sum(len(self._texts.ids(number)) for number in self.rows[row]) for row in chosen}
         return [self.rows[row] for row in sorted(chosen, key=lambda row: (-tokens[row], row))]
 
     @cached_property
@@ -131,7 +131,7 @@ def packed(texts: TextTable, tokens: int, seed: int, sizes: list[int]) -> list[l
 
 
 def _default_window(store: FeatureStore) -> int:
-    spec, tokens = store.spec, int(store.texts.lengths_N.sum())
+    spec, tokens = store.spec, int(store.sample.lengths_N.sum()) * len(store) // len(store.sample)
     size = tokens * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
     return max(1, int(WINDOW_BYTES * len(store.records) // max(size, 1)))
 

@@ -8,15 +8,26 @@ training that was killed reads again is made again.
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.artifacts.features import Wanted, write_wanted
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, require_same, token_bytes
-from pipeline.features.shards import FeatureStore, Manifest, ShardRecord, damage, open_shard, part_starts, shard_name
+from pipeline.features.schema import FeatureSpec, Row, blank_row, require_same, token_bytes
+from pipeline.features.shards import (
+    QUESTIONS,
+    FeatureStore,
+    Manifest,
+    ShardRecord,
+    damage,
+    kind_of,
+    open_shard,
+    part_starts,
+    shard_name,
+)
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 
@@ -37,8 +48,8 @@ class FedStore(FeatureStore):
         if not manifest.complete:
             raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
         self.spec, self._recipe = manifest.spec, recipe
-        self.texts = TextTable.open(folder, manifest.text_of("train"), self.spec)
-        lengths_N, self.records = self.texts.lengths_N, []
+        self.texts = self.sample = TextTable.open(folder, manifest.text_of("train"), self.spec)
+        lengths_N, self.records = self._lengths(manifest), []
         for index, first in enumerate(range(0, len(lengths_N), size)):
             mine = lengths_N[first : first + size]
             rows, tokens = len(mine), int(mine.sum())
@@ -47,8 +58,14 @@ class FedStore(FeatureStore):
             self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(folder, self.spec, recipe.train.verify_checksums)
+        self._readers = self._arriving = _Arriving(folder, self.spec, recipe.train.verify_checksums, self._reader)
         self._told: Wanted | None = None
+
+    _reader: Any = staticmethod(open_shard)
+
+    def _lengths(self, manifest: Manifest) -> np.ndarray:
+        """Tokens of each dialogue, at most."""
+        return self.texts.lengths_N
 
     def room(self, now: int) -> int:
         """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
@@ -73,17 +90,55 @@ class FedStore(FeatureStore):
             self._told = wanted
 
 
-class _Arriving(dict[int, pa.ipc.RecordBatchFileReader]):
+class _AnsweredShard(FeatureStore):
+    """By the place of its question, which is that of the dialogue's id: each dialogue, or a blank row."""
+
+    def __init__(self, folder: Path, record: ShardRecord, spec: FeatureSpec):
+        self._open(folder, Manifest(spec, [record]), record.split)
+        given = {self.texts.doc_id(number): number for number in range(len(self))}
+        self._given = [(doc_id, given.get(doc_id)) for doc_id in sorted(given.keys() | record.rejected.keys())]
+
+    def row(self, index: int, decode: bool = True) -> Row:
+        doc_id, number = self._given[index]
+        return blank_row(doc_id, self.spec, decode) if number is None else super().row(number, decode)
+
+
+class AnsweredStore(FedStore):
+    """The same where the target answers while training reads: shards bring the texts. Dialogues are numbered by the
+    plan of questions, whatever comes of them; one that gives no dialogue is a blank row, which trains nothing.
+    """
+
+    _reader = _AnsweredShard
+
+    def __init__(self, recipe: Recipe, expected: FeatureSpec):
+        super().__init__(recipe, expected)
+        self.texts = self
+
+    def _lengths(self, manifest: Manifest) -> np.ndarray:
+        return np.full(manifest.text[QUESTIONS].rows, self._recipe.data.max_length)
+
+    def row(self, index: int, decode: bool = True) -> Row:
+        shard, place = divmod(index, self._recipe.features.rows_per_shard)
+        return self._readers[shard].row(place, decode)
+
+    def ids(self, number: int) -> np.ndarray:
+        return self.row(number, decode=False).input_ids
+
+    def mask(self, number: int) -> np.ndarray:
+        return self.row(number, decode=False).loss_mask
+
+
+class _Arriving(dict[int, Any]):
     """Open shards by number. One that is asked for is waited for."""
 
-    def __init__(self, folder: Path, spec: FeatureSpec, verify: bool):
-        self._folder, self._spec, self._verify = folder, spec, verify
+    def __init__(self, folder: Path, spec: FeatureSpec, verify: bool, reader: Callable[..., Any]):
+        self._folder, self._spec, self._verify, self._reader = folder, spec, verify, reader
 
-    def __missing__(self, index: int) -> pa.ipc.RecordBatchFileReader:
+    def __missing__(self, index: int) -> Any:
         waited = 0.0
         while True:
             for record in Manifest.load(self._folder).of("train"):
-                if record.index == index and (reader := self._opened(record)):
+                if record.index == index and (reader := self._opened(record)) is not None:
                     self[index] = reader
                     return reader
             time.sleep(LOOK_SECONDS)
@@ -91,12 +146,13 @@ class _Arriving(dict[int, pa.ipc.RecordBatchFileReader]):
                 log.warning("training waits for shard %d: does preprocess/feed.py run? See logs/feed.log", index)
             waited += LOOK_SECONDS
 
-    def _opened(self, record: ShardRecord) -> pa.ipc.RecordBatchFileReader | None:
+    def _opened(self, record: ShardRecord) -> Any:
         """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one."""
         try:
-            if reason := damage(self._folder, record, self._verify):
-                raise PipelineError(f"feature shard {self._folder / record.name}: {reason}. Run again")
-            return open_shard(self._folder, record, self._spec)
+            for file in record.files:
+                if reason := damage(self._folder, file, self._verify):
+                    raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
+            return self._reader(self._folder, record, self._spec)
         except PipelineError:
             if record in Manifest.load(self._folder).of("train"):
                 raise
