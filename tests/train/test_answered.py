@@ -122,6 +122,12 @@ def test_either_side_is_stopped_and_the_weights_are_those_of_answers_that_were_a
         with monkeypatch.context() as patched, pytest.raises(Stopped):
             patched.setattr(_Run, "_one_step", first_steps)
             train_here(asked, output, *sets)
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(PipelineError, match="has another vocabulary than the dump"),
+        ):
+            patched.setattr("train.loop.frequent_tokens", lambda *_: torch.arange(128))  # of another sample
+            train_here(asked, output, *sets)
         stop.set()
         assert isinstance(first.exception(), Stopped) and left(recipe) != []
         stop.clear()

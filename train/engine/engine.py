@@ -355,9 +355,11 @@ class Engine:
         return state
 
     def _load(self, tag: str) -> None:
+        ids_U = None if self._draft.token_ids_U is None else self._draft.token_ids_U.tolist()
         loaded, _ = self._engine.load_checkpoint(str(self._folder), tag=tag)
-        if loaded is None:
-            raise PipelineError(f"{self._folder / tag} cannot be loaded; remove {self._folder} to train from the start")
+        what = "cannot be loaded" if loaded is None else "has another vocabulary than the dump's texts give by now"
+        if loaded is None or (ids_U is not None and ids_U != self._draft.token_ids_U.tolist()):
+            raise PipelineError(f"{self._folder / tag} {what}; remove {self._folder} to train from the start")
 
     def _universal(self, tag: str) -> str:
         """ZeRO splits the state by rank; for another number of ranks DeepSpeed's own tool takes it apart by
