@@ -27,7 +27,8 @@ def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[
     window = min(max(int(own / together), 1), count)
     windows = min(2 * (recipe.train.window * size if recipe.train.window else WINDOW_BYTES), every)
     now = min(2 * window, count)
-    room = min(max(int((features.disk_bytes or 0) / (size * together)), now), count)
+    promised = disk_bytes(recipe, rows, rows * recipe.data.max_length) / shards if recipe.answers_streamed else size
+    room = min(max(int((features.disk_bytes or 0) / (promised * together)), now), count)
     reads = []
     steps = math.ceil(recipe.train.passes(trained) * math.ceil(count / window))
     for epoch in range(math.ceil(recipe.train.passes(trained))):

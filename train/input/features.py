@@ -79,9 +79,10 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     if note := another_engine(manifest.spec, expected):
         log.warning("%s: %s", folder, note)
     fed, heldout = recipe.features.keep == "window", FeatureStore(folder, "validation", expected)
-    if manifest.lacks("train") if not fed else recipe.answers_streamed and QUESTIONS not in manifest.text:
-        other = "all" if fed else "window"
-        raise PipelineError(f"{folder} was dumped for features.keep={other!r}: run the dump again, or set that")
+    if not fed and manifest.lacks("train"):
+        raise PipelineError(f"{folder} was dumped for features.keep='window': run the dump again, or set that")
+    if recipe.answers_streamed and QUESTIONS not in manifest.text:
+        raise PipelineError(f"{folder} was dumped for features.keep='all': run the dump again, or set that")
     opened = AnsweredStore if recipe.answers_streamed else FedStore
     store = opened(recipe, expected) if fed else FeatureStore(folder, "train", expected)
     if not fed and manifest.total("train", "trained_tokens") == 0:
