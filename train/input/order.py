@@ -1,5 +1,5 @@
 """Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks. It is
-known from the texts alone, before any state is read.
+known from the texts alone, before any state is read; or from how many questions there are, where texts come later.
 
 Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
 is `train.global_batch` rows and one optimiser step; a window is `train.window` shards, whose rows are shuffled
