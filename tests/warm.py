@@ -67,9 +67,13 @@ def run_forked(
 class Forked:
     """A Python command in a session of its own: what tests need of a `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], error: Path = Path(os.devnull)):
-        arguments = command[1:], environment, [os.devnull, str(error)]
-        self._process = FORKS.Process(target=_command, args=arguments, kwargs={"session": True})
+    def __init__(
+        self, command: list[str], environment: dict[str, str], error: Path | None = None, said: Path | None = None
+    ):
+        streams = [str(path or os.devnull) for path in (said, error)]
+        self._process = FORKS.Process(
+            target=_command, args=(command[1:], environment, streams), kwargs={"session": True}
+        )
         self._process.start()
         self.pid = self._process.pid
 

@@ -17,9 +17,10 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.method import Method
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.recipe.recipe import Recipe
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle
-from tests.kit import command_environment
+from tests.kit import command_environment, recipe_tree, write_sharegpt
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
 COUNT = 24
@@ -76,35 +77,46 @@ def as_a_user(folder: Path, release: Path, target: Path, prompts: list[list[int]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(
-    loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path, way
-):
-    prompts = [prompt_of(seed) * 2 for seed in range(3)]
-    answer = greedy(loaded_target, prompts[0], COUNT)
-    draft = taught(loaded_target, embed_head, VARIANTS[way], prompts[0], answer)
-    tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
-    folder = released(tmp_path, tiny_recipe, draft, replace(WAYS[way], tree=tree))
-    method = checkpoint.read_config(folder).loaded(draft)
-    own = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
-    assert own[0].acceptance.tau > 1.5  # it is a draft
+@pytest.fixture(scope="module")
+def answered(loaded_target, tiny_target, embed_head, tmp_path_factory) -> dict[str, list]:
+    """By way: each answer of ours, and plain `generate`'s, its with the draft and how many forwards that took. One
+    user's process has them all.
+    """
+    tmp_path = tmp_path_factory.mktemp("ways")
+    recipe = Recipe.model_validate(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run"))
+    prompts, own = [prompt_of(seed) * 2 for seed in range(3)], {}
+    for number, way in enumerate(WAYS):
+        answer = greedy(loaded_target, prompts[0], COUNT)
+        draft = taught(loaded_target, embed_head, VARIANTS[way], prompts[0], answer)
+        tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
+        (tmp_path / str(number)).mkdir()
+        folder = released(tmp_path / str(number), recipe, draft, replace(WAYS[way], tree=tree))
+        method = checkpoint.read_config(folder).loaded(draft)
+        own[way] = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
+        assert own[way][0].acceptance.tau > 1.5  # it is a draft
     said = as_a_user(
-        tmp_path, folder, tiny_target, prompts,
+        tmp_path, tmp_path, tiny_target, prompts,
         f"""
-both(prompts[0], max_new_tokens=2)
-forwards = []
+forwards, said["answers"] = [], []
 model.model.register_forward_hook(lambda *_: forwards.append(1))
-said["answers"], said["forwards"] = [], []
-for prompt in prompts:
-    plainly, drafted = both(prompt, max_new_tokens={COUNT}, eos_token_id=None)
-    said["answers"].append([plainly, drafted])
-    said["forwards"].append(len(forwards) - {COUNT})  # plain decoding's first
-    forwards.clear()
+for number in range({len(WAYS)}):
+    release = f"{{sys.argv[2]}}/{{number}}/release"
+    both(prompts[0], max_new_tokens=2)
+    said["answers"].append([])
+    for prompt in prompts:
+        forwards.clear()
+        plainly, drafted = both(prompt, max_new_tokens={COUNT}, eos_token_id=None)
+        said["answers"][-1].append([plainly, drafted, len(forwards) - {COUNT}])  # plain decoding's first
 """,
     )  # fmt: skip
-    for (plainly, drafted), prompt, one in zip(said["answers"], prompts, own, strict=True):
-        assert drafted == plainly == [prompt + one.tokens]
-    assert said["forwards"] == [1 + one.acceptance.passes for one in own]
+    return {way: list(zip(own[way], found, strict=True)) for way, found in zip(WAYS, said["answers"], strict=True)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_answer_is_plain_generates_in_as_many_rounds_as_ours(answered, way):
+    for seed, (own, (plainly, drafted, forwards)) in enumerate(answered[way]):
+        assert drafted == plainly == [prompt_of(seed) * 2 + own.tokens]
+        assert forwards == 1 + own.acceptance.passes
 
 
 def test_what_generate_honours_is_honoured_and_the_rest_is_refused(

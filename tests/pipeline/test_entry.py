@@ -3,8 +3,8 @@
 import errno
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
 from pipeline.running.cores import asked_threads, require_few
-from tests.kit import PATIENCE, ROOT, command_environment, recipe_tree, wait_until, write_recipe
+from tests.kit import PATIENCE, command_environment, recipe_tree, wait_until, write_recipe
+from tests.warm import Forked
 
 WAITING = """
 import sys, time
@@ -31,41 +32,42 @@ entry.run(main)
 """
 
 
-def interrupted(code: str, *numbers: int, **environment: str) -> tuple[int, str, str]:
+@pytest.fixture
+def interrupted(tmp_path) -> Callable[..., tuple[int, str, str]]:
     """(status, stdout, stderr) of a process that gets these signals, each when it has printed another line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=command_environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = ""
-    for number in numbers:
-        said += process.stdout.readline()
-        process.send_signal(number)
-    rest, error = process.communicate(timeout=PATIENCE)
-    return process.returncode, said + rest, error
+
+    def run(code: str, *numbers: int, **environment: str) -> tuple[int, str, str]:
+        script, *streams = (tmp_path / name for name in ("command.py", "said", "error"))
+        script.write_text(code)
+        for stream in streams:
+            stream.write_text("")
+        said, error = streams
+        process = Forked([sys.executable, str(script)], command_environment(**environment), error, said)
+        for lines, number in enumerate(numbers, 1):
+            wait_until(lambda lines=lines: said.read_text().count("\n") >= lines, process)
+            os.kill(process.pid, number)
+        return process.wait(PATIENCE), said.read_text(), error.read_text()
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
-def test_a_signal_closes_what_is_open_and_is_told_in_one_line(number, status, word):
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, status, word):
     ended, out, error = interrupted(WAITING.format(cleaning=0, grace=9), number)
     assert (ended, out) == (status, "ready\nclosed\n")
     assert error == f"{word}: what is finished is kept; run the same command again to continue\n"
 
 
 @pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
-def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(grace, cleaning, out):
+def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(interrupted, grace, cleaning, out):
     code = WAITING.format(cleaning=f"{cleaning}); print('done'", grace=grace)
     ended, said, error = interrupted(code, signal.SIGINT, signal.SIGINT)
     assert (ended, said) == (130, out) and error.count("\n") == 1 and error.startswith("interrupted: ")
 
 
-def test_what_an_interruption_leads_to_is_not_told():
+def test_what_an_interruption_leads_to_is_not_told(interrupted):
     """As of a library that makes an error of its own of it."""
     code = WAITING.format(cleaning=0, grace=9).replace(
         "finally:", "except KeyboardInterrupt:\n        raise RuntimeError('x')"
@@ -88,12 +90,12 @@ entry.run_rank(main)
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(rank, lines, number, status):
+def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(interrupted, rank, lines, number, status):
     ended, _, error = interrupted(BLOCKED, number, RANK=rank)
     assert ended == status and len(error.strip().splitlines()) == lines and "Traceback" not in error
 
 
-def test_a_command_that_another_one_started_leaves_the_telling_to_it():
+def test_a_command_that_another_one_started_leaves_the_telling_to_it(interrupted):
     ended, _, error = interrupted(WAITING.format(cleaning=0, grace=9), signal.SIGTERM, JAKIRO_CHILD="1")
     assert (ended, error) == (143, "")
 
@@ -109,7 +111,7 @@ entry.run(main)
 """
 
 
-def test_ctrl_c_ends_what_a_command_started_and_is_told_once():
+def test_ctrl_c_ends_what_a_command_started_and_is_told_once(interrupted):
     inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     ended, out, error = interrupted(CALLING.format(inner=inner), signal.SIGINT)
     assert ended == 130 and error.count("\n") == 1
@@ -117,7 +119,7 @@ def test_ctrl_c_ends_what_a_command_started_and_is_told_once():
         os.kill(int(out), 0)
 
 
-def test_who_does_not_end_when_asked_is_made_to():
+def test_who_does_not_end_when_asked_is_made_to(interrupted):
     inner = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
@@ -148,20 +150,16 @@ entry.run(main)
 
 def test_ctrl_c_ends_a_run_with_its_stage_in_one_line(tiny_target, tmp_path):
     recipe = write_recipe(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run"), tmp_path / "recipe")
-    process = subprocess.Popen(
-        [sys.executable, "-c", STAGE, str(recipe), str(tmp_path / "log")],
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    (tmp_path / "command.py").write_text(STAGE)
+    command = [sys.executable, *map(str, (tmp_path / "command.py", recipe, tmp_path / "log"))]
+    (tmp_path / "error").write_text("")
+    process = Forked(command, command_environment(), tmp_path / "error")
     wait_until(lambda: _text(tmp_path / "log").endswith("\n"), process)
     said = _text(tmp_path / "log")
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and error.count("\n") == 1 and error.startswith("interrupted: ")
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    status, error = process.wait(PATIENCE), _text(tmp_path / "error")
+    assert status == 130 and error.count("\n") == 1 and error.startswith("interrupted: ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(said), 0)
 
