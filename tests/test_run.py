@@ -63,6 +63,7 @@ from tests.warm import Forked
 from train.input.features import stores
 
 pytestmark = pytest.mark.real
+SECRETS = {"HF_TOKEN": "hf_" + "aB3" * 12, "AWS_ACCESS_KEY_ID": "id-hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2-alice"}
 RELEASE = {
     "README.md",
     "acceptance_by_depth.png",
@@ -103,8 +104,10 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     keywords = {"enable_thinking": False, "tone": "/brief"}
     tree["target"] |= {"chat_template": str(template), "template_keywords": keywords, "template_date": "2025-01-02"}
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_warm([sys.executable, "-m", "pipeline", "run", str(recipe)], JAKIRO_CACHE=str(folder / "cache"))
+    environment = {"JAKIRO_CACHE": str(folder / "cache"), **SECRETS}
+    done = run_warm([sys.executable, "-m", "pipeline", "run", str(recipe)], **environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not any(secret in done.stderr for secret in SECRETS.values())
     return recipe, folder / "run", done.stdout
 
 
@@ -115,6 +118,14 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     unwrapped = printed.replace("\n", "")
     assert f"release: {run}/release/" in unwrapped and f"{run}/release/tau_and_speed.png" in unwrapped
     assert {path.name for path in (run / "release").iterdir()} == RELEASE
+
+
+def test_a_run_leaves_the_environments_secrets_nowhere(finished):
+    _, run, printed = finished
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {"preprocess.log", "train.log", "config.json", "recipe.json", "own-recipe.json"} <= {f.name for f in files}
+    for secret in SECRETS.values():
+        assert not [path for path in files if secret.encode() in path.read_bytes()] and secret not in printed
 
 
 def test_without_a_terminal_a_run_says_a_line_where_a_stage_starts_and_ends(finished):

@@ -1,4 +1,6 @@
-"""A credential in an address is refused, and those of the environment reach no log, no error and no artifact."""
+"""A credential in an address is refused, and shown in no error. That those of the environment reach no artifact:
+tests/test_run.py.
+"""
 
 import base64
 import http.server
@@ -14,8 +16,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.read import Tail, read_records
-from tests.kit import free_port, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
-from tests.train.runs import train_here
+from tests.kit import free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 
 SECRET = "hunter2-of-alice"
 TOKEN = "hf_" + "aB3" * 12
@@ -154,23 +155,3 @@ def test_an_error_shows_no_query_of_an_address():
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 1 and "RuntimeError: GET https://host/data.json failed" in done.stderr
     assert done.stderr.count(SECRET) == 0
-
-
-@pytest.mark.real
-def test_a_run_leaves_the_environments_secrets_nowhere(tiny_target, tmp_path, monkeypatch):
-    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
-    del tree["draft"]["jakiro"]
-    tree["publish"]["draft"] = "eagle"
-    tree["train"]["epochs"] = 1
-    recipe = write_recipe(tree, tmp_path / "recipe")
-    secrets = {"HF_TOKEN": TOKEN, "AWS_ACCESS_KEY_ID": f"id-{SECRET}", "AWS_SECRET_ACCESS_KEY": SECRET}
-    for name, value in secrets.items():
-        monkeypatch.setenv(name, value)
-    done = run_warm([sys.executable, "-m", "pipeline", "run", str(recipe), "--until", "preprocess"], **secrets)
-    assert done.returncode == 0, done.stdout + done.stderr
-    train_here((recipe, tmp_path / "run/features"), tmp_path / "run", draft="eagle")
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"preprocess.log", "config.json", "recipe.json", "own-recipe.json"} <= {path.name for path in files}
-    for secret in (SECRET, TOKEN):
-        assert not [path for path in files if secret.encode() in path.read_bytes()]
-        assert secret not in done.stdout + done.stderr

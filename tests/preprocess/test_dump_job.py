@@ -38,13 +38,13 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def job(tiny_target, tmp_path_factory) -> tuple[Path, Path, dict[str, str]]:
+def job(tiny_target, tmp_path_factory, warm) -> tuple[Path, Path, dict[str, str]]:
     """(recipe file, features folder, checksum by shard) of an undisturbed dump with many small shards."""
     folder = tmp_path_factory.mktemp("dump")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     tree["features"]["rows_per_shard"] = 2
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_command(dump_command(recipe))
+    done = run_warm(dump_command(recipe), **warm)
     assert done.returncode == 0, done.stderr
     assert "60 records = " in done.stdout
     return recipe, folder / "run" / "features", checksums(folder / "run" / "features")

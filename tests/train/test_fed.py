@@ -77,13 +77,13 @@ def left(recipe: Recipe) -> list[str]:
     return [path.name for path in [*recipe.features_dir.glob("*-train-*"), *recipe.run_dir.glob("wanted*")]]
 
 
-def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path):
+def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path, on_cluster):
     train_here(dumped, tmp_path / "stored", "train.window=1")
     recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
     sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
     command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
     with watched(recipe.features_dir) as seen:
-        done = run_warm(command)
+        done = run_warm(command, RAY_ADDRESS=on_cluster.address)
     assert done.returncode == 0, done.stderr
     assert sha256(tmp_path / "fed" / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
     everything = Manifest.load(dumped[1]).total("train", "bytes")
