@@ -75,19 +75,23 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
     return write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
 
 
-def test_a_dump_ends_in_one_line(slow, tmp_path, warm):
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
     """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py. Of two workers'
     engines nothing stays, neither a process nor shared memory.
     """
     recipe, run = slow
     python = engines.environment(tmp_path / "environment")
-    own = ["target.engine=vllm", f"target.engine_python={python}", "features.workers=2"]
-    process = Forked(dump_command(recipe, *own), command_environment(**warm), tmp_path / "stderr")
+    workers = ["features.workers=2", "features.planners=1"]
+    own = [f"target.engine_python={python}", *workers] if engine == "vllm" else []
+    process = Forked(
+        dump_command(recipe, f"target.engine={engine}", *own), command_environment(**warm), tmp_path / "stderr"
+    )
     began = (run / "features/manifest.json").exists
     status, error = interrupted(process, began, tmp_path / "stderr", str(recipe), times=3)
     assert status == 130
     assert [line for line in error if not is_bar(line)] == [LINE]
-    assert len(engines.started(python)) == 2
+    assert len(engines.started(python)) == (2 if own else 0)
     wait_until(lambda: not engines.left_of(python))
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from infra.plan.memory import disk_bytes
+from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from train.input.order import WINDOW_BYTES
 from train.input.reads import Reads
@@ -16,7 +17,7 @@ SIMULATED = 200  # shards; where there are more, several are taken as one
 
 def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[float, float]:
     """(bytes of training's states that are on the disk at most, how often each of them is made) for so many dialogues,
-    tokens, and tokens with a loss.
+    tokens, and tokens with a loss. Raises PipelineError where training could not have what it needs at once.
     """
     every, features = disk_bytes(recipe, rows, tokens), recipe.features
     shards = math.ceil(rows / features.rows_per_shard)
@@ -29,6 +30,12 @@ def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[
     now = min(2 * window, count)
     promised = disk_bytes(recipe, rows, rows * recipe.data.max_length) / shards if recipe.answers_streamed else size
     room = min(max(int((features.disk_bytes or 0) / (promised * together)), now), count)
+    if features.disk_bytes and now * together * promised > features.disk_bytes:
+        raise PipelineError(
+            f"features.disk_bytes={features.disk_bytes:,}, but the {now * together} shards that training may need at "
+            f"once take up to about {now * together * promised:,.0f}: raise it, or lower train.window or "
+            "features.rows_per_shard"
+        )
     reads = []
     steps = math.ceil(recipe.train.passes(trained) * math.ceil(count / window))
     for epoch in range(math.ceil(recipe.train.passes(trained))):

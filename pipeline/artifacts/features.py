@@ -21,6 +21,8 @@ from pipeline.lm.model import fingerprint, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe
 
+MADE = "train shards made"  # in the feeder's last line
+
 
 def wanted_file(recipe: Recipe) -> Path:
     """There while a training is fed."""

@@ -106,12 +106,13 @@ class Display:
         self._first: dict[str, tuple[float, int]] = {}  # by kind of work: when it began, and what was done then
         self._done: dict[str, int] = {}
         self._newest: dict[str, Any] | None = None
+        self.seen: dict[str, str] = {}  # of the stage, what was shown last under each name
 
     def say(self, line: str) -> None:
         self._write(f"{line}\n")
 
     def begin(self, stage: str) -> None:
-        self._stage, self._first, self._newest = stage, {}, None
+        self._stage, self._first, self._newest, self.seen = stage, {}, None, {}
         self._began = self._told = self._clock()
 
     def update(self, reports: TextIO) -> None:
@@ -122,16 +123,13 @@ class Display:
             if what not in self._first or done < self._done[what]:  # begun, or begun again: the next draft's
                 self._first[what] = now, done
             self._done[what], self._newest = done, report
+            self.seen |= report["shown"]
         if now - self._told >= self._every:
             self._told, line = now, f"{self._stage}: {self._progress(now)}"
             if self._erase:
                 self._write(line[: shutil.get_terminal_size().columns - 1])
             else:
                 self.say(line)
-
-    def newest(self, key: str) -> str:
-        """What the stage's last report shows under that key."""
-        return (self._newest or {"shown": {}})["shown"].get(key, "0")
 
     def end(self) -> None:
         """The stage has ended, well or not."""

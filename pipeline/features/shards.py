@@ -88,6 +88,7 @@ class Manifest:
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
     answers_hash: str = ""  # Recipe.answers_hash, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
+    fed: bool = False  # training's shards come and go (features.keep = "window"): none is there to stay
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -117,6 +118,7 @@ class Manifest:
                 answers=list(map(_shard_record, raw["answers"])),
                 answers_hash=raw["answers_hash"],
                 prompts_sha256=raw["prompts_sha256"],
+                fed=raw.get("fed", False),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise PipelineError(

@@ -53,6 +53,12 @@ def _of_devices(recipe: "Recipe") -> Iterator[str]:
     for section, gpus in (("features", features.gpus), ("train", own)):
         if gpus and device == "cpu":
             yield f"{section}.gpus={gpus}, but target.device='cpu'"
+    apart = bool(features.gpus and own) and not set(features.gpus or []) & set(own or [])
+    if features.keep == "window" and device != "cpu" and (features.gpus or own) and not apart:
+        yield (
+            f"features.gpus={features.gpus} and train.gpus={own}, but features.keep='window' works on both sides at "
+            "once: give each GPUs of its own, or name neither"
+        )
     if own and (ranks or 0) > len(own):
         yield f"train.ranks={ranks}, but train.gpus={own}: each rank takes one"
     if by_engine and features.gpus_per_worker is not None:
@@ -113,6 +119,11 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
                     f"train.{key}={given} counts tokens of answers that features.keep='window' has not got when "
                     "training begins: drop it (data.max_dialogues and train.epochs say how long), or say keep='all'"
                 )
+        if recipe.answers_streamed and data.long == "windows":
+            yield (
+                "data.long='windows' makes several sequences of one dialogue, but with data.answers='target' "
+                "features.keep='window' takes one of each question: set data.long='cut', or keep='all'"
+            )
         if data.max_tokens:
             yield (
                 f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "

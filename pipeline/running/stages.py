@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.features import wanted_file
+from pipeline.artifacts.features import MADE, wanted_file
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, read_sealed
+from pipeline.basics.files import ROOT, exclusive, read_sealed
 from pipeline.basics.progress import CHANNEL, Display
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
@@ -124,7 +124,9 @@ def _chosen() -> dict[str, str]:
 
 def _named(gpus: list[int] | None) -> list[str]:
     """A recipe's choice, or else the user's, as `env` takes it."""
-    chosen = {CHOICES[0]: ",".join(map(str, gpus))} if gpus else _chosen()
+    here = torch.accelerator.current_accelerator()
+    name = CHOICES[here is not None and here.type == "xpu"]
+    chosen = {name: ",".join(map(str, gpus))} if gpus else _chosen()
     return [f"{name}={value}" for name, value in chosen.items()]
 
 
@@ -147,12 +149,12 @@ def launch_command(launcher: list[str], script: str, train: TrainConfig, device:
 
 def require_choice(recipe: Recipe) -> None:
     """Raises PipelineError where the recipe names GPUs that are not here, or the environment chooses, too."""
-    there, cluster = torch.accelerator.device_count(), {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
-    for key, gpus, other in (("features", recipe.features.gpus, cluster), ("train", recipe.train.gpus, {})):
-        chosen = ", ".join(f"{name}={value}" for name, value in (_chosen() | other).items() if value)
+    there, names = torch.accelerator.device_count(), (*CHOICES, "HIP_VISIBLE_DEVICES")
+    for key, gpus, more in (("features", recipe.features.gpus, ["RAY_ADDRESS"]), ("train", recipe.train.gpus, [])):
+        chosen = ", ".join(f"{name}={os.environ[name]}" for name in (*names, *more) if os.environ.get(name))
         if gpus and chosen:
             raise PipelineError(f"{key}.gpus={gpus}, but {chosen} in the environment chooses, too: leave one out")
-        if gpus and 0 < there <= max(gpus):
+        if gpus and there <= max(gpus):
             raise PipelineError(f"{key}.gpus={gpus}, but this machine has {there}, counted from 0: name others")
 
 
@@ -232,9 +234,10 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
             shown.end()
         channel.unlink()
         _require_success(f"stage {stage.name}", process.returncode, log)
-    if stage.feeder:
-        trained = f"{shown.newest('tokens/s')} trained tokens/s, waiting {shown.newest('waiting')} for states"
-        shown.say(f"train: {trained}; feed: {log.with_name('feed.log').read_text().splitlines()[-1]}")
+    told = log.with_name("feed.log").read_text().splitlines() if stage.feeder else []
+    if (trained := shown.seen.get("tokens/s")) and (line := next((one for one in told if MADE in one), "")):
+        waiting = shown.seen["waiting"]
+        shown.say(f"train: {trained} trained tokens/s, waiting {waiting} for states; feed: {line}")
 
 
 @contextmanager
@@ -245,7 +248,8 @@ def _fed(recipe: Recipe, stage: Stage, log: Path) -> Iterator[Callable[[], None]
     if not stage.feeder:
         yield lambda: None
         return
-    wanted_file(recipe).unlink(missing_ok=True)  # of an earlier training
+    with exclusive(recipe.features_dir, "dump"):  # of an earlier training: nobody is fed now
+        wanted_file(recipe).unlink(missing_ok=True)
     with log.open("w") as output:
         process = children.start(stage.feeder, stage.environment, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -8,7 +8,7 @@ whole means its size: reading it all back is `verify`'s business.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ from preprocess.dump.compare import sampled
 from preprocess.dump.plan import QUESTION, Plan, question_batch
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import FURTHER, FeatureWorker
+from preprocess.dump.worker import FeatureWorker
 
 REJECTED = "rejected.jsonl"
 SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
@@ -62,7 +62,7 @@ def dump(recipe: Recipe) -> list[str]:
         store = store_of(recipe)
         spec = feature_spec(recipe)
         manifest = _resume(folder, spec, store, recipe.answers_hash)
-        if recipe.features.keep == "all" and manifest.lacks("train"):  # a training was fed from here
+        if recipe.features.keep == "all" and manifest.fed:
             manifest.complete = False
         if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
             manifest.complete = False
@@ -84,10 +84,10 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     """What an earlier run left; answers to other calibration prompts, or of other lengths, are not taken over."""
     sizes = {} if store is None else store.sizes()
     manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(spec)
-    _require_its_own(manifest.spec, spec, folder)
+    require_its_own(manifest.spec, spec, folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
-        _require_its_own(manifest.spec, spec, store.name)
+        require_its_own(manifest.spec, spec, store.name)
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
@@ -104,7 +104,7 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     return manifest
 
 
-def _require_its_own(got: FeatureSpec, spec: FeatureSpec, where: object) -> None:
+def require_its_own(got: FeatureSpec, spec: FeatureSpec, where: object) -> None:
     require_same(got, spec, where)
     made, here = ((one.engine, one.engine != "transformers" and one.engine_version) for one in (got, spec))
     if made != here:
@@ -220,6 +220,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
+    manifest.fed = recipe.features.keep == "window"
     ledger.save()
 
 
@@ -253,7 +254,6 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
     shards, made = manifest.shards, manifest.of("train")
     if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected; it counts such questions
-        require_one_each(made)
         rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in made)
         shards = [*shards, ShardRecord("", "train", 0, rest, plan.train_tokens, 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
@@ -267,16 +267,6 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
             f"{f' ({grouped}, which stay together)' if (grouped := _grouped(manifest)) else ''}: "
             "raise it, or say with data.group what belongs together ('id': nothing does)"
-        )
-
-
-def require_one_each(shards: list[ShardRecord]) -> None:
-    """Raises PipelineError where a question gave several sequences: training numbers its rows by questions."""
-    if any(shard.edits.get(FURTHER) for shard in shards):
-        raise PipelineError(
-            "a question gave several sequences (windows; or the template shows earlier answers otherwise than the "
-            "last), but with data.answers='target' features.keep='window' takes one each: set data.long='cut' and "
-            "data.train_turns='last', or keep='all'"
         )
 
 
@@ -298,16 +288,25 @@ def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, Arr
             yield task
 
 
-def write_rejected(folder: Path, rejected: list[tuple[str, str]]) -> None:
+def write_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
     """(document id, reason) of each dialogue that is not used."""
-    lines = [json.dumps({"doc_id": doc_id, "reason": reason}) for doc_id, reason in rejected]
-    write_text(folder / REJECTED, "".join(f"{line}\n" for line in lines))
+    write_text(folder / REJECTED, _lines(rejected))
+
+
+def add_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
+    with (folder / REJECTED).open("a") as file:
+        file.write(_lines(rejected))
+
+
+def _lines(rejected: Iterable[tuple[str, str]]) -> str:
+    return "".join(json.dumps({"doc_id": doc_id, "reason": reason}) + "\n" for doc_id, reason in rejected)
 
 
 def read_rejected(folder: Path) -> list[tuple[str, str]]:
-    """What `write_rejected` wrote."""
+    """What was written there; without a last line that was torn."""
     path = folder / REJECTED
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    text = path.read_text() if path.exists() else ""
+    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return [(line["doc_id"], line["reason"]) for line in lines]
 
 

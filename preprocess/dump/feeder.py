@@ -13,15 +13,23 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.artifacts.features import feature_spec, read_wanted, wanted_file
+from pipeline.artifacts.features import MADE, feature_spec, read_wanted, wanted_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
-from pipeline.features.schema import require_same
+from pipeline.features.checked import checked
 from pipeline.features.shards import QUESTIONS, Manifest, ShardRecord, damage
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
-from preprocess.dump.driver import listed, read_rejected, require_one_each, sweep, worker_of, write_rejected
+from preprocess.dump.driver import (
+    add_rejected,
+    listed,
+    read_rejected,
+    require_its_own,
+    sweep,
+    worker_of,
+    write_rejected,
+)
 from preprocess.dump.plan import questions_of
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
@@ -37,17 +45,15 @@ def feed(recipe: Recipe) -> list[str]:
     folder = recipe.features_dir
     with exclusive(folder, "dump"):
         manifest = Manifest.load(folder)
-        require_same(manifest.spec, feature_spec(recipe), folder)
+        require_its_own(manifest.spec, feature_spec(recipe), folder)
         if not manifest.complete:
             raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
         return _Feeder(recipe, folder, manifest).run()
 
 
 def _require_all(record: ShardRecord) -> None:
-    if record.text is not None:  # with its shard: of answers
-        require_one_each([record])
-        return
-    for doc_id, reason in record.rejected.items():
+    known = record.text is None  # else the target answers them
+    for doc_id, reason in record.rejected.items() if known else ():
         raise PipelineError(
             f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this out of "
             "data.source, or set features.keep='all'"
@@ -59,18 +65,20 @@ class _Feeder:
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
         self._questions = manifest.text.get(QUESTIONS)
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
-        self._rejected = read_rejected(folder)
+        self._rejected = dict(read_rejected(folder))
+        write_rejected(folder, self._rejected.items())
         self._making = set[int]()
         self._made = self._tokens = 0
         self._began = self._counted = self._idle = 0.0  # when the first shard was begun; up to when; seconds a worker
-        self._all = not manifest.lacks("train")  # a dump that kept all: nothing of it is removed
 
     def run(self) -> list[str]:
         if self._questions and (reason := damage(self._folder, self._questions)):
             raise PipelineError(f"{self._folder / self._questions.name}: {reason}. Run the dump again")
-        damaged = {r.index for r in self._manifest.of("train") for file in r.files if damage(self._folder, file)}
-        self._all &= not damaged
-        self._remove(damaged)
+        shards = self._manifest.of("train")
+        broken = {file.name for file, reason in checked(self._folder, (f for s in shards for f in s.files)) if reason}
+        if broken:  # of a dump that kept all: now they come and go
+            self._manifest.fed = True
+        self._remove({shard.index for shard in shards if broken & {file.name for file in shard.files}})
         sweep(self._folder, self._manifest)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
         for record in self._manifest.of("train"):
@@ -86,15 +94,15 @@ class _Feeder:
             self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        reasons = Counter(reason for _, reason in self._rejected)
+        reasons = Counter(self._rejected.values())
         rejected = [f"rejected so far, by the dump or since: {listed(reasons)}"] if self._questions else []
-        return [*rejected, f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
+        return [*rejected, f"{self._made} {MADE}, {len(self._held) or 'none'} left{self._waited()}"]
 
     def _note(self, record: ShardRecord) -> None:
-        """What came of a question is written down once, however often it is asked."""
-        if new := [pair for pair in record.rejected.items() if pair not in self._rejected]:
-            self._rejected += new
-            write_rejected(self._folder, self._rejected)
+        """What first came of a question is written down, however often it is asked."""
+        if new := {doc_id: why for doc_id, why in record.rejected.items() if doc_id not in self._rejected}:
+            self._rejected |= new
+            add_rejected(self._folder, new.items())
 
     def _count(self) -> None:
         """The time that workers had nothing to make, up to now: what is being made is about to change."""
@@ -138,7 +146,7 @@ class _Feeder:
 
     def _remove(self, indices: set[int]) -> None:
         gone = [record for record in self._manifest.of("train") if record.index in indices]
-        if not gone or self._all:
+        if not gone or not self._manifest.fed:  # a dump that kept all
             return
         self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
         self._manifest.save(self._folder)

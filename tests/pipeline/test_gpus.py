@@ -89,6 +89,8 @@ def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe,
     assert told(train.command, tmp_path) == [f"rank {rank} 3,1 - RECIPE" for rank in range(2)]
     assert told(dump.command, tmp_path) == told(train.feeder, tmp_path) == ["rank - 0 - RECIPE"]
     assert told(evaluation.command, tmp_path) == ["rank - - - RECIPE"]
+    with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but this machine has 0, counted from 0"):
+        require_choice(recipe)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     with pytest.raises(PipelineError, match=r"train.gpus=\[3, 1\], but this machine has 3, counted from 0"):
         require_choice(recipe)

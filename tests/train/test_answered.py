@@ -5,8 +5,8 @@ the weights of one for which all are answered before, whichever side is stopped.
 import json
 import shutil
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,17 @@ import torch
 from pipeline.artifacts.features import Wanted, feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.features.shards import QUESTIONS, FeatureStore, Manifest, ShardRecord
+from pipeline.features.shards import QUESTIONS, FeatureStore, Manifest
+from pipeline.lm.chat import Unusable
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
 from preprocess.dump import feeder
-from preprocess.dump.driver import read_rejected, require_one_each
+from preprocess.dump.driver import read_rejected
 from preprocess.dump.plan import Plan
+from preprocess.dump.worker import SEVERAL, FeatureWorker
+from preprocess.sources.dialogues import Dialogue
 from preprocess.verify import damaged_shards
 from tests.kit import checksums, dump_here, recipe_tree, without_ray, write_recipe, write_sharegpt
 from tests.train.runs import lines_of, train_here
@@ -172,8 +175,13 @@ def test_a_dump_that_keeps_all_has_the_same_rows_in_another_order_and_is_another
     assert checksums(tmp_path / "features") == checksums(asked[1]) and features_state(recipe)[0]
 
 
-def test_a_question_that_gives_several_sequences_is_refused():
-    several = ShardRecord("", "train", 0, 9, 1, 1, 1, "", edits={"further_sequences": 1})
-    require_one_each([replace(several, edits={})])
-    with pytest.raises(PipelineError, match=r"several sequences .* set data.long='cut'"):
-        require_one_each([several])
+def test_questions_that_give_several_sequences_are_refused_or_rejected(asked, monkeypatch):
+    with pytest.raises(PipelineError, match=r"data.long='windows' makes several sequences .* one of each question"):
+        load_recipe(asked[0], [*WINDOW, "data.long=windows"])
+    recipe = load_recipe(asked[0], list(WINDOW))
+    worker = FeatureWorker(recipe, asked[1], Manifest.load(asked[1]).spec)
+    two = [(f"doc1#{place}", None) for place in range(2)]  # as a template makes that shows earlier answers otherwise
+    monkeypatch.setattr("preprocess.dump.worker.encode_sequences", lambda *_: (two, []))
+    (conversation,) = next(worker._interview.hold([Dialogue("doc1", [{"role": "user", "content": "a"}], ())], False))
+    with pytest.raises(Unusable, match=SEVERAL):
+        worker._encoded(conversation, Counter())

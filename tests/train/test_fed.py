@@ -4,12 +4,14 @@ shards lie on the disk than there is room for, and no fewer could be made for th
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tests.kit import (
     checksums,
     command_environment,
     dump_here,
+    flip,
     holding_files,
     run_warm,
     wait_until,
@@ -178,6 +181,45 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
         with without_ray():
             assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")
         assert reads.made(3, room) == count and left(recipe) == []
+
+
+def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypatch):
+    """Also where all that was made fitted the disk when the feeder was killed."""
+    recipe, want, most = prepared(dumped, tmp_path / "fed"), checksums(dumped[1]), []
+
+    def until(shards: int, then: Wanted | BaseException) -> Callable[[Recipe], Wanted]:
+        def read_wanted(recipe: Recipe) -> Wanted:
+            most.append(len(Manifest.load(recipe.features_dir).of("train")))
+            if most[-1] != shards:
+                return Wanted(list(range(5)), min(shards, 5), shards)
+            if isinstance(then, BaseException):
+                raise then
+            return then
+
+        return read_wanted
+
+    with without_ray():
+        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", until(5, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            feed(recipe)
+        most.clear()
+        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", until(3, Wanted([])))
+        assert feed(recipe) == ["0 train shards made, none left"] and most == [5, 3] and left(recipe) == []
+        shutil.copytree(dumped[1], tmp_path / "kept/features")
+        kept = load_recipe(dumped[0], [f"output={tmp_path / 'kept'}", *FED])
+        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
+        assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.features_dir) == want
+        flip(kept.features_dir / shard_name("train", 2))
+        assert feed(kept) == ["0 train shards made, none left"]
+
+
+def test_a_feeder_of_another_engine_is_refused(dumped, tmp_path):
+    recipe = prepared(dumped, tmp_path)
+    manifest = Manifest.load(recipe.features_dir)
+    manifest.spec = replace(manifest.spec, engine="vllm", engine_version="0.32.0")
+    manifest.save(recipe.features_dir)
+    with pytest.raises(PipelineError, match=r"computed by vllm 0.32.0, this run has transformers"):
+        feed(recipe)
 
 
 def test_what_a_fed_training_cannot_have_is_refused(dumped, tmp_path, monkeypatch):

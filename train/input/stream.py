@@ -85,7 +85,8 @@ class FedStore(FeatureStore):
     def want(self, wanted: Wanted, tell: bool) -> None:
         """What is read from now on. `tell`: on the one rank that tells the feeder."""
         self._arriving.close_others(wanted.soon)
-        if tell and wanted != self._told:
+        told = self._told and (set(self._told.soon), self._told.room)
+        if tell and told != (set(wanted.soon), wanted.room):  # else the order of the others is what it was
             write_wanted(self._recipe, wanted)
             self._told = wanted
 
@@ -146,7 +147,7 @@ class _Arriving(dict[int, Any]):
                 log.warning("training waits for shard %d: does preprocess/feed.py run? See logs/feed.log", index)
             waited += LOOK_SECONDS
 
-    def _opened(self, record: ShardRecord) -> Any:
+    def _opened(self, record: ShardRecord, tries: int = 2) -> Any:
         """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one."""
         try:
             for file in record.files:
@@ -154,9 +155,11 @@ class _Arriving(dict[int, Any]):
                     raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
             return self._reader(self._folder, record, self._spec)
         except PipelineError:
-            if record in Manifest.load(self._folder).of("train"):
+            if record not in Manifest.load(self._folder).of("train"):
+                return None
+            if tries == 1:  # else it went, and is there again
                 raise
-            return None
+            return self._opened(record, tries - 1)
 
     def close_others(self, kept: list[int]) -> None:
         """Their space on the disk is free when every rank has closed them."""
