@@ -19,6 +19,7 @@ from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
 from tests import cluster
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
+from tests.loopback import object_store
 from tests.warm import RAYS_PYTHON, warm_workers
 
 
@@ -48,6 +49,12 @@ def embed_head(loaded_target, tiny_target) -> EmbeddingAndHead:
 @pytest.fixture
 def tiny_recipe(tiny_target, tmp_path) -> Recipe:
     return Recipe.model_validate(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with object_store() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,16 @@
-"""A server on the loopback interface, as long as a block runs; a test says what it answers."""
+"""A server on the loopback interface, as long as a block runs; a test says what it answers. And one of S3."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Self
+
+import pytest
+from pyarrow import fs
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,3 +53,22 @@ class Loopback:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+@contextmanager
+def object_store() -> Iterator[str]:
+    """The address of an empty bucket on a local S3 server."""
+    from moto.server import ThreadedMotoServer  # takes a second
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        _, port = server.get_host_and_port()
+        where = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        url = f"s3://shards/run?{where}&allow_bucket_creation=true"
+        system, _ = fs.FileSystem.from_uri(url)
+        system.create_dir("shards")
+        yield url
+        server.stop()

@@ -67,6 +67,8 @@ def _train(
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
     require_shared(state if recipe.train.resume else folder)
+    if recipe.features.keep == "window":  # the run's folder says which shards are there
+        require_shared(folder)
     store, heldout, answers = features()
     draft = new_draft(recipe, name, embed_head, store)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart

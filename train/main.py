@@ -22,6 +22,7 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from train.engine.engine import start_distributed
 from train.input.features import bring, open_checked
+from train.input.stream import remove_copies
 from train.loop import train
 
 
@@ -47,8 +48,10 @@ def main() -> None:
         line = train(recipe, name, embed_head, features, rank, ranks)
         if rank == 0:
             print(line)
-    if rank == 0 and recipe.features.keep == "window":
-        write_wanted(recipe, Wanted([]))
+    if recipe.features.keep == "window":
+        remove_copies(recipe, [])
+        if rank == 0:
+            write_wanted(recipe, Wanted([]))
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.features.engines import identity_of
 from pipeline.features.schema import FeatureSpec, require_same
-from pipeline.features.shards import HELDOUT_PROMPTS, Manifest, Record, damage, prompts_damage
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, Record, damage, prompts_damage
 from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
 from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
@@ -101,35 +101,38 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
     )
 
 
-def store_of(recipe: Recipe) -> Store | None:
-    return Store(recipe.features.store) if recipe.features.store else None
+def store_of(recipe: Recipe, reader: Path | None = None) -> Store | None:
+    """The recipe's; without one, the run's own folder is a store for a `reader` in another folder."""
+    if recipe.features.store:
+        return Store(recipe.features.store)
+    own = recipe.features_dir.resolve()
+    return Store(own.as_uri(), name=str(recipe.features_dir)) if reader and reader.resolve() != own else None
 
 
 def fetch(
     recipe: Recipe, expected: FeatureSpec | None = None, checksums: bool = True, folder: Path | None = None
 ) -> None:
-    """Brings the recipe's features to `folder`, by default the run's own, from its store, or else from the run's own
-    folder to another one. What is there already is kept.
+    """Brings the recipe's features, but for those that come and go, to `folder`, by default the run's own, from its
+    store, or else from the run's own folder to another one. What is there already is kept.
 
     Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before
     anything is fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError,
     also for a dump that is not finished.
     """
-    own, store = recipe.features_dir.resolve(), store_of(recipe)
     folder = folder or recipe.features_dir
-    elsewhere = folder.resolve() != own
-    if store is None and elsewhere:
-        store = Store(own.as_uri(), name=str(recipe.features_dir))
+    elsewhere, store = folder.resolve() != recipe.features_dir.resolve(), store_of(recipe, folder)
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".fetch.lock"):
+    with fetching(folder):
+        for leftover in folder.glob(".*.tmp") if elsewhere else ():  # of ranks that were killed
+            leftover.unlink()
         manifest = store.manifest()
         if expected is not None:
             require_same(manifest.spec, expected, store.name)
         if not manifest.complete:
             raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
-        wanted = _lacking(folder, manifest)
+        wanted = _lacking(folder, manifest, recipe.features.keep)
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
@@ -137,12 +140,18 @@ def fetch(
         if not elsewhere:  # what evaluation and `verify` read
             store.get(HELDOUT_PROMPTS, folder, manifest.prompts_sha256 if checksums else None)
             store.get(RECIPE, folder)
-        manifest.save(folder)
+        if elsewhere or recipe.features.keep == "all" or not (folder / MANIFEST).exists():
+            manifest.save(folder)  # else it names what a feeder makes, too
 
 
-def _lacking(folder: Path, manifest: Manifest) -> list[Record]:
-    """The tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own manifest was
-    saved.
+def fetching(folder: Path) -> FileLock:
+    """Held by the one process of a node that fetches; the others wait."""
+    return FileLock(folder / ".fetch.lock")
+
+
+def _lacking(folder: Path, manifest: Manifest, keep: str) -> list[Record]:
+    """The lasting tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own
+    manifest was saved.
     """
     try:
         held = {record.name: record.sha256 for record in Manifest.load(folder).files}
@@ -150,7 +159,7 @@ def _lacking(folder: Path, manifest: Manifest) -> list[Record]:
         held = {}
     return [
         record
-        for record in manifest.files
+        for record in manifest.lasting(keep)
         if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
     ]
 

@@ -137,6 +137,8 @@ def _bytes_of(path: Path) -> bytes:
     except FileNotFoundError:
         raise PipelineError(f"{path} does not exist") from None
     except OSError as error:  # a folder, no permission
+        if error.errno == errno.ESTALE:  # another node replaced it while this one, over NFS, read it
+            return _bytes_of(path)
         raise PipelineError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
 

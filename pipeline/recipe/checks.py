@@ -99,8 +99,11 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
         train.accumulation(train.ranks or 1)
     except PipelineError as error:
         yield str(error)
-    if train.shards and recipe.features.keep == "window":
-        yield "features.keep='window' has ranks read shards where they are made: drop train.shards"
+    if recipe.features.keep == "window" and recipe.features.store and not recipe.copies:
+        yield (
+            "features.keep='window' with features.store wants a folder on each node's own disk, where its copies of "
+            "shards come and go: set train.shards, to another folder than OUTPUT/features"
+        )
     if unknown := sorted(train.learning_rates.keys() - set(recipe.to_train)):
         yield (
             f"train.learning_rates.{unknown[0]}: no draft of that name is trained; expected one of "

@@ -251,6 +251,11 @@ class Recipe(Section):
         """Where a trainer's node reads the features."""
         return Path(self.train.shards) if self.train.shards else self.features_dir
 
+    @property
+    def copies(self) -> bool:
+        """Whether a trainer's node reads copies of its own."""
+        return self.shards_dir.resolve() != self.features_dir.resolve()
+
     def resume_dir(self, draft: str) -> Path:
         """Where a training's resume states are, which all of its nodes see."""
         return Path(self.train.resume) / draft if self.train.resume else self.draft_dir(draft) / "resume"

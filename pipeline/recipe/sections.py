@@ -80,8 +80,6 @@ class FeaturesConfig(Section):
     def _sound(self):
         if self.disk_bytes and self.keep == "all":
             raise ValueError("disk_bytes bounds what keep='window' leaves on the disk, but keep='all'")
-        if self.keep == "window" and self.store:
-            raise ValueError("keep='window' makes shards in the run's own folder: drop store")
         if self.auxiliary_layers is not None and self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
         if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,18 +206,20 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
         _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
     manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
-    if store is not None:
-        for record in manifest.text.values():
-            _move(folder / record.name, store)
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
     if recipe.answers_streamed:  # of the sample the texts stay
         (first,), manifest.shards = manifest.of("train"), manifest.of("validation")
+        if store is not None:
+            store.get(first.text.name, folder, first.text.sha256)
         (folder / first.text.name).replace(folder / text_name("train"))
         manifest.text["train"] = replace(first.text, name=text_name("train"))
+    if store is not None:
+        for record in manifest.text.values():
+            _move(folder / record.name, store)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    sweep(folder, manifest)
+    sweep(folder, manifest, store)
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
@@ -242,9 +245,12 @@ def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Hear
     return partial(FeatureWorker, recipe, folder.resolve(), spec, sample=sample)
 
 
-def sweep(folder: Path, manifest: Manifest) -> None:
+def sweep(folder: Path, manifest: Manifest, store: Store | None) -> None:
     """Removes tables and shards that the manifest does not name: of an earlier plan, or of a feeder that was killed."""
     known = {record.name for record in manifest.files}
+    for name in store.sizes().keys() - known if store is not None else ():
+        if any(fnmatch(name, pattern) for pattern in FILES):
+            store.delete(name)
     for path in (path for pattern in FILES for path in folder.glob(pattern)):
         if path.name not in known:
             path.unlink()

@@ -4,8 +4,11 @@ What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.feat
 the text table (or of the table of questions, where the target answers) and its number, so one that is wanted again is
 made again, byte for byte.
 
-Guarantees: no more train shards lie in the folder, or are being made, than training has room for; the manifest never
-names a shard that is not there. In the end none is left.
+Shards lie in the run's folder or in the recipe's store; the manifest that names them is the run's in either case, and
+the store's names what lasts.
+
+Guarantees: no more train shards lie there, or are being made, than training has room for; the manifest never names a
+shard that is not there. In the end none is left.
 """
 
 import time
@@ -13,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.artifacts.features import MADE, feature_spec, read_wanted, wanted_file
+from pipeline.artifacts.features import MADE, feature_spec, read_wanted, store_of, wanted_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.features.checked import checked
@@ -26,6 +29,7 @@ from preprocess.dump.driver import (
     listed,
     read_rejected,
     require_its_own,
+    require_lasting,
     sweep,
     worker_of,
     write_rejected,
@@ -43,6 +47,7 @@ def feed(recipe: Recipe) -> list[str]:
     counted on it. A question may give no dialogue; the dump's list of what is rejected then has it, too.
     """
     folder = recipe.features_dir
+    require_lasting(folder)
     with exclusive(folder, "dump"):
         manifest = Manifest.load(folder)
         require_its_own(manifest.spec, feature_spec(recipe), folder)
@@ -63,6 +68,10 @@ def _require_all(record: ShardRecord) -> None:
 class _Feeder:
     def __init__(self, recipe: Recipe, folder: Path, manifest: Manifest):
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
+        self._store = store_of(recipe)
+        for table in manifest.text.values() if self._store is not None else ():
+            if damage(folder, table):
+                self._store.get(table.name, folder, table.sha256)
         self._questions = manifest.text.get(QUESTIONS)
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
         self._rejected = dict(read_rejected(folder))
@@ -75,11 +84,15 @@ class _Feeder:
         if self._questions and (reason := damage(self._folder, self._questions)):
             raise PipelineError(f"{self._folder / self._questions.name}: {reason}. Run the dump again")
         shards = self._manifest.of("train")
-        broken = {file.name for file, reason in checked(self._folder, (f for s in shards for f in s.files)) if reason}
+        files = [file for shard in shards for file in shard.files]
+        if self._store is None:
+            broken = {file.name for file, reason in checked(self._folder, files) if reason}
+        else:  # nobody reads them all back: what a feeder that was killed left there is made again
+            broken = {file.name for file in files if self._manifest.fed}
         if broken:  # of a dump that kept all: now they come and go
             self._manifest.fed = True
         self._remove({shard.index for shard in shards if broken & {file.name for file in shard.files}})
-        sweep(self._folder, self._manifest)
+        sweep(self._folder, self._manifest, self._store)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
         for record in self._manifest.of("train"):
             _require_all(record)
@@ -151,4 +164,7 @@ class _Feeder:
         self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
         self._manifest.save(self._folder)
         for file in (file for record in gone for file in record.files):
-            (self._folder / file.name).unlink(missing_ok=True)
+            if self._store is not None:
+                self._store.delete(file.name)
+            else:
+                (self._folder / file.name).unlink(missing_ok=True)

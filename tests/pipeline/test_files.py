@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -182,3 +184,9 @@ def test_a_lock_beside_its_folder_outlives_it(tmp_path):
             pass
     with exclusive(folder, "training", beside=True):
         assert list(folder.iterdir()) == []
+
+
+def test_a_file_that_another_node_replaces_while_it_is_read_is_read_again(tmp_path):
+    """NFS has no old content then."""
+    with mock.patch.object(Path, "read_bytes", side_effect=[OSError(errno.ESTALE, ""), b'{"b": 2}']):
+        assert read_json(tmp_path / "here.json") == {"b": 2}

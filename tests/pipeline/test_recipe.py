@@ -215,6 +215,10 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (["features.auxiliary_layers=[0]"], "greater than 0"),
         (["train.shards=local/shards"], "train.shards: a relative folder: give one that is the same from wherever"),
         (["train.resume="], "train.resume: a relative folder"),
+        (
+            ["features.keep=window", "features.store=s3://a/b"],
+            "set train.shards, to another folder than OUTPUT/features",
+        ),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
         (
             ["data.answers=target", "features.keep=window", "train.tokens=10"],

@@ -2,12 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
-from pyarrow import fs
 
 from pipeline.artifacts.features import feature_spec, fetch, heldout_prompts, store_of
 from pipeline.artifacts.provenance import RECIPE
@@ -30,27 +27,8 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
-from tests.loopback import Handler, Loopback
+from tests.loopback import KEYS, Handler, Loopback
 from tests.train.runs import run_training
-
-KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-user", "AWS_EC2_METADATA_DISABLED": "true"}
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """The address of an empty bucket on a local S3 server."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in KEYS.items():
-            patch.setenv(name, value)
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        _, port = server.get_host_and_port()
-        where = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-        url = f"s3://shards/run?{where}&allow_bucket_creation=true"
-        system, _ = fs.FileSystem.from_uri(url)
-        system.create_dir("shards")
-        yield url
-        server.stop()
 
 
 @pytest.mark.parametrize("kind", ["s3", "file", "memory"])

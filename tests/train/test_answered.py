@@ -95,16 +95,23 @@ def answered(asked, tmp_path_factory) -> Path:
     return recipe.features_dir
 
 
+@pytest.fixture(scope="module")
+def weights(asked, answered, tmp_path_factory) -> str:
+    """The SHA-256 of those that these answers make."""
+    output = tmp_path_factory.mktemp("weights")
+    train_here((asked[0], answered), output, *WINDOW)
+    return sha256(output / WEIGHTS)
+
+
 def copied(asked, output: Path) -> Recipe:
     shutil.copytree(asked[1], output / "features")
     return load_recipe(asked[0], [f"output={output}", *WINDOW])
 
 
 def test_either_side_is_stopped_and_the_weights_are_those_of_answers_that_were_all_there(
-    asked, answered, tmp_path, monkeypatch
+    asked, answered, weights, tmp_path, monkeypatch
 ):
     """In one process; what a kill leaves on the disk is shown in test_fed.py."""
-    train_here((asked[0], answered), tmp_path / "stored", *WINDOW)
     output, stop, sets = tmp_path / "fed", threading.Event(), [*WINDOW, f"features.disk_bytes={BOUND}"]
     recipe = copied(asked, output)
     one_step, read_wanted = _Run._one_step, feeder.read_wanted
@@ -138,12 +145,27 @@ def test_either_side_is_stopped_and_the_weights_are_those_of_answers_that_were_a
         train_here(asked, output, *sets)
         rejected, made = second.result()
     assert "none left" in made and "too_long 10" in rejected and left(recipe) == []
-    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    assert sha256(output / WEIGHTS) == weights
     sizes = sorted(sum(file.bytes for file in shard.files) for shard in Manifest.load(answered).of("train"))
     assert 0 < max(seen) <= sum(sizes[-AT_ONCE:]) < sum(sizes)
     steps = [[line["step"] for line in lines_of(output, kind)] for kind in ("train", "validation")]
     assert len(steps[0]) == 22 - 4 and steps[1][-1] == 22  # two steps of an epoch have no dialogue
     assert list(dict(read_rejected(recipe.features_dir)).values()).count("too_long") == len(LONG)
+
+
+def test_answers_come_through_a_store(asked, weights, tmp_path):
+    store, local = tmp_path / "store", tmp_path / "local"
+    sets = [*WINDOW, f'features.store="file://{store}"', f"train.shards={local}"]
+    recipe = load_recipe(asked[0], [f"output={tmp_path / 'run'}", *sets])
+    dump_here(recipe)
+    lasting = checksums(store)
+    assert lasting == checksums(asked[1]) and not list(recipe.features_dir.glob("*.arrow"))
+    with ThreadPoolExecutor(1) as thread, without_ray():
+        feeding = thread.submit(feeder.feed, recipe)
+        train_here(asked, tmp_path / "run", *sets)
+        assert "none left" in feeding.result()[1]
+    assert sha256(tmp_path / "run" / WEIGHTS) == weights
+    assert checksums(store) == checksums(local) == lasting
 
 
 def test_a_dump_that_keeps_all_has_the_same_rows_in_another_order_and_is_another(asked, answered, tmp_path):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.features import Wanted
+from pipeline.artifacts.features import Wanted, write_wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
+from pipeline.features.store import Store
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
@@ -110,9 +112,8 @@ def killed(process: Forked) -> None:
     wait_until(lambda: not holding_files(os.getpgid, process.pid))
 
 
-def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, tmp_path):
+def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, by_two, tmp_path):
     sets, output = ["train.micro_batch=2"], tmp_path / "fed"
-    assert run_training(dumped, tmp_path / "stored", *sets, "train.window=1", ranks=2).returncode == 0
     recipe = prepared(dumped, output)
     first = feeder(dumped, recipe)
     with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread:
@@ -125,7 +126,65 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
         done = training.result()
         assert done.returncode == 0, done.stderr
     assert second.wait() == 0 and 0 < max(seen) <= BOUND and left(recipe) == []
-    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    assert sha256(output / WEIGHTS) == by_two
+
+
+@pytest.mark.parametrize("place", ["store", "folder"])
+def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tmp_path, bucket, monkeypatch, place):
+    """In an object store, or in the run's folder. A feeder was stopped there and ranks were killed here before."""
+    output, local, url = tmp_path / "fed", tmp_path / "local", bucket.replace("/run?", "/fed?")
+    sets = [*FED, "train.micro_batch=2", f"train.shards={local}", *([f'features.store="{url}"'] * (place == "store"))]
+    recipe = load_recipe(dumped[0], [f"output={output}", *sets])
+    there = Store(url if place == "store" else recipe.features_dir.as_uri())
+    first, seen, put = shard_name("train", 0), [0], Store.put
+
+    def of_train() -> int:
+        return sum(size for name, size in there.sizes().items() if "-train-" in name)
+
+    def put_and_look(store: Store, path: Path) -> None:
+        put(store, path)
+        seen.append(of_train())
+
+    dump_here(recipe)
+    with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
+        wants = iter([Wanted([0], 1, 1)])
+        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
+        feed(recipe)
+    assert of_train() > 0
+    for name in (first, shard_name("train", 9)):  # damaged; one that no manifest names
+        (tmp_path / name).write_bytes(b"half")
+        there.put(tmp_path / name)
+    local.mkdir()
+    for name in (first, shard_name("train", 9), f".{first}.1.tmp"):
+        (local / name).write_bytes(b"half")
+    monkeypatch.setattr(Store, "put", put_and_look)
+    with watched(recipe.features_dir) as here, watched(local) as copies, ThreadPoolExecutor(1) as thread, without_ray():
+        feeding = thread.submit(feed, recipe)
+        done = run_training(dumped, output, *sets, ranks=2)
+        if done.returncode:
+            write_wanted(recipe, Wanted([]))
+        assert "none left" in feeding.result()[0] and done.returncode == 0, done.stderr
+    assert sha256(output / WEIGHTS) == by_two
+    assert 0 < max(seen if place == "store" else here) <= BOUND and 0 < max(copies) <= BOUND
+    assert left(recipe) == [] and of_train() == 0 and list(local.glob("*-train-*")) == []
+    assert {path.name for path in local.glob("*.arrow")} < checksums(dumped[1]).keys()
+
+
+def test_a_shared_folder_may_show_a_shard_late(dumped, tmp_path, monkeypatch):
+    shutil.copytree(dumped[1], tmp_path / "features")
+    recipe = load_recipe(dumped[0], [f"output={tmp_path}", *FED])
+    store, path = FedStore(recipe, Manifest.load(dumped[1]).spec), tmp_path / "features" / shard_name("train", 0)
+    path.rename(tmp_path / "late")
+    with ThreadPoolExecutor(1) as thread:
+        row = thread.submit(store.row, 0)
+        time.sleep(0.2)
+        (tmp_path / "late").rename(path)
+        assert row.result().doc_id == store.texts.doc_id(0)
+    store.want(Wanted([]), tell=False)
+    path.unlink()
+    monkeypatch.setattr("train.input.stream.TELL_SECONDS", 0)
+    with pytest.raises(PipelineError, match=f"{path}: it is missing. Run again"):
+        store.row(0)
 
 
 def fewest(reads: Reads, now: int, room: int) -> int:

@@ -2,12 +2,16 @@
 
 import random
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from tests.kit import ROOT, command_environment, override_arguments, run_command
-from tests.train.runs import largest_difference
+from pipeline.artifacts.features import Wanted, write_wanted
+from pipeline.basics.files import sha256
+from preprocess.dump.feeder import feed
+from tests.kit import ROOT, command_environment, override_arguments, run_command, without_ray
+from tests.train.test_fed import FED, WEIGHTS, left, prepared
 
 SRUN = """#!/usr/bin/env bash
 # Two "nodes" on this machine; the first that fails ends both.
@@ -33,13 +37,18 @@ def cluster(tmp_path) -> dict[str, str]:
 
 @pytest.mark.real
 @pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
-def test_the_slurm_script_trains_on_two_nodes_as_one_process_does(dumped, undisturbed, tmp_path, cluster):
-    recipe, features = dumped
-    (tmp_path / "features").symlink_to(features)
-    command = ["bash", "infra/slurm/train.sbatch", str(recipe), "--draft", "jakiro"]
-    done = run_command([*command, *override_arguments([f"output={tmp_path}"])], **cluster)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert largest_difference(undisturbed, tmp_path) < 1e-5
+def test_the_slurm_script_trains_on_two_nodes_that_are_fed_from_elsewhere(dumped, by_two, tmp_path, cluster):
+    """All see one folder. The weights are those of two ranks of a machine that has all shards."""
+    recipe = prepared(dumped, tmp_path)
+    command = ["bash", "infra/slurm/train.sbatch", str(dumped[0]), "--draft", "jakiro"]
+    command += override_arguments([f"output={tmp_path}", *FED, "train.micro_batch=2"])
+    with ThreadPoolExecutor(1) as thread, without_ray():
+        feeding = thread.submit(feed, recipe)
+        done = run_command(command, **cluster)
+        if done.returncode:
+            write_wanted(recipe, Wanted([]))
+        assert "none left" in feeding.result()[0] and done.returncode == 0, done.stdout + done.stderr
+    assert sha256(tmp_path / WEIGHTS) == by_two and left(recipe) == []
 
 
 @pytest.mark.real

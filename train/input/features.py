@@ -126,6 +126,6 @@ def require_shared(folder: Path) -> None:
         if not mark.exists():
             raise PipelineError(
                 f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need a folder that "
-                "all nodes see: name one as train.resume, or as output"
+                "all nodes see: name one as train.resume, or as output. features.keep='window' needs such an output"
             )
     mark.unlink(missing_ok=True)  # all have looked

@@ -4,6 +4,9 @@ Rank 0 tells the feeder (preprocess/feed.py), in a file, in which order the comi
 them, as many as two windows have or more where the steps that are read ahead want more, are made; others stay as long
 as there is room. Ranks finish a step together, so none of them needs what the steps before it have read. What a
 training that was killed reads again is made again.
+
+With `train.shards` a node's ranks read copies on its own disk. The first that asks for a shard fetches it, from the
+recipe's store or the run's folder; a copy goes when it is not among those that are needed at once.
 """
 
 import logging
@@ -14,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.features import Wanted, write_wanted
+from pipeline.artifacts.features import Wanted, fetching, store_of, wanted_file, write_wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import FeatureSpec, Row, blank_row, require_same, token_bytes
 from pipeline.features.shards import (
@@ -27,6 +30,7 @@ from pipeline.features.shards import (
     open_shard,
     part_starts,
     shard_name,
+    text_name,
 )
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
@@ -42,7 +46,7 @@ class FedStore(FeatureStore):
 
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
         """Raises PipelineError for an unfinished or foreign dump."""
-        folder, size = recipe.features_dir, recipe.features.rows_per_shard
+        folder, size = recipe.shards_dir, recipe.features.rows_per_shard
         manifest = Manifest.load(folder)
         require_same(manifest.spec, expected, folder)
         if not manifest.complete:
@@ -58,7 +62,7 @@ class FedStore(FeatureStore):
             self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(folder, self.spec, recipe.train.verify_checksums, self._reader)
+        self._readers = self._arriving = _Arriving(recipe, self.spec, self._reader)
         self._told: Wanted | None = None
 
     _reader: Any = staticmethod(open_shard)
@@ -132,36 +136,57 @@ class AnsweredStore(FedStore):
 class _Arriving(dict[int, Any]):
     """Open shards by number. One that is asked for is waited for."""
 
-    def __init__(self, folder: Path, spec: FeatureSpec, verify: bool, reader: Callable[..., Any]):
-        self._folder, self._spec, self._verify, self._reader = folder, spec, verify, reader
+    def __init__(self, recipe: Recipe, spec: FeatureSpec, reader: Callable[..., Any]):
+        self._recipe, self._folder, self._spec, self._reader = recipe, recipe.shards_dir, spec, reader
+        self._store = store_of(recipe, self._folder) if recipe.copies else None
 
     def __missing__(self, index: int) -> Any:
         waited = 0.0
         while True:
-            for record in Manifest.load(self._folder).of("train"):
-                if record.index == index and (reader := self._opened(record)) is not None:
+            for record in Manifest.load(self._recipe.features_dir).of("train"):
+                if record.index == index and (reader := self._opened(record, waited)) is not None:
                     self[index] = reader
                     return reader
             time.sleep(LOOK_SECONDS)
             if waited < TELL_SECONDS <= waited + LOOK_SECONDS:
-                log.warning("training waits for shard %d: does preprocess/feed.py run? See logs/feed.log", index)
+                told = wanted_file(self._recipe)
+                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", index, told)
             waited += LOOK_SECONDS
 
-    def _opened(self, record: ShardRecord, tries: int = 2) -> Any:
-        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one."""
+    def _opened(self, record: ShardRecord, waited: float, tries: int = 2) -> Any:
+        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, and for
+        one that is missing for long: a shared folder may show a new file late.
+        """
         try:
-            for file in record.files:
-                if reason := damage(self._folder, file, self._verify):
+            verify = self._recipe.train.verify_checksums
+            if self._store is not None:
+                with fetching(self._folder):  # once for all ranks of this node
+                    for file in (file for file in record.files if damage(self._folder, file, verify)):
+                        self._store.get(file.name, self._folder, file.sha256)
+            for file in record.files if self._store is None else ():
+                if reason := damage(self._folder, file, verify):
                     raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
             return self._reader(self._folder, record, self._spec)
         except PipelineError:
-            if record not in Manifest.load(self._folder).of("train"):
+            if record not in Manifest.load(self._recipe.features_dir).of("train"):
+                return None
+            if waited < TELL_SECONDS and not all((self._folder / file.name).exists() for file in record.files):
                 return None
             if tries == 1:  # else it went, and is there again
                 raise
-            return self._opened(record, tries - 1)
+            return self._opened(record, waited, tries - 1)
 
     def close_others(self, kept: list[int]) -> None:
         """Their space on the disk is free when every rank has closed them."""
         for index in set(self).difference(kept):
             del self[index]
+        remove_copies(self._recipe, kept)
+
+
+def remove_copies(recipe: Recipe, kept: list[int]) -> None:
+    """This node's, of other shards. A rank that still reads one goes on."""
+    names = {name("train", index) for index in kept for name in (shard_name, text_name)}
+    for pattern in ("features-train-*", "text-train-*") if recipe.copies else ():
+        for path in recipe.shards_dir.glob(pattern):
+            if path.name not in names:
+                path.unlink(missing_ok=True)
