@@ -296,6 +296,7 @@ def test_the_engines_that_fit_the_gpus_of_a_recipe(tiny_recipe, tmp_path):
         engine.smallest(long, 80e9, stored) == 8
     )  # 58 GB of a text's cache do not fit beside a quarter of the weights
     said = {row[0]: row[2] for row in engine.rows(recipe, 1000.0)}  # on GPUs of 80 GB, where none is here
+    assert recipe.worker_gpus == 2 and changed(recipe, "target", device="cpu").worker_gpus is None
     assert said["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
     four = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=4), 5000.0)}
     page = (ROOT / "docs/a-70b-target.md").read_text()

@@ -161,8 +161,10 @@ class Recipe(Section):
 
     @property
     def worker_gpus(self) -> float | None:
-        """GPUs of one worker of the dump; None: one where a node has any."""
-        parallel = self.target.tensor_parallel
+        """GPUs of one worker of the dump; None: one where a node has any. On a CPU an engine's parallel parts take
+        none.
+        """
+        parallel = self.target.tensor_parallel if self.target.device != "cpu" else 1
         return float(parallel) if parallel > 1 else self.features.gpus_per_worker
 
     @property
