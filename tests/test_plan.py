@@ -88,6 +88,8 @@ def test_the_planned_bytes_and_passes_of_a_stream(tiny_recipe):
         bound = changed(recipe, "features", disk_bytes=int(every * shards / 12) + 1)
         assert stream(bound, 96, 9600, 4800) == (min(bound.features.disk_bytes, every), made)
     assert stream(recipe, 40, 4000, 2000)[0] == disk_bytes(recipe, 40, 4000)
+    few = changed(changed(recipe, "train", window=1), "features", disk_bytes=int(every * 5 / 12))  # of 1,000 shards
+    assert stream(few, 8000, 800_000, 400_000)[0] == few.features.disk_bytes
     with pytest.raises(PipelineError, match=r"disk_bytes=1,000, but the 6 shards that training may need at once"):
         stream(changed(recipe, "features", disk_bytes=1000), 96, 9600, 4800)
     large = changed(changed(recipe, "train", window=None, tokens=10**9), "features", disk_bytes=None)

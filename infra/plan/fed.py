@@ -30,11 +30,11 @@ def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[
     now = min(2 * window, count)
     promised = disk_bytes(recipe, rows, rows * recipe.data.max_length) / shards if recipe.answers_streamed else size
     room = min(max(int((features.disk_bytes or 0) / (promised * together)), now), count)
-    if features.disk_bytes and now * together * promised > features.disk_bytes:
+    needed = min(2 * max(int(own), 1), shards)
+    if features.disk_bytes and needed * promised > features.disk_bytes:
         raise PipelineError(
-            f"features.disk_bytes={features.disk_bytes:,}, but the {now * together} shards that training may need at "
-            f"once take up to about {now * together * promised:,.0f}: raise it, or lower train.window or "
-            "features.rows_per_shard"
+            f"features.disk_bytes={features.disk_bytes:,}, but the {needed} shards that training may need at once take "
+            f"up to about {needed * promised:,.0f}: raise it, or lower train.window or features.rows_per_shard"
         )
     reads = []
     steps = math.ceil(recipe.train.passes(trained) * math.ceil(count / window))

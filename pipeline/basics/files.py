@@ -131,14 +131,14 @@ def parse_object(content: bytes, where: object) -> dict[str, Any]:
     return value
 
 
-def _bytes_of(path: Path) -> bytes:
+def _bytes_of(path: Path, tries: int = 5) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise PipelineError(f"{path} does not exist") from None
     except OSError as error:  # a folder, no permission
-        if error.errno == errno.ESTALE:  # another node replaced it while this one, over NFS, read it
-            return _bytes_of(path)
+        if error.errno == errno.ESTALE and tries > 1:  # another node replaced it while this one, over NFS, read it
+            return _bytes_of(path, tries - 1)
         raise PipelineError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
 

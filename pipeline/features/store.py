@@ -93,4 +93,5 @@ class Store:
         try:
             self._fs.delete_file(f"{self._root}/{name}")
         except OSError as error:
-            raise self._failed(f"deleting {name}", error) from None
+            if not self._missing(name):
+                raise self._failed(f"deleting {name}", error) from None

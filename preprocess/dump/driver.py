@@ -187,7 +187,8 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     done = manifest.total("train", "tokens")
     most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = worker_of(recipe, folder, manifest.spec)
-    if recipe.features.keep == "window":  # they are made again when training reads them
+    # They are made again when training reads them; with known texts, those that an earlier dump kept stay.
+    if recipe.features.keep == "window" and (manifest.fed or recipe.answers_streamed):
         manifest.shards = [*manifest.of("validation"), *filter(partial(_is_sample, recipe), manifest.of("train"))]
     with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
         own = recipe.data.answers == "target"  # then the shards bring the texts
@@ -219,11 +220,11 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             _move(folder / record.name, store)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    sweep(folder, manifest, store)
+    sweep(folder, manifest, store if recipe.features.keep == "window" else None)
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
-    manifest.fed = recipe.features.keep == "window"
+    manifest.fed = recipe.features.keep == "window" and manifest.lacks("train") > 0  # else an earlier dump kept all
     ledger.save()
 
 

@@ -89,8 +89,11 @@ class _Feeder:
             broken = {file.name for file, reason in checked(self._folder, files) if reason}
         else:  # nobody reads them all back: what a feeder that was killed left there is made again
             broken = {file.name for file in files if self._manifest.fed}
-        if broken:  # of a dump that kept all: now they come and go
-            self._manifest.fed = True
+        if broken and not self._manifest.fed:
+            raise PipelineError(
+                f"{self._folder} kept all shards, but {len(broken)} of their files are missing or damaged, as "
+                f"{min(broken)} is. Dump them again: run preprocess/dump_features.py with features.keep='all'"
+            )
         self._remove({shard.index for shard in shards if broken & {file.name for file in shard.files}})
         sweep(self._folder, self._manifest, self._store)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)

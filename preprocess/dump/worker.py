@@ -16,7 +16,7 @@ from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import identity_of, open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
-from pipeline.features.shards import ANSWERS, ShardRecord, text_name, write_shard
+from pipeline.features.shards import ANSWERS, ShardRecord, shard_name, text_name, write_shard
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded, Unusable
@@ -171,6 +171,11 @@ class FeatureWorker:
         """Writes the task's shard: the same bytes whoever writes it, and however often (by an engine that batches by
         itself, but for the states' rounding). A shard whose texts are the target's own brings them in a table.
         """
+        for name in (shard_name(task.split, task.index), text_name(task.split, task.index)):
+            for leftover in self._folder.glob(
+                f".{name}.*.tmp"
+            ):  # of a worker that was lost, before this one got its task
+                leftover.unlink(missing_ok=True)
         for one in task.documents:
             if one.doc_id in task.suspects:
                 for batch in [[one]] if isinstance(one, Document) else self._held([one], _Own({})):

@@ -190,3 +190,8 @@ def test_a_file_that_another_node_replaces_while_it_is_read_is_read_again(tmp_pa
     """NFS has no old content then."""
     with mock.patch.object(Path, "read_bytes", side_effect=[OSError(errno.ESTALE, ""), b'{"b": 2}']):
         assert read_json(tmp_path / "here.json") == {"b": 2}
+    with (
+        mock.patch.object(Path, "read_bytes", side_effect=OSError(errno.ESTALE, "")),
+        pytest.raises(PipelineError, match="cannot be read: Stale file handle"),
+    ):
+        read_json(tmp_path / "here.json")

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.features import Wanted, write_wanted
+from pipeline.artifacts.features import Wanted, feature_spec, write_wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
@@ -40,6 +40,7 @@ from tests.kit import (
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, train_here
 from tests.warm import Forked
+from train.input.features import bring
 from train.input.order import Order
 from train.input.reads import Reads
 from train.input.stream import FedStore
@@ -170,6 +171,23 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tm
     assert {path.name for path in local.glob("*.arrow")} < checksums(dumped[1]).keys()
 
 
+def test_a_shard_that_is_damaged_in_the_store_is_told_at_once(dumped, tmp_path, monkeypatch):
+    there, url = tmp_path / "there", f"file://{tmp_path}/there"
+    sets = [f"output={tmp_path / 'run'}", *FED, f"features.store={url}", f"train.shards={tmp_path / 'local'}"]
+    recipe, gets, get = load_recipe(dumped[0], sets), [], Store.get
+    dump_here(recipe)
+    bring(recipe, feature_spec(recipe))
+    with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
+        wants = iter([Wanted([0], 1, 1)])
+        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
+        feed(recipe)
+    flip(there / shard_name("train", 0))
+    monkeypatch.setattr(Store, "get", lambda *given: gets.append(given) or get(*given))
+    with pytest.raises(PipelineError, match=r"features-train-000000.arrow is damaged there, its SHA-256 is not"):
+        FedStore(recipe, feature_spec(recipe)).row(0)
+    assert len(gets) == 2
+
+
 def test_a_shared_folder_may_show_a_shard_late(dumped, tmp_path, monkeypatch):
     shutil.copytree(dumped[1], tmp_path / "features")
     recipe = load_recipe(dumped[0], [f"output={tmp_path}", *FED])
@@ -269,7 +287,12 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
         assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.features_dir) == want
         flip(kept.features_dir / shard_name("train", 2))
-        assert feed(kept) == ["0 train shards made, none left"]
+        with pytest.raises(PipelineError, match=r"kept all shards, but 1 of their files .* features.keep='all'"):
+            feed(kept)
+        dump_here(load_recipe(dumped[0], [f"output={kept.output}"]))
+        manifest = dump_here(load_recipe(dumped[0], [f"output={kept.output}", *FED, "data.calibration_prompts=2"]))
+        assert checksums(kept.features_dir).items() >= {name: want[name] for name in want if "-train-" in name}.items()
+        assert not manifest.fed and manifest.lacks("train") == 0
 
 
 def test_a_feeder_of_another_engine_is_refused(dumped, tmp_path):

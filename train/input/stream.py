@@ -141,22 +141,22 @@ class _Arriving(dict[int, Any]):
         self._store = store_of(recipe, self._folder) if recipe.copies else None
 
     def __missing__(self, index: int) -> Any:
-        waited = 0.0
+        begin, told, waited = time.monotonic(), wanted_file(self._recipe), 0.0
         while True:
             for record in Manifest.load(self._recipe.features_dir).of("train"):
                 if record.index == index and (reader := self._opened(record, waited)) is not None:
                     self[index] = reader
                     return reader
             time.sleep(LOOK_SECONDS)
-            if waited < TELL_SECONDS <= waited + LOOK_SECONDS:
-                told = wanted_file(self._recipe)
+            before, waited = waited, time.monotonic() - begin
+            if before // TELL_SECONDS < waited // TELL_SECONDS:
                 log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", index, told)
-            waited += LOOK_SECONDS
 
     def _opened(self, record: ShardRecord, waited: float, tries: int = 2) -> Any:
-        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, and for
-        one that is missing for long: a shared folder may show a new file late.
+        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, for one
+        that cannot be fetched, and for one that a shared folder lacks for long: it may show a new file late.
         """
+        source = self._recipe.features_dir
         try:
             verify = self._recipe.train.verify_checksums
             if self._store is not None:
@@ -167,13 +167,15 @@ class _Arriving(dict[int, Any]):
                 if reason := damage(self._folder, file, verify):
                     raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
             return self._reader(self._folder, record, self._spec)
-        except PipelineError:
-            if record not in Manifest.load(self._recipe.features_dir).of("train"):
+        except (PipelineError, OSError) as error:
+            if record not in Manifest.load(source).of("train"):
                 return None
-            if waited < TELL_SECONDS and not all((self._folder / file.name).exists() for file in record.files):
+            shared = not self._recipe.features.store
+            if shared and waited < TELL_SECONDS and not all((source / file.name).exists() for file in record.files):
                 return None
             if tries == 1:  # else it went, and is there again
-                raise
+                raise PipelineError(f"feature shard {record.name}: {error}") from None
+            time.sleep(LOOK_SECONDS)
             return self._opened(record, waited, tries - 1)
 
     def close_others(self, kept: list[int]) -> None:
