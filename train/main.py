@@ -49,7 +49,7 @@ def main() -> None:
         if rank == 0:
             print(line)
     if recipe.features.keep == "window":
-        remove_copies(recipe, [])
+        remove_copies(recipe, set())
         if rank == 0:
             write_wanted(recipe, Wanted([]))
     dist.destroy_process_group()

@@ -130,8 +130,7 @@ def fetch(
         manifest = store.manifest()
         if expected is not None:
             require_same(manifest.spec, expected, store.name)
-        if not manifest.complete:
-            raise PipelineError(f"{store.name}: the dump is not finished. Run it again: it continues")
+        manifest.require_complete(store.name)
         wanted = _lacking(folder, manifest, recipe.features.keep)
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:

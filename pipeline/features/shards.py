@@ -138,6 +138,10 @@ class Manifest:
             names.add(record.name)
         return found
 
+    def require_complete(self, where: object) -> None:
+        if not self.complete:
+            raise PipelineError(f"{where}: the dump is not finished. Run it again: it continues where it stopped")
+
     def _listed(self) -> Iterator[tuple[str, int | None, Record]]:
         """(its set, its number there or None for a whole table, itself) of every file."""
         for split, table in self.text.items():
@@ -313,8 +317,7 @@ class FeatureStore:
         """
         manifest = Manifest.load(folder)
         require_same(manifest.spec, expected, folder)
-        if not manifest.complete:
-            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        manifest.require_complete(folder)
         if not manifest.of(split):
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"

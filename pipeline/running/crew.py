@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import BATCH_INVARIANT
 
-NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # in the environment of a process that is to see none
+CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # ROCm knows both, and its own goes first
+NO_GPUS = {CUDA: "", HIP: ""}  # in the environment of a process that is to see none
 PASSED_ON = (BATCH_INVARIANT,)  # of the driver's environment, to workers on every node
 NOT_YET: Any = object()  # a source of tasks that has none for now, but may have one later, yields this
 Heartbeat = Callable[[tuple[str, ...]], None]  # takes the ids of the items that are worked on from now on

@@ -29,10 +29,11 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import children
 from pipeline.running.cores import require_few
+from pipeline.running.crew import CUDA, HIP
 
 # What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
-# of XPU. (It leaves ROCm's own HIP_VISIBLE_DEVICES alone, which goes before the first.)
-CHOICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# of XPU. (It leaves ROCm's own alone, which goes before the first.)
+CHOICES = (CUDA, "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def launch_command(launcher: list[str], script: str, train: TrainConfig, device:
 
 def require_choice(recipe: Recipe) -> None:
     """Raises PipelineError where the recipe names GPUs that are not here, or the environment chooses, too."""
-    there, names = torch.accelerator.device_count(), (*CHOICES, "HIP_VISIBLE_DEVICES")
+    there, names = torch.accelerator.device_count(), (*CHOICES, HIP)
     for key, gpus, more in (("features", recipe.features.gpus, ["RAY_ADDRESS"]), ("train", recipe.train.gpus, [])):
         chosen = ", ".join(f"{name}={os.environ[name]}" for name in (*names, *more) if os.environ.get(name))
         if gpus and chosen:

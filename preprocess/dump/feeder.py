@@ -51,8 +51,7 @@ def feed(recipe: Recipe) -> list[str]:
     with exclusive(folder, "dump"):
         manifest = Manifest.load(folder)
         require_its_own(manifest.spec, feature_spec(recipe), folder)
-        if not manifest.complete:
-            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        manifest.require_complete(folder)
         return _Feeder(recipe, folder, manifest).run()
 
 

@@ -172,9 +172,7 @@ class FeatureWorker:
         itself, but for the states' rounding). A shard whose texts are the target's own brings them in a table.
         """
         for name in (shard_name(task.split, task.index), text_name(task.split, task.index)):
-            for leftover in self._folder.glob(
-                f".{name}.*.tmp"
-            ):  # of a worker that was lost, before this one got its task
+            for leftover in self._folder.glob(f".{name}.*.tmp"):  # of a worker that was lost
                 leftover.unlink(missing_ok=True)
         for one in task.documents:
             if one.doc_id in task.suspects:

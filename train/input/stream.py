@@ -49,8 +49,7 @@ class FedStore(FeatureStore):
         folder, size = recipe.shards_dir, recipe.features.rows_per_shard
         manifest = Manifest.load(folder)
         require_same(manifest.spec, expected, folder)
-        if not manifest.complete:
-            raise PipelineError(f"{folder}: the dump is not finished. Run it again: it continues where it stopped")
+        manifest.require_complete(folder)
         self.spec, self._recipe = manifest.spec, recipe
         self.texts = self.sample = TextTable.open(folder, manifest.text_of("train"), self.spec)
         lengths_N, self.records = self._lengths(manifest), []
@@ -63,7 +62,7 @@ class FedStore(FeatureStore):
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
         self._readers = self._arriving = _Arriving(recipe, self.spec, self._reader)
-        self._told: Wanted | None = None
+        self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
 
     _reader: Any = staticmethod(open_shard)
 
@@ -88,11 +87,14 @@ class FedStore(FeatureStore):
 
     def want(self, wanted: Wanted, tell: bool) -> None:
         """What is read from now on. `tell`: on the one rank that tells the feeder."""
-        self._arriving.close_others(wanted.soon)
-        told = self._told and (set(self._told.soon), self._told.room)
-        if tell and told != (set(wanted.soon), wanted.room):  # else the order of the others is what it was
+        soon = set(wanted.soon)
+        news = soon, len(wanted.shards)
+        if news == self._news:  # the order of the others is what it was
+            return
+        self._news = news
+        self._arriving.close_others(soon)
+        if tell:
             write_wanted(self._recipe, wanted)
-            self._told = wanted
 
 
 class _AnsweredShard(FeatureStore):
@@ -178,14 +180,14 @@ class _Arriving(dict[int, Any]):
             time.sleep(LOOK_SECONDS)
             return self._opened(record, waited, tries - 1)
 
-    def close_others(self, kept: list[int]) -> None:
+    def close_others(self, kept: set[int]) -> None:
         """Their space on the disk is free when every rank has closed them."""
         for index in set(self).difference(kept):
             del self[index]
         remove_copies(self._recipe, kept)
 
 
-def remove_copies(recipe: Recipe, kept: list[int]) -> None:
+def remove_copies(recipe: Recipe, kept: set[int]) -> None:
     """This node's, of other shards. A rank that still reads one goes on."""
     names = {name("train", index) for index in kept for name in (shard_name, text_name)}
     for pattern in ("features-train-*", "text-train-*") if recipe.copies else ():
