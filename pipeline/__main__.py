@@ -17,13 +17,12 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.artifacts.imported import import_draft
-from pipeline.basics.files import ROOT
+from pipeline.basics.files import python_path
 from pipeline.recipe.load import add_override_argument, add_recipe_arguments, hand_over, load_recipe
 from pipeline.running import children, entry, stages
 from pipeline.serving.chat import chat
@@ -42,11 +41,10 @@ def _status(given: argparse.Namespace) -> None:
 def _plan(given: argparse.Namespace) -> None:
     """In a process of its own, which imports all stages."""
     arguments, environment = hand_over(given.recipe, given.overrides)
-    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     known = {"--dump-speed": given.dump_speed, "--train-speed": given.train_speed, "--decode-ms": given.decode_ms}
     flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
     command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
-    sys.exit(children.call(command, {**environment, "PYTHONPATH": path}, Path.cwd()))
+    sys.exit(children.call(command, {**environment, "PYTHONPATH": python_path(environment)}, Path.cwd()))
 
 
 def _import(given: argparse.Namespace) -> None:

@@ -188,7 +188,19 @@ def test_every_recipe_is_covered_and_loads():
     assert on_eagle_3 == set(PAPER) | set(TODAY)
     for path in RECIPES.glob("eagle-3/*.toml"):
         assert load_recipe(path).name == f"{path.stem}-eagle-3"
-    own = {"demo", "smoke", "serve", "ablations", "frames", "losses", "methods", "experts", "experts-3", "pruned"}
+    own = {
+        "demo",
+        "smoke",
+        "serve",
+        "ablations",
+        "frames",
+        "losses",
+        "methods",
+        "experts",
+        "experts-3",
+        "pruned",
+        "fresh",
+    }
     assert {path.stem for path in RECIPES.glob("*.toml")} == set(PAPER) | set(TODAY) | own
     for path in RECIPES.glob("*.toml"):
         assert load_recipe(path).name == path.stem

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ from pipeline.basics.errors import PipelineError
 ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout
 SETTLED = 2.0  # seconds after which a file that changes again has another time of change: clocks are that coarse
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a disk, a quota, a limit on a file's size
+
+
+def python_path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH for a process of ours: the checkout, then the user's own."""
+    return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
 
 
 def file_identity(path: Path) -> list[int]:

@@ -23,7 +23,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT
+from pipeline.basics.files import python_path
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
@@ -258,5 +258,5 @@ def start_ray(crew: Crew) -> None:
                 include_dashboard=False,
                 logging_level=logging.WARNING,
                 log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+                runtime_env={"env_vars": {"PYTHONPATH": python_path(os.environ)}},
             )

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.basics.errors import PipelineError
 from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss
-from pipeline.running.workers import Pool
+from pipeline.running.workers import Pool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
@@ -118,6 +118,15 @@ def test_what_the_drivers_environment_says_of_engines_reaches_a_clusters_workers
     (name,), tasks = PASSED_ON, iter([Task(PASSED_ON[0])])
     monkeypatch.setenv(name, "1")
     assert [said for _, said in Hasty(tmp_path, replace(CREW, workers=1)).results(tasks)] == ["1"]
+
+
+def test_a_ray_that_the_job_starts_keeps_the_users_python_path(monkeypatch):
+    given: dict = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    monkeypatch.setattr("pipeline.running.workers.ray.init", lambda **settings: given.update(settings))
+    start_ray(CREW)
+    assert given["runtime_env"]["env_vars"]["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "theirs"]
 
 
 @pytest.mark.real
