@@ -80,7 +80,7 @@ def measure(job: Job) -> dict:
     metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
     trees = {name: method.resolved_tree for name, method in methods.items()}
     own = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
-    drawn = plots.draw(rows, own, metrics, folder)
+    drawn = plots.draw(rows, own, recipe.eval.of_contexts, metrics, folder)
     tokenizer = load_tokenizer(recipe.target)
     measured = {
         "name": recipe.name,

@@ -169,8 +169,7 @@ def counts_of(found: dict[str, Any]) -> Counts | None:
 
 def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | NoAnswer:
     """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
-    messages: list[dict[str, str]] = []
-    found = []
+    messages, found = task.prompt.asked(), []
     for turn in task.prompt.turns:
         messages.append({"role": "user", "content": turn})
         try:
@@ -244,7 +243,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
 def _lengths(recipe: Recipe) -> Callable[[Prompt], int]:
     """How many tokens a prompt's first turn has by our template."""
     tokenizer = load_tokenizer(recipe.target)
-    return cache(lambda prompt: len(prompt_ids(tokenizer, [{"role": "user", "content": prompt.turns[0]}])))
+    return cache(lambda prompt: len(prompt_ids(tokenizer, prompt.asked(1))))
 
 
 def _groups(tasks: list[EvalTask]) -> Iterator[list[EvalTask]]:

@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 
 from eval.measure.harness import Answered, EvalTask, Harness
-from eval.measure.prompts import HELDOUT, load_prompts
+from eval.measure.prompts import load_prompts
 from eval.measure.tasks import digests_of, make_harness, tuned_for
 from eval.tuning.calibrate import Answer
 from eval.tuning.choose import Replays, largest, tune
@@ -39,16 +39,13 @@ from pipeline.decoding import replay
 from pipeline.decoding.sources import Sources
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import BenchmarkConfig
+from pipeline.recipe.sections import HELDOUT, BenchmarkConfig
 from pipeline.running import entry
 
 
 def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
     """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
-    used = max(
-        [b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.source == HELDOUT]
-        or [0]
-    )
+    used = max([b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.held_out] or [0])
     found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
     if not found:
         raise PipelineError(

@@ -506,6 +506,18 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         methods_of(load_recipe(recipe, [f"output={run}"]))
 
 
+def test_tau_by_context_length_is_measured_drawn_and_stated(copied):
+    recipe, run = copied
+    call(evaluate, str(recipe), "--set", f"output={run}", "--set", "eval.contexts=[200, 280]")
+    found, card = decoded(run), (run / "release/README.md").read_text()
+    assert {place[0] for place in found} == {"heldout", "heldout-200", "heldout-280"}
+    stated = (f"{found[f'heldout-{n}', 0.0, 'jakiro']['tau'].value:.2f} at {n}" for n in (200, 280))
+    assert f"tau of `jakiro` by context length, at the lowest T: {', '.join(stated)} tokens; longer contexts" in card
+    assert (
+        "![tau by context](tau_by_context.png)" in card and (run / "release/tau_by_context.png").stat().st_size > 5000
+    )
+
+
 def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
     """Its calibration travels with the release, and what is released decodes as plain decoding does."""
     recipe, run = copied

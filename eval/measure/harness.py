@@ -190,7 +190,7 @@ class Harness:
         """
         spare = max(method.room(self.target.compiled) for method in self.methods.values())
         room = self.target.positions - self._config.max_new_tokens - spare
-        messages, encoded = [], []
+        messages, encoded = prompt.asked(), []
         for place, turn in enumerate(prompt.turns):
             messages.append({"role": "user", "content": turn})
             encoded.append(prompt_ids(self.target.tokenizer, messages))

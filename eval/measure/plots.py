@@ -15,10 +15,15 @@ from pipeline.artifacts.curves import COLOURS, draw_training
 from pipeline.artifacts.reports import Row
 
 
-def draw(rows: list[Row], parallel: dict[str, int], metrics: dict[str, Path], folder: Path) -> list[Path]:
-    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png; `parallel` as in `_plot_depth`."""
-    found = by_place(rows)
-    drawn = [_plot_depth(found, parallel, folder), _plot_bars(found, folder)]
+def draw(
+    rows: list[Row], parallel: dict[str, int], contexts: dict[str, int], metrics: dict[str, Path], folder: Path
+) -> list[Path]:
+    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png and, where there are benchmarks of several `contexts`
+    (their tokens), tau_by_context.png; `parallel` as in `_plot_depth`.
+    """
+    found = by_place(row for row in rows if row.benchmark not in contexts)
+    drawn = [_plot_depth(found, parallel, folder), _plot_bars(found, folder)] if found else []
+    drawn += [draw_contexts(rows, contexts, folder / "tau_by_context.png")] if contexts else []
     return [*drawn, draw_training(metrics, folder / "loss_curves.png")]
 
 
@@ -76,6 +81,29 @@ def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
         axis.set_xticklabels([f"{name}\nT = {temperature:g}" for name, temperature in groups])
     _legend_above(figure, axes[0])
     return _save(figure, folder / "tau_and_speed.png")
+
+
+def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path) -> Path:
+    """tau by context length, with its interval: a line a method, a panel a temperature."""
+    found = by_place(row for row in rows if row.benchmark in contexts)
+    methods, temperatures = (sorted({place[at] for place in found}) for at in (2, 1))
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(5.5 * len(temperatures), 4), sharey=True, squeeze=False)
+    figure.set_layout_engine("constrained")
+    for axis, temperature in zip(axes[0], temperatures, strict=True):
+        for number, method in enumerate(methods):
+            of = {contexts[place[0]]: one["tau"] for place, one in found.items() if place[1:] == (temperature, method)}
+            lengths, colour = sorted(of), COLOURS[number % 6]
+            axis.plot(lengths, [of[tokens].value for tokens in lengths], "o-", label=method, color=colour)
+            bounds = [of[tokens].interval or [of[tokens].value] * 2 for tokens in lengths]
+            axis.vlines(lengths, *zip(*bounds, strict=True), color=colour, lw=1)
+        axis.set_xscale("log", base=2)
+        axis.set(title=f"T = {temperature:g}", xlabel="context (tokens)", xticks=sorted(set(contexts.values())))
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("tau (tokens per target pass)")
+    _legend_above(figure, axes[0][0])
+    return _save(figure, path)
 
 
 def _legend_above(figure, axis) -> None:

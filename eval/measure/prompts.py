@@ -1,7 +1,8 @@
 """Benchmarks are lists of prompts in the papers' form, {question_id, category, turns}. Where they come from:
 
     PATH                  one JSON object a line
-    heldout               the dialogues that the dump kept out of training
+    heldout               the dialogues that the dump kept out of training: their first questions
+    heldout:TOKENS        the same questions, each behind whole exchanges of other such dialogues: in all as many tokens
     embedded:humaneval    the embedded default
     benchmark:NAME        one of the paper's six, from the Hub or from a copy of its data set (benchmarks.py)
 
@@ -9,8 +10,8 @@ What does not fit is refused, never left out.
 """
 
 import json
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from pipeline.artifacts.features import heldout_prompts
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
+from pipeline.lm.attention import most_positions
+from pipeline.lm.chat import Messages, prompt_ids
+from pipeline.lm.model import load_config, load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 
-HELDOUT = "heldout"
 _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, httpx2.HTTPError)  # what `datasets` raises
 
 
@@ -35,6 +38,13 @@ class Prompt:
     question_id: str
     category: str
     turns: tuple[str, ...]
+    before: tuple[tuple[str, str], ...] = ()  # exchanges, question and answer, that the first turn follows
+
+    def asked(self, turns: int = 0) -> Messages:
+        """What is said before the first turn, and so many turns, which have no answers yet."""
+        said = (zip(("user", "assistant"), texts, strict=True) for texts in self.before)
+        pairs = [*chain.from_iterable(said), *(("user", text) for text in self.turns[:turns])]
+        return [{"role": role, "content": content} for role, content in pairs]
 
 
 def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
@@ -50,7 +60,57 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
         raise PipelineError(
             f"benchmark {name}: {where} holds {len(prompts)} prompts, eval.benchmarks.{name}.prompts asks for {wanted}"
         )
-    return prompts[:wanted]
+    if config.context is None:
+        return prompts[:wanted]
+    exchanges = [item.get("exchanges") for _, item in raw]
+    if None in exchanges:
+        raise PipelineError(f"benchmark {name}: {where} is without answers: remove it, and dump again (shards stay)")
+    return _filled(name, config.context, recipe, list(zip(prompts, exchanges, strict=True)), wanted)
+
+
+def _filled(
+    name: str, tokens: int, recipe: Recipe, dialogues: list[tuple[Prompt, list[list[str]]]], wanted: int
+) -> list[Prompt]:
+    """The first `wanted` questions, each in a prompt of at most `tokens`: behind the exchanges of the dialogues that
+    follow its own one, around the end; of each dialogue the first ones that have room. A question that takes more than
+    half of the smallest context is asked in none.
+
+    Raises PipelineError where the target has no such positions, and where a prompt stays less than three quarters full.
+    """
+    positions, most = most_positions(load_config(recipe.target)), recipe.eval.max_new_tokens
+    if tokens + most > positions:
+        raise PipelineError(
+            f"benchmark {name}: {tokens} tokens and eval.max_new_tokens={most} exceed the target's {positions} "
+            "positions: measure shorter contexts (eval.contexts)"
+        )
+    tokenizer = load_tokenizer(recipe.target)
+
+    def length(prompt: Prompt) -> int:
+        return len(prompt_ids(tokenizer, prompt.asked(1)))
+
+    own = [
+        [sum(map(len, tokenizer(pair, add_special_tokens=False)["input_ids"])) for pair in exchanges]
+        for _, exchanges in dialogues
+    ]
+    smallest = min([tokens, *recipe.eval.of_contexts.values()])
+    found = []
+    for place, (prompt, _) in enumerate(dialogues[:wanted]):
+        if (now := length(prompt)) > smallest / 2:
+            continue
+        for other in [*range(place + 1, len(dialogues)), *range(place)]:
+            for pair, least in zip(dialogues[other][1], own[other], strict=True):
+                longer = replace(prompt, before=(*prompt.before, tuple(pair)))
+                if now + least > tokens or (then := length(longer)) > tokens:  # the first one spares a rendering
+                    break
+                prompt, now = longer, then
+        if now < 0.75 * tokens:
+            raise PipelineError(
+                f"benchmark {name}: the held-out dialogues fill {now} of {tokens} tokens: raise data.heldout_prompts"
+            )
+        found.append(prompt)
+    if not found:
+        raise PipelineError(f"benchmark {name}: each question takes more than half of {smallest} tokens: say more")
+    return found
 
 
 def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tuple[int, Any]], str]:
@@ -61,7 +121,7 @@ def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tup
         return list(enumerate(embedded.human_eval_prompts(), start=1)), config.source
     if "://" in config.source:
         raise PipelineError(f"benchmark {name}: {config.source} is an address: expected a file on this machine")
-    path = heldout_prompts(recipe) if config.source == HELDOUT else Path(config.source).expanduser()
+    path = heldout_prompts(recipe) if config.held_out else Path(config.source).expanduser()
     return _read(name, path), str(path)
 
 

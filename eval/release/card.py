@@ -59,6 +59,7 @@ def card(
     facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, who)
     facts |= {
         "headline": report.headline(own),
+        "contexts": _by_context(recipe, own, who["method"]),
         "plots": plots,
         "engines": engines,
         "elsewhere": by_origin(elsewhere),
@@ -138,6 +139,15 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
             if name != method
         ],
     }
+
+
+def _by_context(recipe: Recipe, own: dict[report.Place, dict[str, Row]], method: str) -> list[str]:
+    """tau at each context length, at the lowest temperature."""
+    config = recipe.eval
+    return [
+        f"{report.said('tau', own[name, min(config.temperatures), method]['tau'].value)} at {tokens:,}"
+        for name, tokens in sorted(config.of_contexts.items(), key=lambda one: one[1])
+    ]
 
 
 def settings_said(recipe: Recipe) -> str:

@@ -31,7 +31,7 @@ from functools import partial
 
 import torch
 
-from eval.measure.prompts import HELDOUT, load_prompts
+from eval.measure.prompts import load_prompts
 from infra.plan import engine, memory, speeds
 from infra.plan.fed import stream
 from infra.plan.sample import Sample, expected, sample_source
@@ -210,7 +210,7 @@ def answers(recipe: Recipe) -> int:
 def questions_of(recipe: Recipe, name: str) -> int:
     """A benchmark's; of held-out dialogues that are not dumped yet, as many as the dump will keep."""
     config = recipe.eval.benchmarks[name]
-    if config.source == HELDOUT:
+    if config.held_out:
         return config.prompts or recipe.data.heldout_prompts
     return sum(len(prompt.turns) for prompt in load_prompts(name, config, recipe))
 

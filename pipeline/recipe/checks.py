@@ -153,7 +153,7 @@ def _of_evaluation(recipe: "Recipe") -> Iterator[str]:
         for complaint in _of_method(recipe, name, recipe.eval.methods.get(name, Method())):
             yield f"eval.methods.{name}{complaint}"
     for name, benchmark in recipe.eval.benchmarks.items():
-        if benchmark.source == "heldout" and (benchmark.prompts or 0) > recipe.data.heldout_prompts:
+        if benchmark.held_out and (benchmark.prompts or 0) > recipe.data.heldout_prompts:
             yield (
                 f"eval.benchmarks.{name}.prompts={benchmark.prompts} is more than data.heldout_prompts="
                 f"{recipe.data.heldout_prompts}, which the dump keeps"

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -11,6 +12,8 @@ from pipeline.basics.section import Dtype, Folder, Fraction, Gpus, Name, Positiv
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
+
+HELDOUT = "heldout"
 
 
 class DataConfig(Section):
@@ -182,7 +185,7 @@ class TrainConfig(Section):
 
 
 class BenchmarkConfig(Section):
-    # JSONL of {question_id, category, turns}; "benchmark:NAME", "embedded:humaneval" or "heldout"
+    # JSONL of {question_id, category, turns}; "benchmark:NAME", "embedded:humaneval", "heldout" or "heldout:TOKENS"
     # (eval/measure/prompts.py)
     source: str
     prompts: Positive | None = None  # the first so many
@@ -198,11 +201,22 @@ class BenchmarkConfig(Section):
             )
         return self
 
+    @property
+    def held_out(self) -> bool:
+        return self.source == HELDOUT or self.context is not None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that each prompt is filled up to, of "heldout:TOKENS"."""
+        of, _, tokens = self.source.partition(":")
+        return int(tokens) if of == HELDOUT and tokens.isdecimal() and int(tokens) else None
+
 
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
+    contexts: list[Positive] = []  # tokens: each "heldout" benchmark again, behind other dialogues up to each length
     tree: TreeConfig = TreeConfig()  # of every method that has none of its own
     # Every draft is a method of its own name; it stands here where its tree is another.
     methods: dict[Name, Method] = {}
@@ -226,9 +240,19 @@ class EvalConfig(Section):
     def _sound(self):
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ValueError(f"temperatures={self.temperatures} names one twice")
+        plain = {name: one for name, one in self.benchmarks.items() if one.source == HELDOUT}
+        if self.contexts and not plain:
+            raise ValueError(f"contexts={self.contexts} are of held-out dialogues: add a benchmark of source='heldout'")
+        for (name, one), tokens in product(plain.items(), self.contexts):
+            self.benchmarks[f"{name}-{tokens}"] = one.model_copy(update={"source": f"{HELDOUT}:{tokens}"})
         if self.compile and self.pack_linears:
             raise ValueError("compile=true is for GPUs and pack_linears=true for CPUs: choose one")
         return self
+
+    @property
+    def of_contexts(self) -> dict[str, int]:
+        """Benchmarks whose prompts are filled up, and to how many tokens."""
+        return {name: one.context for name, one in self.benchmarks.items() if one.context}
 
     @property
     def answers_a_prompt(self) -> int:

@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def question_batch(dialogues: list[Dialogue]) -> pa.RecordBatch:
 def questions_of(table: Path, shard: int) -> list[Dialogue]:
     batch = pa.ipc.open_file(pa.memory_map(str(table))).get_batch(shard)
     return [Dialogue(**json.loads(line)) for line in batch["dialogue"].to_pylist()]
+
+
+def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:
+    """Questions with their answers: what evaluation fills a context with."""
+    pairs = [(one, next_) for one, next_ in pairwise(messages) if (one["role"], next_["role"]) == ("user", "assistant")]
+    texts = [(one["content"], next_["content"]) for one, next_ in pairs]
+    return [pair for pair in texts if all(text.strip() for text in pair)]
 
 
 def _start_planner(target: TargetConfig) -> None:
@@ -212,7 +220,8 @@ class Plan:
         ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
         if len(self.prompts) < data.heldout_prompts:
             if len(ids) <= data.max_length:
-                self.prompts.append({"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]})
+                one = {"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]}
+                self.prompts.append(one | {"exchanges": _exchanges(dialogue.messages)})
         elif len(ids) + self.recipe.features.answer_tokens <= data.max_length:
             mask = np.zeros(len(ids), np.uint8)
             self.calibration.append(Document(dialogue.doc_id, np.array(ids, np.int32), mask))

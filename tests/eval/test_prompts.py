@@ -1,6 +1,7 @@
 """Prompts of a file or of the dump are whole or refused, with the line and what to do."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,55 @@ def test_held_out_prompts_are_those_of_the_dump_and_unchanged(recipe):
         load("heldout", recipe)
     with pytest.raises(PipelineError, match=changed):
         calibration_tasks(recipe, 1)  # the tuner's
+
+
+def with_contexts(recipe: Recipe, *tokens: int) -> Recipe:
+    tree = recipe.model_dump()
+    tree["eval"] |= {"contexts": tokens, "max_new_tokens": 8}
+    return Recipe.model_validate(tree)
+
+
+def test_a_context_is_filled_with_whole_exchanges_of_other_dialogues(tiny_recipe):
+    """A token a byte: a turn takes its letters and 3 for its markers, and the answer's opening 1."""
+    asked = [("a" * 17, "b" * 17), ("c" * 50, "d" * 44), ("e" * 17, "f" * 7)]
+    lines = [prompt_line(n, turns=["?" * 9], exchanges=[asked[n], ("never" * 40, "here")]) for n in range(3)]
+    held_out(tiny_recipe, *lines, prompt_line(3, turns=["?" * 40], exchanges=[("x", "y")]))
+    recipe = with_contexts(tiny_recipe, 60, 121)
+    filled = {
+        name: {prompt.question_id: prompt.before for prompt in load_prompts(name, config, recipe)}
+        for name, config in recipe.eval.benchmarks.items()
+    }
+    first, second, third = asked
+    # 13 for the question; 40, 100 and 30 for the exchanges, 8 for the last dialogue's, whose question is too long
+    assert filled == {
+        "heldout": {"q0": (), "q1": ()},
+        "heldout-60": {"q0": (third, ("x", "y")), "q1": (third, ("x", "y"))},
+        "heldout-121": {"q0": (second, ("x", "y")), "q1": (third, ("x", "y"), first)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (1017, "1017 tokens and eval.max_new_tokens=8 exceed the target's 1024 positions: measure shorter"),
+        (40, "the held-out dialogues fill 14 of 40 tokens: raise data.heldout_prompts"),
+        (27, "each question takes more than half of 27 tokens"),
+    ],
+)
+def test_a_context_that_cannot_be_filled_or_read_is_refused(tiny_recipe, tokens, said):
+    held_out(tiny_recipe, *(prompt_line(n, turns=["?" * 10], exchanges=[]) for n in range(2)))
+    recipe = with_contexts(tiny_recipe, tokens)
+    with pytest.raises(PipelineError, match=re.escape(said)):
+        load_prompts("long", recipe.eval.benchmarks[f"heldout-{tokens}"], recipe)
+
+
+def test_contexts_are_of_held_out_dialogues_that_are_dumped_with_their_answers(tiny_recipe):
+    held_out(tiny_recipe, prompt_line(0), prompt_line(1))
+    assert "is without answers: remove it, and dump again" in refusal("heldout:60", tiny_recipe)
+    tree = tiny_recipe.model_dump()
+    tree["eval"] |= {"contexts": [512], "benchmarks": {"code": {"source": "embedded:humaneval"}}}
+    with pytest.raises(ValueError, match="add a benchmark of source='heldout'"):
+        Recipe.model_validate(tree)
 
 
 def test_what_is_no_file_on_this_machine_is_refused(tmp_path, recipe):

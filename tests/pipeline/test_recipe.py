@@ -403,6 +403,7 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
         "eval.workers",
         "eval.gpus_per_worker",
         "eval.hang_seconds",
+        "eval.contexts",  # they are benchmarks
         *(f"target.{key}" for key in ENGINE_KEYS - {"engine"}),  # of another engine than the recipe's
     }
 

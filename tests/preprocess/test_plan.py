@@ -240,7 +240,9 @@ def test_held_out_dialogues_their_first_questions_and_calibration_prompts_behind
     assert [document.doc_id for document in documents_of(tasks, "validation")] == held[:dialogues]
     assert plan.skipped["validation is full"] == len(held) - dialogues
     assert [prompt["question_id"] for prompt in plan.prompts] == held[:3]
-    assert all(p["turns"] == [records[p["question_id"]]["conversations"][0]["value"]] for p in plan.prompts)
+    for prompt in plan.prompts:
+        asked, *rest = (turn["value"] for turn in records[prompt["question_id"]]["conversations"])
+        assert prompt["turns"] == [asked] and prompt["exchanges"] == [(asked, rest[0]), (rest[1], rest[2])]
     (task,) = [task for task in tasks if task.split == ANSWERS]
     assert [document.doc_id for document in task.documents] == held[3:7] and task == tasks[-1]
     assert not any(document.loss_mask.any() for document in task.documents)
