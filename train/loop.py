@@ -217,11 +217,13 @@ class _Run:
         "agreement" is top-1 against the target (under hard-ce the text), "acceptance" the mean of sum min(p, q).
         """
         out: dict[str, float] = {}
+        totals = {term.group: int(sums[term.name]["positions"]) for term in self._terms}
         for term in self._terms:
             name = term.name
-            count = max(sums[name]["positions"], 1)
+            count, divisor = max(totals[term.group], 1), self._objective.divisor(term, totals)
             found = {SAID.get(part, part): value / count for part, value in sums[name].items() if part != "positions"}
-            out["loss"] = out.get("loss", 0.0) + sum(weight * found[part] for part, weight in term.weights.items())
+            weighted = sum(weight * (sums[name][part] / divisor) for part, weight in term.weights.items())
+            out["loss"] = out.get("loss", 0.0) + weighted
             out |= {key: found[key] for key in ("classification", "agreement") if key not in out}
             out |= {f"{name}_{part}": value for part, value in found.items()}
         return out

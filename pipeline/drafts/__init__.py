@@ -5,14 +5,17 @@ from typing import Any, NamedTuple
 
 from pipeline.basics.parse import from_json
 from pipeline.decoding.contract import Source
-from pipeline.drafts import eagle3, gumiho, hydra, jakiro, medusa
+from pipeline.drafts import eagle3, gumiho, hydra, jakiro
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from pipeline.drafts.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parallel import medusa
+from pipeline.drafts.parallel.anchors import BlockObjective
+from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
+from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.module import DraftModule, TrainedDraft
 from pipeline.drafts.parts.objective import Objective
@@ -32,6 +35,7 @@ class Kind(NamedTuple):
 
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, Kind] = {
+    "dflash": Kind(DFlashConfig, DFlash, BlockObjective),
     "eagle": Kind(EagleConfig, Eagle),
     "eagle3": Kind(Eagle3Config, Eagle3, released=eagle3.RELEASED),
     "gumiho": Kind(GumihoConfig, Gumiho, released=gumiho.RELEASED),

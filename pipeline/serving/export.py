@@ -27,7 +27,7 @@ from pipeline.drafts import DraftConfig, TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
-from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import SLIDING
 from pipeline.lm.model import source

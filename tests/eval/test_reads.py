@@ -8,7 +8,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.jakiro import JakiroConfig
-from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
 from tests.pipeline.taught import make_draft
 
 D, MLP, V = 32, 64, 260

@@ -14,7 +14,8 @@ from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.one_layer import OneLayerConfig, Weights
 from pipeline.drafts.skipper import SkipperConfig
@@ -49,6 +50,8 @@ VARIANTS = {
     "hydra": HydraConfig(prefix=False, blocks=1, objective="hard-ce"),
     "hydra++": HydraConfig(blocks=3),
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
+    "dflash": DFlashConfig(layers=2, block=8),
+    "dflash, reduced": DFlashConfig(layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce"),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
@@ -78,6 +81,8 @@ KINDS = {
     "skipper, drawn": ("skipper", {"paths": "eagle-1", "siblings": "drawn"}),
     "medusa, static": ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     "medusa, drawn": ("medusa, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
+    "dflash, seven levels": ("dflash", {"depth": 7, "top_k": 4, "nodes": 24}),
+    "dflash, drawn": ("dflash, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),
     "three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }

@@ -31,7 +31,9 @@ HYBRID = replace(ALONE, secondary=["prompt-lookup"], calibration=COUNTED)
 WAYS = {  # draft and method
     "eagle": HYBRID,
     "jakiro": replace(HYBRID, agreement="max", calibration=None),
-    **dict.fromkeys(("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "hydra++", "small-llama"), ALONE),
+    **dict.fromkeys(
+        ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash", "hydra++", "small-llama"), ALONE
+    ),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.

@@ -18,7 +18,7 @@ from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint

@@ -17,7 +17,8 @@ from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.medusa import MedusaConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
@@ -37,6 +38,7 @@ CONFIGS = {
     "gumiho": GumihoConfig(regression_steps=10),
     "medusa": MedusaConfig(),
     "hydra": HydraConfig(vocabulary=40),
+    "dflash": DFlashConfig(layers=2, block=6, anchors=8),
     "skipper": SkipperConfig(sparsity=0.4),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
@@ -48,6 +50,7 @@ GOLDEN = {  # the first of twenty losses, and the last
     "gumiho": (0.9597709774971008, 0.9541231989860535),
     "medusa": (11.746148109436035, 9.925118446350098),
     "hydra": (14.926997184753418, 12.364944458007812),
+    "dflash": (5.500015735626221, 4.540892124176025),
     "skipper": (5.933807373046875, 6.121687412261963),
     "small-llama": (4.165889263153076, 3.966872453689575),
 }

@@ -12,7 +12,8 @@ from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
-from pipeline.drafts.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renormalised, term_sums
@@ -269,6 +270,8 @@ OTHERS = {
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
     "hydra++": HydraConfig(heads=3, blocks=2),
+    "dflash": DFlashConfig(layers=2, block=6),
+    "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }

@@ -34,6 +34,7 @@ DRAFTS = {
     },
     "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
     "medusa": {"kind": "medusa", "heads": 3},
+    "dflash": {"kind": "dflash", "layers": 2, "block": 6, "anchors": 24, "dpace": 0.5},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},
     "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48, "attention_heads": 2},
     "hydra": {"kind": "hydra", "heads": 3, "blocks": 2, "vocabulary": 128},

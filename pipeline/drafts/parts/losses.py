@@ -30,7 +30,7 @@ CHUNK_SHARE_GPU = 32  # of a GPU with less than 64 GiB this part of its memory i
 DECAY = 3.0  # of an acceptance's weight of KL
 
 LossKind = Literal["soft-ce", "hard-ce", "acceptance"]
-# p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be less than 1.
+# p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be another than 1.
 SoftLabels = tuple[Tensor, Tensor, Tensor | None]
 Teacher = Callable[[Tensor], SoftLabels]  # of features (m, D)
 
@@ -101,13 +101,15 @@ def of_whole_vocabulary(head: Callable[[Tensor], Tensor], ids_U: Tensor, masked:
     return soft_labels
 
 
-def of_text(text_m: Tensor, size: int) -> SoftLabels:
+def of_text(text_m: Tensor, size: int, weights_m: Tensor | None = None) -> SoftLabels:
     """What a teacher would answer that expects the text's own tokens and nothing else: numbers in a vocabulary of this
-    size, -1 for a token that it does not have.
+    size, -1 for a token that it does not have. A row's mass is its weight.
     """
-    has = text_m[:, None] >= 0
+    mass = (text_m[:, None] >= 0).float()
+    if weights_m is not None:
+        mass = mass * weights_m[:, None]
     p = torch.zeros(len(text_m), size, device=text_m.device)
-    return p.scatter_(1, text_m[:, None].clamp_min(0), has.float()), text_m, has.float()
+    return p.scatter_(1, text_m[:, None].clamp_min(0), mass), text_m, mass
 
 
 # -- classifications --------------------------------------------------------------------------------------------------
@@ -122,6 +124,7 @@ class Asked:
     rows_M: Tensor  # its labels, ascending
     ends: list[int]  # how many of these lie before each chunk, and before the end
     share: float  # of its classification in the loss, but for a factor that all terms have
+    weights_M: Tensor | None = None  # of each row under hard-ce; 1 by default
 
 
 @dataclass
@@ -144,7 +147,8 @@ class Labels:
             rows = one.rows_M[place] - here.start
             mine: Any = of_all
             if one.term.kind == "hard-ce":
-                mine = of_text(self.text_M[here][rows], self.vocabulary)
+                weights = None if one.weights_M is None else one.weights_M[place]
+                mine = of_text(self.text_M[here][rows], self.vocabulary, weights)
             elif of_all is not None and len(rows) != len(of_all[0]):
                 mine = tuple(x if x is None else x[rows] for x in of_all)
             found.append((place, mine))

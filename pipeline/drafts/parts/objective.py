@@ -4,11 +4,8 @@
     terms(step)                  its losses, the next token's first; each is of one group's positions
     loss(draft, batch)           the weighted loss of what the draft's forward says at these positions
 
-A draft whose groups are not horizons overrides `positions`; nothing else asks where they come from:
-
-    DFlash    draws anchors a from its seed; the group of place k has inputs a and labels a + k, and the draft reads the
-              anchors off `batch.positions` and answers (M, D) a group
-    P-EAGLE   draws for each depth d the inputs that its forward takes in; their labels are d further on
+A draft that draws its positions overrides `positions` (DFlash: parallel/anchors.py); nothing else asks where they come
+from. P-EAGLE draws for each depth d the inputs that its forward takes in; their labels are d further on.
 """
 
 from collections.abc import Sequence
@@ -67,8 +64,18 @@ class Objective:
         """What went wrong in training, by a validation's averages, and what to do; None where nothing did."""
         return None
 
+    def divisor(self, term: Term, totals: dict[Group, int]) -> float:
+        """What a term's sums are divided by in the loss; `totals`: the positions of each group, of a global batch."""
+        return max(totals[term.group], 1)
+
+    def row_weights(
+        self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]
+    ) -> Sequence[Tensor | None]:
+        """By term a weight (M) of each position's classification under hard-ce; None: 1 each."""
+        return [None] * len(both)
+
     def loss(self, draft: "DraftModule", batch: "Batch") -> tuple[Tensor, Sums]:
-        """The weighted loss, each sum over its group's positions in the GLOBAL batch; and the raw sums by term."""
+        """The weighted loss, each sum over its divisor in the GLOBAL batch; and the raw sums by term."""
         features, aside = draft(batch)
         terms = self.terms(batch.step)
         told = [term for term in terms if not term.is_penalty]
@@ -80,7 +87,7 @@ class Objective:
         total = torch.zeros((), device=batch.labels_BTD.device)
         for term in terms:
             weighted = sum(weight * sums[term.name][part] for part, weight in term.weights.items())
-            total = total + weighted / max(batch.totals[term.group], 1)
+            total = total + weighted / self.divisor(term, batch.totals)
         return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in sums.items()}
 
     def _told(self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]) -> Sums:
@@ -90,15 +97,22 @@ class Objective:
         for number in sorted({term.head for term, _ in both}):
             mine = [(term, feature) for term, feature in both if term.head == number]
             rows = batch.rows(sorted({term.group for term, _ in mine}, key=str), chunk)
+            shares = self._shares([term for term, _ in mine], batch.totals)
+            weights = self.row_weights(draft, batch, mine)
             asked = [
-                Asked(term, chosen(x, rows.inputs[term.group]), rows.among[term.group], rows.ends[term.group], share)
-                for (term, x), share in zip(mine, _shares([term for term, _ in mine], batch), strict=True)
+                Asked(term, chosen(x, rows.inputs[term.group]), rows.among[term.group], rows.ends[term.group], share, w)
+                for (term, x), share, w in zip(mine, shares, weights, strict=True)
             ]
             text_M = numbers_of(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
             labels_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
             labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk)
             sums |= term_sums(asked, labels, draft.head(number), draft.normed if draft.own_heads else None)
         return sums
+
+    def _shares(self, terms: list[Term], totals: dict[Group, int]) -> list[float]:
+        """Each term's weight of the classification, times the first term's divisor, divided by its own."""
+        first = self.divisor(terms[0], totals)
+        return [t.weights.get("classification", 0.0) * first / self.divisor(t, totals) for t in terms]
 
     def teacher(self, draft: "DraftModule") -> Teacher:
         """The target's distribution over the draft's vocabulary."""
@@ -119,9 +133,3 @@ def numbers_of(tokens_M: Tensor, ids_U: Tensor | None) -> Tensor:
         return tokens_M
     found = torch.searchsorted(ids_U, tokens_M).clamp_max(len(ids_U) - 1)
     return found.where(ids_U[found] == tokens_M, -1)
-
-
-def _shares(terms: list[Term], batch: "Batch") -> list[float]:
-    """Each term's weight of the classification, times the first term's positions, divided by its own."""
-    first = max(batch.totals[terms[0].group], 1)
-    return [t.weights.get("classification", 0.0) * first / max(batch.totals[t.group], 1) for t in terms]

@@ -1,0 +1,272 @@
+"""DFlash (arXiv 2602.06036): one forward guesses a whole block of tokens.
+
+The context is c_i = norm(fc(outputs of several layers of the target at t_i)); every layer makes its keys and values of
+it. The block stands behind the anchor t_a, the last token that is certain: B places at positions a .. a + B - 1, the
+first with the anchor's embedding, the others with that of a mask token. Each place sees c_0 .. c_{a-1} and its whole
+block, in both directions. c_a is not there: the target has not read t_a yet. Place k answers
+
+    logits of t_{a+k} = head(norm(h_k)),   k = 1 .. B - 1
+
+The places are independent given the text: in a tree the chance of a node is the product of its places' probabilities,
+and all nodes of a level have the same candidates. Tensor names are those that engines read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from pipeline.basics.accelerator import sent
+from pipeline.basics.errors import PipelineError
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts.parallel.anchors import decayed
+from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
+from pipeline.drafts.parts.losses import LossKind, Term, named
+from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.one_layer import DraftState
+from pipeline.lm.attention import additive
+from pipeline.lm.states import Needs, States
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+TOGETHER = 256  # places whose blocks share a mask in training: it grows with their square, the copies of keys shrink
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftConfig):
+    description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
+
+    kind: Literal["dflash"] = "dflash"
+    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
+    layers: int = 5
+    mlp_width: int | None = None  # default: the target's
+    block: int = 16  # places; one forward guesses one token less
+    auxiliary_layers: list[int] | None = None  # of the target, from 1; default: as many as `layers`, from 2 to L - 2
+    mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
+    anchors: int = 512  # blocks of a dialogue in one step, at most
+    gamma: float = 7.0  # of the loss: place k weighs exp(-(k - 1) / gamma)
+    dpace: float | None = None  # instead of it D-PACE's weights with this alpha, 0.5 in its paper
+    objective: LossKind = "hard-ce"
+
+    def __post_init__(self):
+        self.at_least(1, "vocabulary", "layers", "mlp_width", "anchors")
+        self.at_least(2, "block")
+        self.at_least(0, "mask_token")
+        layers = self.auxiliary_layers
+        if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
+            raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+        if not self.gamma > 0:
+            raise ValueError(f"gamma={self.gamma}: expected more than 0")
+        if self.dpace is not None and not (0 <= self.dpace <= 1 and self.objective == "hard-ce"):
+            raise ValueError(f"dpace={self.dpace}: expected 0 to 1, with objective='hard-ce'")
+
+    @property
+    def auxiliary(self) -> Sequence[int | str]:
+        return self.auxiliary_layers or [f"{self.layers} even"]
+
+    def needs(self, target_layers: int) -> Needs:
+        layers = self.auxiliary_layers or even_layers(target_layers, self.layers)
+        if layers[-1] > target_layers:
+            raise PipelineError(
+                f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
+            )
+        return Needs(final=False, auxiliary=tuple(layers))
+
+    def levels_of(self, number: int) -> int:
+        return 0 if number else self.block - 1
+
+    def terms(self, step: int) -> list[Term]:
+        """Place k is the group k."""
+        places = self.block - 1
+        weights = [1.0] * places if self.dpace is not None else decayed(self.gamma, places)
+        both = zip(named(1, places), weights, strict=True)
+        return [
+            Term(name, k, {"classification": weight}, self.objective) for k, (name, weight) in enumerate(both, start=1)
+        ]
+
+
+def even_layers(target_layers: int, count: int) -> list[int]:
+    """The reference's, which counts from 0: `count` of them evenly from 1 to L - 3, of a small target as many as there
+    are; here from 1.
+    """
+    if count == 1:
+        return [target_layers // 2 + 1]
+    span = max(target_layers - 4, 0)
+    found = {round(1 + number * span / (count - 1)) + 1 for number in range(count)}
+    return sorted({min(layer, target_layers) for layer in found})
+
+
+class Layer(AttentionBlock):
+    """Qwen3's, but for keys and values of a context, which are in the cache before it is called."""
+
+    def __init__(self, llama: Any, width: int, number: int):
+        super().__init__(llama, {"mlp": swiglu(llama, width), "input_layernorm": norm(llama)}, None, number, True)
+        self.self_attn.is_causal = False  # where no mask is given, all places see each other
+
+    def remember(self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)) -> None:
+        """Appends the context's keys and values; of each of a batch's `rows_C`, as often as it is there."""
+        own: Any = self.self_attn
+        shape = (*context_BTD.shape[:2], -1, own.head_dim)
+        keys, values = own.k_norm(own.k_proj(context_BTD).view(shape)), own.v_proj(context_BTD).view(shape)
+        keys, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], *rope, unsqueeze_dim=2)
+        cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], own.layer_idx)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+        parts: Any = self
+        x = x + self.attend(parts.input_layernorm(x), rope, mask, cache)
+        return x + parts.mlp(self.post_attention_layernorm(x))
+
+
+class DFlash(TrainedDraft):
+    config: DFlashConfig
+    layers: nn.ModuleList
+    mask_token_id: Tensor
+
+    def __init__(self, config: DFlashConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        llama = layer_config(shapes)
+        width, mlp = llama.hidden_size, config.mlp_width or llama.intermediate_size
+        self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
+        self.hidden_norm, self.norm = norm(llama), norm(llama)
+        self.layers = nn.ModuleList(Layer(llama, mlp, number) for number in range(config.layers))
+        last = self.target_vocabulary - 1
+        mask = last if config.mask_token is None else config.mask_token
+        if mask > last:
+            raise PipelineError(f"mask_token={mask}: the target's embedding has ids up to {last}")
+        self.register_buffer("mask_token_id", torch.tensor(mask))
+        self._rope = [rotary(llama)]  # out of the module tree: a cast to bf16 must not touch its frequencies
+
+    def _share(self, other: Self) -> None:
+        other._rope = self._rope
+
+    def start_from_target(self, texts: list[list[int]]) -> None:
+        """Chooses the mask token: one that the tokenizer lacks, where the target's embedding is padded."""
+        if self.config.mask_token is not None:
+            return
+        used = set().union(*texts)
+        free = next((token for token in reversed(range(self.target_vocabulary)) if token not in used), None)
+        if free is None:
+            raise PipelineError(
+                f"draft {self.name!r}: the training texts have all {self.target_vocabulary} tokens, so none can stand "
+                "for what a block has yet to guess: set its mask_token to the id of a token that answers rarely have"
+            )
+        self.mask_token_id.fill_(free)
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    # -- one forward ----------------------------------------------------------------------------------------------
+
+    def _context(self, states_TSD: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(states_TSD.flatten(-2)))
+
+    def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rope[0].to(like.device)(like, positions)
+
+    def _blocks(self, anchors_CA: Tensor, positions_CA: Tensor, like: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What goes into the first layer behind these tokens (C, A * B, D), and its places' angles."""
+        places = torch.arange(self.config.block, device=anchors_CA.device)
+        tokens_CAB = torch.where(places == 0, anchors_CA[..., None], self.mask_token_id)
+        x = nn.functional.embedding(tokens_CAB.flatten(1), self.embed_head.embedding_VD).to(like.dtype)
+        return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
+        """By place a feature (M, D) of each block that is told a token there."""
+        context_BTD = self._context(States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).of(self.needs))
+        (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
+        anchors = batch.positions[1].inputs.numpy()
+        bundles_CA, slots = bundled(anchors, count, width, max(1, TOGETHER // self.config.block))
+        inputs_CA = sent(torch.from_numpy(bundles_CA), device)
+        rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
+        begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
+        begins_CA = begins_BT.flatten()[inputs_CA]
+        x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
+        mask = additive(seen(begins_CA, places_CA, width, self.config.block), x.dtype)[:, None]
+        angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
+        for layer in self._layers:
+            given = layer, x, context_BTD, angles, rows_C, rope, mask
+            again = self.recompute and torch.is_grad_enabled()
+            x = checkpoint(_behind, *given, use_reentrant=False) if again else _behind(*given)
+        feature_ABD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])
+        found = []
+        for place in range(1, self.config.block):
+            told = np.searchsorted(anchors, batch.positions[place].inputs.numpy())
+            found.append(feature_ABD[:, place].index_select(0, sent(torch.from_numpy(slots[told]), device)))
+        return found, None
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def open(self) -> DraftState:
+        return DraftState()
+
+    @torch.inference_mode()
+    def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        """Drops the last block, takes in the context of T verified inputs, answers behind the last `places` tokens."""
+        past, end, device = state.verified, state.verified + len(inputs.states_TSD), inputs.states_TSD.device
+        state.cache.keep(past)
+        context_BTD = self._context(inputs.states_TSD)[None]
+        angles = self._angles(context_BTD, torch.arange(past, end, device=device)[None])
+        for layer in self._layers:
+            layer.remember(context_BTD, angles, state.cache)
+        state.verified = end
+        last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each sees
+        x, rope = self._blocks(sent(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
+        mask = None
+        if places > 1:
+            mask = additive(seen(torch.zeros_like(last_CA), last_CA, end, self.config.block), x.dtype)[:, None]
+        for layer in self._layers:
+            x = layer(x, rope, mask, state.cache)
+        feature_ABD = self.norm(x[0]).unflatten(0, (places, -1))
+        told_LAD = feature_ABD[:, 1 : request.levels + 1].transpose(0, 1)
+        return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
+
+    def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        raise AssertionError("its settings say that there is no second forward")
+
+
+def _behind(
+    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
+) -> Tensor:
+    """A layer's answer with a cache of its own, since it may run twice."""
+    cache = DynamicCache()
+    layer.remember(context_BTD, angles, cache, rows_C)
+    return layer(x, rope, mask, cache)
+
+
+def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int) -> Tensor:
+    """Bool (C, A * B, count + A * B): what the places of A blocks see, each from its first to its last input of the
+    context and then its own block.
+    """
+    inputs = torch.arange(count, device=last_CA.device)
+    context_CAT = (inputs >= first_CA[..., None]) & (inputs <= last_CA[..., None])
+    number = torch.arange(last_CA.shape[1], device=last_CA.device).repeat_interleave(block)
+    own = (number[:, None] == number).expand(len(last_CA), -1, -1)
+    return torch.cat([context_CAT.repeat_interleave(block, dim=1), own], dim=2)
+
+
+def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The anchors, ascending numbers below rows * width, in bundles (C, A) of one row and at most so many; each row's
+    last one is filled up with its first input. And where each anchor stands, as a number below C * A. There is at
+    least one bundle: every weight takes part in every batch.
+    """
+    row_A = anchors // width
+    sizes = np.bincount(row_A, minlength=rows)
+    size = max(1, min(most, int(sizes.max())))
+    bundles = -(-sizes // size)
+    bundles[0] = max(bundles[0], not len(anchors))
+    filled = np.repeat(np.arange(rows) * width, bundles)[:, None].repeat(size, 1)
+    before = np.cumsum(bundles) - bundles  # bundles of the rows above
+    slots = before[row_A] * size + np.arange(len(anchors)) - (np.cumsum(sizes) - sizes)[row_A]
+    filled.reshape(-1)[slots] = anchors
+    return filled, slots
