@@ -18,6 +18,7 @@ from infra.plan.memory import (
     activation_bytes,
     disk_bytes,
     evaluation_bytes,
+    everywhere,
     frame_bytes,
     rank_bytes,
     step_bytes,
@@ -25,6 +26,7 @@ from infra.plan.memory import (
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
@@ -211,6 +213,7 @@ def test_memory_of_a_step(tiny_recipe, dtype):
 FORWARDS = {
     "jakiro": JakiroConfig(vocabulary=128),
     "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
+    "dflash": DFlashConfig(layers=2, block=4, anchors=40),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
 }
 
@@ -226,13 +229,14 @@ def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, 
     draft.bind(embed_head)
     draft.recompute = recompute
     hidden_BTD, tokens_BT = torch.randn(2, 159, 32), torch.zeros(2, 159, dtype=torch.long)
+    states_BTSD = torch.randn(2, 159, len(draft.needs.auxiliary), 32)
     weights = (
         *draft.parameters(),
         *embed_head.decoder.parameters(),
         *embed_head.decoder.buffers(),
         embed_head.embedding_VD,
     )
-    known = {x.data_ptr() for x in (*weights, hidden_BTD)}
+    known = {x.data_ptr() for x in (*weights, hidden_BTD, states_BTSD)}
     kept, alive = {}, []
 
     def keep(tensor):
@@ -242,7 +246,8 @@ def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        draft(Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}, before_BT=tokens_BT))
+        positions = everywhere(config, 2, 159)
+        draft(Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, None, states_BTSD, before_BT=tokens_BT))
     counted = activation_bytes(recipe, planned(recipe, config), recompute)
     assert counted == pytest.approx(sum(kept.values()), rel=0.02)
 

@@ -3,16 +3,20 @@
 What Python and its libraries take is not in them.
 """
 
+from typing import Any
+
+import numpy as np
 import pyarrow as pa
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.basics.accelerator import accelerator
-from pipeline.drafts import TrainedDraft, build, parameter_count
+from pipeline.drafts import DraftConfig, TrainedDraft, build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch
+from pipeline.features.positions import Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import DTYPES, empty_decoder, load_config, parameter_count_of
@@ -151,34 +155,44 @@ def row_tokens(recipe: Recipe) -> int:
 def activation_bytes(recipe: Recipe, draft: TrainedDraft, recompute: bool) -> int:
     """What a micro-batch's forward keeps for its backward: counted, with tensors that have no content."""
     config, dtype, shapes = recipe.train, DTYPES[recipe.train.dtype], draft.shapes
+    positions = everywhere(draft.config, config.micro_batch, row_tokens(recipe))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # a module without content cannot be cast
     try:
         with FakeTensorMode():
             decoder = empty_decoder(recipe.target, dtype) if draft.config.runs_the_target else None
             made = build(draft.config, shapes)
-            return _activation_bytes(config, made, decoder, dtype, row_tokens(recipe), recompute)
+            made.recompute = recompute
+            return _activation_bytes(config, made, decoder, row_tokens(recipe), positions)
     finally:
         torch.set_default_dtype(before)
+
+
+def everywhere(config: DraftConfig, rows: int, count: int) -> dict[Group, Any]:
+    """The trained positions of so many rows, each of a dialogue whose tokens are all the assistant's. They have
+    content, and are therefore no tensors.
+    """
+    one = objective_of(config).positions(np.zeros(count + 1, np.int32), np.ones(count + 1, np.uint8))
+    begins = count * np.arange(rows)[:, None]
+    both = {group: (found.inputs.numpy(), found.labels.numpy() - 1) for group, found in one.items()}
+    return {group: Positions(*((x + begins).ravel() for x in found)) for group, found in both.items()}
 
 
 def _activation_bytes(
     config: TrainConfig,
     draft: TrainedDraft,
     decoder: torch.nn.Module | None,
-    dtype: torch.dtype,
     count: int,
-    recompute: bool,
+    positions: dict[Group, Any],
 ) -> int:
     width, shape = draft.shapes["hidden_size"], (config.micro_batch, count)
     embedding = torch.empty(draft.shapes["vocab_size"], width)
     draft.bind(EmbeddingAndHead(embedding, LMHead(embedding), "", decoder))
-    draft.recompute = recompute
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)
     states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
     packed_BT = tokens_BT if config.pack_tokens else None
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, {}, {}, packed_BT, states_BTSD, tokens_BT)
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, packed_BT, states_BTSD, tokens_BT)
     given = [] if decoder is None else [*decoder.parameters(), *decoder.buffers()]
     others = {
         x.untyped_storage()._cdata

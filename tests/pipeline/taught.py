@@ -50,7 +50,7 @@ VARIANTS = {
     "hydra": HydraConfig(prefix=False, blocks=1, objective="hard-ce"),
     "hydra++": HydraConfig(blocks=3),
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
-    "dflash": DFlashConfig(layers=2, block=8),
+    "dflash": DFlashConfig(layers=2, block=8, dpace=0.5),
     "dflash, reduced": DFlashConfig(layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce"),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.basics.accelerator import sent
 from pipeline.drafts.parts.losses import Term, chunk_rows
 from pipeline.drafts.parts.objective import Objective, numbers_of
 from pipeline.features.positions import Group, Positions, Seed, trained
@@ -58,13 +59,13 @@ class BlockObjective(Objective):
         """D-PACE's, by term. A place that is not trained ends its block."""
         if self.config.dpace is None:
             return [None] * len(both)
-        anchors = batch.positions[1].inputs
-        factors_AK = torch.zeros(len(anchors), len(both), device=batch.labels_BTD.device)
+        anchors, device = batch.positions[1].inputs, batch.labels_BTD.device
+        factors_AK = torch.zeros(len(anchors), len(both), device=device)
         rows = []
         for column, (term, feature_MD) in enumerate(both):
             here = batch.positions[term.group]
-            rows.append(torch.searchsorted(anchors, here.inputs).to(factors_AK.device))
-            text_M = batch.following_BT.flatten()[here.labels.to(factors_AK.device)]
+            rows.append(sent(torch.searchsorted(anchors, here.inputs), device))
+            text_M = batch.following_BT.flatten()[sent(here.labels, device)]
             q_M = _probabilities(draft, feature_MD, numbers_of(text_M, draft.token_ids_U))
             factors_AK[rows[-1], column] = torch.lerp(q_M, torch.ones_like(q_M), self.config.dpace)
         weights_AK = factors_AK.cumprod(1).flip(1).cumsum(1).flip(1)

@@ -185,9 +185,9 @@ class DFlash(TrainedDraft):
         """By place a feature (M, D) of each block that is told a token there."""
         context_BTD = self._context(States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).of(self.needs))
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
-        anchors = batch.positions[1].inputs.numpy()
+        anchors = np.asarray(batch.positions[1].inputs)
         bundles_CA, slots = bundled(anchors, count, width, max(1, TOGETHER // self.config.block))
-        inputs_CA = sent(torch.from_numpy(bundles_CA), device)
+        inputs_CA = sent(torch.tensor(bundles_CA), device)
         rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
         begins_CA = begins_BT.flatten()[inputs_CA]
@@ -201,8 +201,8 @@ class DFlash(TrainedDraft):
         feature_ABD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])
         found = []
         for place in range(1, self.config.block):
-            told = np.searchsorted(anchors, batch.positions[place].inputs.numpy())
-            found.append(feature_ABD[:, place].index_select(0, sent(torch.from_numpy(slots[told]), device)))
+            told = np.searchsorted(anchors, np.asarray(batch.positions[place].inputs))
+            found.append(feature_ABD[:, place].index_select(0, sent(torch.tensor(slots[told]), device)))
         return found, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
