@@ -31,6 +31,7 @@ from train.engine.ranks import by_rank_0, fail_together
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import coverage, frequent_tokens
+from train.start import Start, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
 PLOT = "training.png"
@@ -70,7 +71,11 @@ def _train(
     if recipe.features.keep == "window":  # the run's folder says which shards are there
         require_shared(folder)
     store, heldout, answers = features()
-    draft = new_draft(recipe, name, embed_head, store)
+    with fail_together():
+        start = read_start(recipe, name, embed_head, store.spec)
+        draft = new_draft(recipe, name, embed_head, store, start)
+    if rank == 0 and start and start.facts["tokens_kept"] < start.facts["tokens"]:
+        log.warning("%s begins with %s: the others' rows begin anew", name, start)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     objective = objective_of(draft.config, recipe.train.mask)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, rank, ranks)
@@ -87,6 +92,7 @@ def _train(
     run = _Run(recipe, name, engine, draft, batches, heldout, answers)
     run.to_the_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
+    facts |= {"template_mark": store.spec.template} | ({"start": start.facts} if start else {})
     if draft.token_ids_U is not None:
         facts["vocabulary_coverage"] = round(coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
@@ -95,13 +101,17 @@ def _train(
         draw_training({name: folder / METRICS}, folder / PLOT)
     engine.barrier()
     said = f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
+    said += f"; it began with {start}" if start else ""
     return said if run.cut_short is None else f"{said}; {run.cut_short}"
 
 
-def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: FeatureStore) -> TrainedDraft:
-    """The draft at step 0: a function of the recipe, its seed and the shards."""
+def new_draft(
+    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: FeatureStore, start: Start | None = None
+) -> TrainedDraft:
+    """The draft at step 0: a function of the recipe, its seed, the shards and what it starts from."""
     config = recipe.draft[name]
     shapes = shapes_of(load_config(recipe.target))
+    shapes = start.shapes(shapes) if start else shapes
     known = known_tokens(load_tokenizer(recipe.target))
     if known < shapes["vocab_size"]:
         shapes["known_tokens"] = known
@@ -109,11 +119,15 @@ def new_draft(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: Fe
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
-        draft.set_vocabulary(frequent_tokens(store.sample, shapes["vocab_size"], len(draft.token_ids_U)))
+        size = len(draft.token_ids_U)
+        ids_U = start.vocabulary(size) if start else None
+        draft.set_vocabulary(frequent_tokens(store.sample, shapes["vocab_size"], size) if ids_U is None else ids_U)
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
     draft.start_from_target(some_texts(store.sample))
+    if start:
+        start.give(draft)
     return draft
 
 

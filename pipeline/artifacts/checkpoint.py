@@ -82,7 +82,8 @@ class Saved:
         """How it was trained, in a few words."""
         if "imported" in self.training:
             return f"imported from {self.training['imported']['from']}"
-        return f"{self.training['trained_tokens']:,} trained tokens"
+        begun = f", begun with {self.training['start']['from']}" if "start" in self.training else ""
+        return f"{self.training['trained_tokens']:,} trained tokens{begun}"
 
 
 def save(
@@ -107,7 +108,8 @@ def save(
         metrics_sha256=sha256(folder / METRICS) if (folder / METRICS).exists() else None,
         training=training,
     )
-    write_provenance(folder, recipe, draft=name)
+    begun = {"start": training["start"]} if "start" in training else {}
+    write_provenance(folder, recipe, draft=name, **begun)
     write_sealed(folder / CONFIG, saved.to_json())
 
 
@@ -192,6 +194,11 @@ def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
             f"at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use that one, or "
             "train again"
         )
+    return of_any_target(folder, saved)
+
+
+def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
+    """`load` without asking for the target. `saved`: what its config.json says."""
     path = folder / WEIGHTS
     if not path.exists() or sha256(path) != saved.weights_sha256:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"

@@ -7,7 +7,7 @@ What its config says of the computation is what the draft computes, or an error 
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import read_weights, require_known, their_config, their_shapes, weights_files
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
-from pipeline.drafts import DRAFTS, build, kind_of, parameter_count
+from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
@@ -53,18 +53,39 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     folder = recipe.draft_dir(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
-    target, embed_head = load_config(recipe.target), load_embed_head(recipe.target)
+    embed_head = load_embed_head(recipe.target)
+    draft, found, imported = converted(source, recipe, name, embed_head.embedding_VD)
+    draft.bind(embed_head)
+    facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
+    if published is not None:
+        facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
+    with exclusive(folder, "import"):
+        checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
+    return found.said()
+
+
+def converted(
+    source: Path, recipe: Recipe, name: str, embedding_VD: Tensor, any_vocabulary: bool = False
+) -> tuple[TrainedDraft, Imported, dict[str, Any]]:
+    """The recipe's draft `name` with the weights of `source`, what became of its tensors, and where it is from: for the
+    card. With `any_vocabulary` the draft's is the source's, whatever the recipe says. Raises PipelineError where it
+    does not fit.
+    """
+    config, target = recipe.draft[name], load_config(recipe.target)
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
+    layout = DRAFTS[kind_of(config)].released
+    require_known(source, theirs, layout.keys)
+    found = mapped(read_weights(files), layout.names, embedding_VD)
+    if any_vocabulary and "vocabulary" in config.to_json():
+        own: dict[str, Any] = {"vocabulary": len(found.weights[IDS]) if IDS in found.weights else None}
+        config = replace(config, **own)
     try:
-        draft = build(recipe.draft[name], shapes)
+        draft = build(config, shapes)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
-    layout = DRAFTS[kind_of(draft.config)].released
-    require_known(source, theirs, layout.keys)
     wanted = draft.state_dict()
-    found = mapped(read_weights(files), layout.names, embed_head.embedding_VD)
     _complete(found, wanted)
     stated = layout.facts(draft, theirs, found.weights)
     odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
@@ -78,14 +99,8 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     if len(dtypes) > 1:
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
     draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
-    draft.bind(embed_head)
-    imported = _facts(source, files, found)
-    facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
-    if published is not None:
-        facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
-    with exclusive(folder, "import"):
-        checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
-    return found.said()
+    sums = ", ".join(map(sha256, files))
+    return draft, found, {"from": source.name, "sha256": sums, "dropped": sorted(found.dropped)}
 
 
 def mapped(
@@ -171,8 +186,3 @@ def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[s
             "vocabulary, mlp_width, expert_width, experts, contrast, frame); biases of q, k, v on EAGLE's frame and "
             "experts that are no SwiGLU have no place in any"
         )
-
-
-def _facts(source: Path, files: list[Path], found: Imported) -> dict[str, Any]:
-    """Where the weights are from, and the SHA-256 of each file: for the card."""
-    return {"from": source.name, "sha256": ", ".join(map(sha256, files)), "dropped": sorted(found.dropped)}

@@ -118,8 +118,8 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     resolved = _changed({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
-    for name, config in recipe.draft.items():
-        resolved["draft"][name] = config.public().to_json()
+    for name in recipe.draft:
+        resolved["draft"][name] |= recipe.settings_of(name)
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
     resolved["train"] |= dict.fromkeys(WHERE)
     return resolved

@@ -29,7 +29,7 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             if (mine / checkpoint.METRICS).exists():
                 raise PipelineError(f"{mine} holds a training that was broken off: move it away, {name} is published")
             given = recipe.published[name]
-            folder = _download(given.repository, given.revision)
+            folder = download(given.repository, given.revision)
             facts = {"repository": given.repository, "revision": given.revision}
             if is_ours(folder):
                 adopt(folder, recipe, name, facts)
@@ -67,7 +67,7 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
 
 
-def _download(repository: str, revision: str) -> Path:
+def download(repository: str, revision: str) -> Path:
     """A folder of the cache. Raises PipelineError where the Hub does not give it."""
     found = _fetched(repository, revision, ["*.json", ROWS, *WEIGHTS])
     if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):

@@ -86,8 +86,8 @@ def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Calla
 
 
 def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
-    """`make` for a draft that is trained."""
-    draft = make(config, shapes)
+    """`make` for a draft that is trained; what its training begins with is no part of it."""
+    draft = make(config.cold(), shapes)
     assert isinstance(draft, TrainedDraft)
     return draft
 

@@ -34,6 +34,10 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
         if name not in drafts or not drafts[name].trained:
             yield f"published.{name} is no draft with weights: add its section [draft.{name}]"
     for name, config in drafts.items():
+        if config.start_differs and not config.start:
+            yield f"draft.{name}.start_differs says what of its start may be another, but it has no start"
+        if config.start and name not in recipe.to_train:
+            yield f"draft.{name}.start={config.start!r} is where a training begins, but this recipe does not train it"
         if recipe.train.mask == "legacy" and getattr(config, "objective", None) == "hard-ce":
             yield (
                 f"train.mask='legacy' trains positions without a next token, of which draft.{name}.objective="

@@ -29,6 +29,7 @@ from pipeline.recipe.sections import (
     RegenerateConfig,
     TrainConfig,
 )
+from pipeline.recipe.start import marked
 
 
 def _folder(value: str) -> str:
@@ -125,8 +126,15 @@ class Recipe(Section):
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
             apart["data"] = {"answers"}
-        drafts = {name: config.public().to_json() for name, config in self.draft.items()}
+        drafts = {name: self.settings_of(name) for name in self.draft}
         return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
+
+    def settings_of(self, draft: str) -> dict[str, Any]:
+        """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is
+        missing.
+        """
+        config = self.draft[draft].public()
+        return config.to_json() | ({"start": marked(config.start)} if config.start else {})
 
     @property
     def answers_streamed(self) -> bool:
@@ -223,7 +231,7 @@ class Recipe(Section):
         apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
         apart |= self._unset | ({"epochs"} if settings.tokens else set())
         train = settings.model_dump(mode="json", exclude=apart)
-        config = self.draft[draft].to_json()
+        config = self.settings_of(draft)
         tree = (self.eval.methods.get(draft, Method()).tree or self.eval.tree).to_json() if watched else None
         dump = self.answers_hash if watched else self.dump_hash
         order = {"order": "questions"} if self.answers_streamed else {}

@@ -357,6 +357,9 @@ def with_key(section, key: str, value):
     return changed
 
 
+OTHER = {"start": f"they/draft@{'a' * 40}"}
+
+
 def variants(section, prefix: str = ""):
     """(key, the section with that key changed to a value that no recipe has), for every leaf below a section."""
     for key in fields_of(section):
@@ -369,7 +372,10 @@ def variants(section, prefix: str = ""):
                 for name, changed in variants(inner, f"{prefix}{key}.{entry}."):
                     yield name, with_key(section, key, {**value, entry: changed})
         else:
-            yield f"{prefix}{key}", with_key(section, key, {"changed": 1} if isinstance(value, dict) else "changed")
+            yield (
+                f"{prefix}{key}",
+                with_key(section, key, {"changed": 1} if isinstance(value, dict) else OTHER.get(key, "changed")),
+            )
 
 
 def changing(recipe: Recipe, read) -> set[str]:

@@ -1,14 +1,16 @@
 """The settings of a draft, which a recipe and a tree ask."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.losses import Term
 from pipeline.lm.states import Needs
+
+STARTS = ("start", "start_differs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,18 @@ class DraftConfig(Settings):
     trained: ClassVar[bool] = True
     may_be_secondary: ClassVar[bool] = False  # it takes no forwards, and its candidates can fill another draft's tree
     runs_the_target: ClassVar[bool] = False  # its forwards go through the target's own blocks
+
+    # The draft whose weights training begins with: a folder, or OWNER/NAME@COMMIT of the Hub (train/start.py).
+    start: str | None = None
+    start_differs: list[str] = field(default_factory=list)  # what of it may be another: "target", "template", a key
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the keys of a start where there is none, so that a draft from before them keeps its hash."""
+        return {key: value for key, value in super().to_json().items() if value or key not in STARTS}
+
+    def cold(self) -> Self:
+        """What the draft is, whatever its training began with."""
+        return replace(self, start=None, start_differs=[])
 
     @property
     def has_experts(self) -> bool:
