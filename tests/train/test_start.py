@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from huggingface_hub import constants
@@ -18,8 +19,8 @@ from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from tests.kit import change_sealed, dump_here, flip, recipe_tree, write_recipe, write_sharegpt
-from tests.train.runs import kill_training, largest_difference, losses, run_training, steps_so_far, train_here
+from tests.kit import ROOT, change_sealed, dump_here, flip, recipe_tree, write_recipe, write_sharegpt
+from tests.train.runs import kill_training, largest_difference, lines_of, run_training, steps_so_far, train_here
 from tests.train.test_training import ZERO_3
 from train.loop import new_draft
 from train.start import read_start
@@ -207,30 +208,39 @@ def test_a_folder_counts_by_its_content_and_its_place_stays_private(onward, base
         begun(onward, tmp_path / "moved", "jakiro")
 
 
-def test_a_commit_of_the_hub_is_fetched(onward, bases, tmp_path, monkeypatch):
+def test_a_commit_of_the_hub_is_fetched_and_the_card_says_so(onward, bases, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     shutil.copytree(bases / "jakiro", tmp_path / "models--they--draft/snapshots" / ("a" * 40))
     _, facts, _ = begun(onward, f"they/draft@{'a' * 40}", "jakiro")
     assert facts["from"] == "they/draft" and facts["revision"] == "a" * 40
+    card = (ROOT / "eval/release/card.md.jinja").read_text()
+    begin = card.index('{% if "start" in training %}')
+    part = card[begin : card.index("\n{% endif %}", begin)] + "{% endif %}"
+    body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part).render(training={"start": facts})
+    assert f"weights of `they/draft`, revision `{'a' * 40}`, a draft of `{facts['target']}`" in body
+    assert f"`{facts['sha256']}`; what differed there: target. It has 64 of this draft's 64 tokens." in body
 
 
 @pytest.mark.real
-def test_a_started_training_resumes_and_does_not_depend_on_ranks_or_zero(onward, bases, tmp_path):
-    begins = (f"draft.jakiro.start={bases / 'jakiro'}", "draft.jakiro.start_differs=['target']")
-    for name in ("whole", "killed", "split", "cold"):
-        (tmp_path / name).mkdir()
-    train_here(onward, tmp_path / "whole", *begins)
-    train_here(onward, tmp_path / "cold")
-    assert losses(tmp_path / "whole")[0] != losses(tmp_path / "cold")[0]
-    kill_training(onward, tmp_path / "killed", lambda: steps_so_far(tmp_path / "killed") >= 5, *begins)
-    train_here(onward, tmp_path / "killed", *begins)
-    assert len({sha256(tmp_path / one / "drafts/jakiro" / checkpoint.WEIGHTS) for one in ("killed", "whole")}) == 1
-    done = run_training(onward, tmp_path / "split", *begins, *ZERO_3, ranks=2)
+def test_a_trained_draft_goes_on_for_a_fine_tune_of_its_target(onward, undisturbed, tmp_path):
+    """Ahead of a cold draft all along; a kill changes no byte, two ranks under ZeRO-3 no loss."""
+    base, same = undisturbed / "drafts/jakiro", ("draft.jakiro.vocabulary=128",)
+    begins = (*same, f"draft.jakiro.start={base}", "draft.jakiro.start_differs=['target']")
+    warm, cold, killed, split = (tmp_path / name for name in ("warm", "cold", "killed", "split"))
+    train_here(onward, warm, *begins)
+    train_here(onward, cold, *same)
+    curves = [[line["loss"] for line in lines_of(output, "validation")] for output in (warm, cold)]
+    print(f"validation loss, warm and cold: {curves}")
+    assert len(curves[0]) == 3 and all(one < other for one, other in zip(*curves, strict=True))
+    kill_training(onward, killed, lambda: steps_so_far(killed) >= 5, *begins)
+    train_here(onward, killed, *begins)
+    assert len({sha256(output / "drafts/jakiro" / checkpoint.WEIGHTS) for output in (warm, killed)}) == 1
+    done = run_training(onward, split, *begins, *ZERO_3, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert largest_difference(tmp_path / "whole", tmp_path / "split") < 1e-5
-    folder = tmp_path / "whole/drafts/jakiro"
+    assert largest_difference(warm, split) < 1e-5
+    folder = warm / "drafts/jakiro"
     facts = checkpoint.read_config(folder).training["start"]
-    assert facts["sha256"] == sha256(bases / "jakiro" / checkpoint.WEIGHTS)
+    assert facts["sha256"] == sha256(base / checkpoint.WEIGHTS) and facts["tokens_kept"] == facts["tokens"] == 128
     assert json.loads((folder / "provenance.json").read_text())["start"] == facts
-    ids = [load_file(path / checkpoint.WEIGHTS)["draft_token_ids"] for path in (folder, bases / "jakiro")]
+    ids = [load_file(path / checkpoint.WEIGHTS)["draft_token_ids"] for path in (folder, base)]
     assert torch.equal(*ids)
