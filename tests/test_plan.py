@@ -203,7 +203,7 @@ def test_memory_of_a_step(tiny_recipe, dtype):
     """
     recipe, size = changed(tiny_recipe, "train", dtype=dtype), 4 if dtype == "float32" else 2
     draft, tokens = planned(recipe), 4 * 159
-    rest = 2 * tokens * 32 * size + tokens * 32 * (size * (1 + 2 * 2) + 4 * 2 * 2)
+    rest = 2 * tokens * 32 * size + 32 * (tokens * size + 4 * (158 + 157) * (2 * size + 4 * 2))
     kept = activation_bytes(recipe, draft, recompute=False)
     assert step_bytes(recipe, draft) == kept + rest + 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
     elsewhere = changed(recipe, "target", device="auto")

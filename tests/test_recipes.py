@@ -131,7 +131,8 @@ def others_by_hand(target: dict) -> dict[str, int]:
     Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads; plain: the heads' first
     blocks alone, with LM heads. EAGLE-1: two halves to one, with a bias, and a layer. FTP: a router of four
     numbers at each block between the first and the last. A Llama of 1024: an embedding of all tokens, four layers, a
-    head of 32,000.
+    head of 32,000. DFlash: five states to one, two norms, five layers of two norms and one for each head's queries and
+    keys.
     """
     d, size = target["hidden_size"], target["head_dim"]
     attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
@@ -140,6 +141,7 @@ def others_by_hand(target: dict) -> dict[str, int]:
     return {
         "gumiho": 2 * d * d + 2 * layer + d + 5 * (2 * d * d + d + 5 * block),
         "medusa": 4 * block + heads,
+        "dflash": 5 * d * d + 2 * d + 5 * (layer + d + 2 * size),
         "skipper": (target["target_layers"] - 2) * (4 * 8 + 8 + 8 + 1),
         "small-llama": 1024 * (target["vocab_size"] + 4 * (4 * 1024 + 3 * 2816 + 2) + 1 + 32_000),
         "eagle-1": 2 * d * d + d + layer,
@@ -148,7 +150,7 @@ def others_by_hand(target: dict) -> dict[str, int]:
     }
 
 
-OTHERS = ("eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skipper", "small-llama")
+OTHERS = ("dflash", "eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skipper", "small-llama")
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -132,9 +132,9 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     if config.recompute:  # and one pass again
         kept = activation_bytes(recipe, draft, recompute=True) + kept / draft.training_forwards
     batch = (2 + len(draft.needs.auxiliary)) * tokens * width * size  # features, labels, auxiliary states
-    rows = (
-        tokens * width * (size * (1 + 2 * branches) + 4 * 2 * branches)
-    )  # labels; features, gradients and float32 of each
+    positions = everywhere(draft.config, config.micro_batch, row_tokens(recipe))
+    told = sum(len(positions[term.group]) for term in draft.config.terms(0) if not term.is_penalty)
+    rows = width * (tokens * size + told * (2 * size + 4 * 2))  # labels; features, gradients and float32 of each
     here = accelerator()
     there = here or torch.device("cuda")  # of a machine with one, where this one has none
     device = torch.device("cpu") if recipe.target.device == "cpu" else there

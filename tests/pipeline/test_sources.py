@@ -87,7 +87,8 @@ def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(one, 
 def drafts(loaded_target, embed_head):
     prompt = prompt_of(3, 20) * 2
     text = prompt, greedy(loaded_target, prompt, 12)
-    return {name: taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60) for name in ("eagle", "jakiro")}
+    names = ("eagle", "jakiro", "dflash")
+    return {name: taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60) for name in names}
 
 
 def with_lookup(target, draft, calibration=None, agreement="either"):
@@ -137,19 +138,23 @@ CALIBRATION = Calibration(
 )
 
 
-@pytest.mark.parametrize(("calibration", "agreement"), [(None, "either"), (CALIBRATION, "max")])
-def test_the_replay_counts_what_decoding_does(loaded_target, drafts, calibration, agreement):
+@pytest.mark.parametrize(
+    ("name", "calibration", "agreement"),
+    [("jakiro", None, "either"), ("jakiro", CALIBRATION, "max"), ("dflash", CALIBRATION, "either")],
+)
+def test_the_replay_counts_what_decoding_does(loaded_target, drafts, name, calibration, agreement):
     prompt = prompt_of(3, 20) * 2
     tokens = prompt + greedy(loaded_target, prompt, 40)
-    both = with_lookup(loaded_target, drafts["jakiro"], calibration, agreement)
-    counted = replay.counter(
-        both, loaded_target.states(tokens), tokens, len(prompt), replay.largest_tree(3, 4, "plain", 2)
-    )
+    both = with_lookup(loaded_target, drafts[name], calibration, agreement)
+    states = loaded_target.states(tokens, [1, 2])
+    most = max(drafts[name].config.parallels(3))
+    counted = replay.counter(both, states, tokens, len(prompt), replay.largest_tree(3, 4, "plain", most))
     for shape in TREES:
-        tree = LoadedMethod(both, TreeConfig(**{"parallel": 1, **shape})).tree
+        parallel = {"parallel": 1, **shape} if name == "jakiro" else {**shape, "parallel": shape["depth"]}
+        tree = LoadedMethod(both, TreeConfig(**parallel)).tree
         decoded = speculative(loaded_target, LoadedMethod(both, tree), prompt, Sampling(40, NEVER)).acceptance
         assert counted(tree) == decoded
-        assert replay.decoded(LoadedMethod(both, tree), loaded_target.states(tokens), tokens, len(prompt)) == decoded
+        assert replay.decoded(LoadedMethod(both, tree), states, tokens, len(prompt)) == decoded
 
 
 def test_a_static_tree_is_refused(loaded_target, drafts):
