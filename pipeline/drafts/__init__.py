@@ -43,6 +43,7 @@ DRAFTS: dict[str, Kind] = {
     "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.RELEASED),
     "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.RELEASED_ON_EAGLE3),
     "medusa": Kind(MedusaConfig, Medusa, released=medusa.RELEASED),
+    "p-eagle": Kind(PEagleConfig, PEagle, PEagleObjective, p_eagle.RELEASED),
     "prompt-lookup": Kind(PromptLookupConfig, PromptLookup),
     "skipper": Kind(SkipperConfig, Skipper, SkipperObjective),
     "small-llama": Kind(SmallLlamaConfig, SmallLlama),

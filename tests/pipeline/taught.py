@@ -9,6 +9,7 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build, objective_of
+from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -42,6 +43,8 @@ VARIANTS = {
     "sparse on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
+    "p-eagle": PEagleConfig(layers=2, depths=4),
+    "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, sliding_window=7, qk_norm=True, mask_token=3),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
     "medusa": MedusaConfig(),
@@ -76,6 +79,7 @@ KINDS = {
         "sparse on eagle-3",
         {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
     ),
+    "p-eagle, drawn": ("p-eagle", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]], "siblings": "drawn"}),
     "gumiho, seven levels": ("gumiho", {"depth": 7, "top_k": 4, "nodes": 24}),
     "gumiho, static, drawn": ("gumiho", {"paths": "eagle-1", "siblings": "drawn"}),
     "skipper, drawn": ("skipper", {"paths": "eagle-1", "siblings": "drawn"}),
@@ -87,7 +91,11 @@ KINDS = {
     "three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }
 VARIANTS["three-branches"] = EagleConfig(horizons=3)
-ONE_LAYER = [name for name, config in VARIANTS.items() if isinstance(config, OneLayerConfig) and "gumiho" not in name]
+ONE_LAYER = [
+    name
+    for name, config in VARIANTS.items()
+    if isinstance(config, OneLayerConfig) and not name.startswith(("gumiho", "p-eagle"))
+]
 TREES = {
     "deep": {"depth": 5, "top_k": 3, "nodes": 16},
     "wide": {"depth": 2, "top_k": 40, "nodes": 120},

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from pipeline.drafts import build, objective_of
+from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -35,6 +36,7 @@ CONFIGS = {
     "jakiro on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3", experts=4, expert_width=24, ttt_steps=3, objective="acceptance", balance_loss=0.01
     ),
+    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=40),
     "gumiho": GumihoConfig(regression_steps=10),
     "medusa": MedusaConfig(),
     "hydra": HydraConfig(vocabulary=40),
@@ -47,6 +49,7 @@ GOLDEN = {  # the first of twenty losses, and the last
     "jakiro": (1.461369514465332, 1.311267375946045),
     "eagle3": (6.408941745758057, 6.035256385803223),
     "jakiro on eagle-3": (2.121964931488037, 1.8656545877456665),
+    "p-eagle": (7.5167388916015625, 7.0747904777526855),
     "gumiho": (0.9597709774971008, 0.9541231989860535),
     "medusa": (11.746148109436035, 9.925118446350098),
     "hydra": (14.926997184753418, 12.364944458007812),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.drafts import build, objective_of
+from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -267,6 +268,7 @@ CONFIGS = {
 
 OTHERS = {
     "gumiho": GumihoConfig(mlps=3, blocks=2),
+    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
     "hydra++": HydraConfig(heads=3, blocks=2),

@@ -24,12 +24,12 @@ def text(loaded_target):
     [
         *[("eagle", 0.1), ("jakiro", 0.0), ("three-branches", 0.1), ("reduced", 0.0), ("eagle3, 3.1's norms", 0.0)],
         *[("jakiro on eagle-3", 0.1), ("gumiho", 0.0), ("medusa", 0.1), ("hydra++", 0.0), ("small-llama", 0.0)],
-        *[("skipper", 0.1), ("dflash", 0.0)],
+        *[("skipper", 0.1), ("dflash", 0.0), ("p-eagle", 0.0)],
     ],
 )
 def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
-    draft = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=120 if "eagle3" in name else 60)
+    draft = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60 if "eagle3" not in name else 120)
     prompt, sampling = text[0], Sampling(24, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
@@ -56,6 +56,7 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
         ("eagle3, reduced", {"depth": 4, "top_k": 3, "nodes": 9}),
         ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
         ("gumiho", {"depth": 7, "top_k": 4, "nodes": 30}),
+        ("p-eagle", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
         ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],

@@ -33,6 +33,7 @@ DRAFTS = {
         "balance_loss": 0.01,
     },
     "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
+    "p-eagle": {"kind": "p-eagle", "layers": 2, "depths": 3, "vocabulary": 128},
     "medusa": {"kind": "medusa", "heads": 3},
     "dflash": {"kind": "dflash", "layers": 2, "block": 6, "anchors": 24, "dpace": 0.5},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},

@@ -1,0 +1,230 @@
+"""P-EAGLE: EAGLE-3 whose guesses all come from one forward (vLLM's `parallel_drafting`).
+
+Behind input i, with its fused state g_i and the token after it, stand the inputs of depth s = 1, 2, ...: the mask
+token's embedding, and a learned vector `mask_hidden` where a text's input has the target's states. Such an input is at
+position i + s; it sees the text's inputs up to i and those of its own i with lesser depth. Depth s answers with the
+token after that many: the label of horizon s + 1. The first layer is EAGLE-3's, plain ones follow.
+
+Training takes all of a text's inputs and, at depth s, a drawn share max(keep^s, least) of them (PARD's conditional
+drop, arXiv 2504.18583): one that is drawn for a depth is drawn for those before it, too.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.basics.accelerator import sent
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts import eagle3
+from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.parts.layers import AttentionBlock, norm
+from pipeline.drafts.parts.losses import Term, named
+from pipeline.drafts.parts.objective import Objective
+from pipeline.drafts.parts.one_layer import Dense, DraftState, Weights
+from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.features.positions import Group, Positions, Seed
+from pipeline.lm.attention import additive
+from pipeline.lm.states import States
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+DRAWN = 0x70656167  # keeps these draws apart from others of the same seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3FrameConfig):
+    description: ClassVar = "P-EAGLE, EAGLE-3's layer and plain ones that guess several tokens in one forward,"
+
+    kind: Literal["p-eagle"] = "p-eagle"
+    layers: int = 4
+    depths: int = 8  # tokens that a forward guesses
+    mlp_width: int | None = None  # default: the target's
+    mask_token: int | None = None  # whose embedding guesses without a token have; default: the vocabulary's last
+    keep: float = 0.8
+    least: float = 0.2
+    ahead: Weights = Weights(regression=0.0, classification=1.0)  # of depth s, times decay^s
+    ttt_steps: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "layers", "mlp_width")
+        self.at_least(2, "depths")
+        self.at_least(0, "mask_token")
+        for key in ("keep", "least"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"{key}={getattr(self, key)}: expected more than 0 and at most 1")
+        for key in ("ttt", "ttt_steps"):
+            if getattr(self, key) != getattr(type(self), key):
+                raise ValueError(f"{key}: P-EAGLE never reads features of its own; set ahead, decay and depths")
+
+    @property
+    def levels(self) -> int:
+        return self.depths
+
+    def levels_of(self, number: int) -> int:
+        return 0 if number else self.depths
+
+    def terms(self, step: int) -> list[Term]:
+        names = enumerate(named(1, self.depths))
+        weights = [self.next.of(), *(self.ahead.of(self.decay**s) for s in range(1, self.depths))]
+        return [Term(name, s + 1, weights[s], self.objective) for s, name in names]
+
+    def deepest(self, drawn_N: np.ndarray) -> np.ndarray:
+        """How many depths inputs have, by uniform numbers in [0, 1)."""
+        shares = [max(self.keep**s, self.least) for s in range(1, self.depths)]
+        return (drawn_N[:, None] < np.array(shares)).sum(1)
+
+
+class PEagleObjective(Objective):
+    """Each depth is trained where it was drawn; depth 0 at every trained input."""
+
+    config: PEagleConfig
+
+    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        found = super().positions(ids, loss_mask, seed)
+        uniform_N = np.random.default_rng((DRAWN, *seed)).random(len(ids) - 1)
+        deepest_N = torch.from_numpy(self.config.deepest(uniform_N))
+        drawn = {group: deepest_N[one.inputs] >= int(group) - 1 for group, one in found.items()}
+        return {group: Positions(one.inputs[drawn[group]], one.labels[drawn[group]]) for group, one in found.items()}
+
+
+class PEagle(Dense, Eagle3Frame):
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        width = self.llama.hidden_size
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(self.needs.auxiliary) * width))
+        self.layers = nn.ModuleDict()  # by number, as engines name them
+        for number in range(1, config.layers):
+            parts = self.follow(self.llama) | {"input_layernorm": norm(self.llama)}
+            block = AttentionBlock(self.llama, parts, number=number, qk_norm=config.qk_norm)
+            self.layers[str(number)] = block
+        given = config.mask_token
+        self.mask_token = self.target_vocabulary - 1 if given is None else given
+
+    def _guesses(self, depth_R: Tensor, features_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of rows (..., R): the text's own where the depth is 0, else those of a guess."""
+        sources = len(self.needs.auxiliary)
+        masked_D = self.features(self.mask_hidden.view(sources, -1).to(features_RD.dtype))
+        guessed_R = depth_R > 0
+        tokens_R = tokens_R.masked_fill(guessed_R, self.mask_token)
+        return torch.where(guessed_R[..., None], masked_D, features_RD), tokens_R
+
+    def _seen(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
+        """Bool (..., R, C): what rows see, by the place of the text's input that each belongs to."""
+        a, s, b, d = anchor_R[..., None], depth_R[..., None], anchor_C[..., None, :], depth_C[..., None, :]
+        sees = torch.where(d == 0, b <= a, (b == a) & (d <= s))
+        return sees & (a + s - b - d < self.window) if self.window else sees
+
+    def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+        """What the head takes before its norm, of rows (B, R)."""
+        x_BRD, residual = self.inputs(features, self.embedded(tokens, features))
+        rope = self._rope[0].to(residual.device)(residual, positions)
+        for number in range(self.config.layers):
+            block: Any = self.layers[str(number)] if number else self.midlayer
+            x_BRD = residual + block.attend(block.input_layernorm(residual) if number else x_BRD, rope, mask, cache)
+            residual = x_BRD + block.mlp(block.post_attention_layernorm(x_BRD))
+        return residual
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
+        """By depth, at the inputs that are trained there (M, D)."""
+        given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
+        features_BTD, device = self.features(given.of(self.needs)), batch.tokens_BT.device
+        place_BR, depth_BR, row_of = _laid_out(batch)
+        place_BR, depth_BR = sent(place_BR, device), sent(depth_BR, device)
+        own_BR = place_BR.clamp_min(0)
+        tokens_BR = batch.tokens_BT.gather(1, own_BR)
+        features_BRD = features_BTD.gather(1, own_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
+        begins_BR = 0 if batch.begins_BT is None else batch.begins_BT.gather(1, own_BR)
+        visible = self._seen(place_BR, depth_BR, place_BR, depth_BR)
+        if batch.begins_BT is not None:
+            visible &= begins_BR[..., None] == begins_BR[:, None]  # type: ignore[index]
+        inputs = self._guesses(depth_BR, features_BRD, tokens_BR)
+        rest = own_BR - begins_BR + depth_BR, additive(visible, features_BRD.dtype)[:, None]
+        if self.recompute and torch.is_grad_enabled():
+            f_BRD = checkpoint(self._layers, *inputs, *rest, use_reentrant=False)
+        else:
+            f_BRD = self._layers(*inputs, *rest)
+        return [f_BRD.flatten(0, 1).index_select(0, sent(rows, device)) for rows in row_of], None
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        """Consumes T verified inputs and, behind each of the last `places`, guesses; these are not kept."""
+        past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
+        state.cache.keep(past)
+        further = request.levels - 1
+        guessed = torch.arange(past + count - places, past + count).repeat_interleave(further)
+        place_C = torch.cat([torch.arange(past + count), guessed])
+        depth_C = torch.cat([torch.zeros(past + count), torch.arange(1, request.levels).repeat(places)]).long()
+        place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
+        place_R, depth_R = place_C[past:], depth_C[past:]
+        visible = self._seen(place_R, depth_R, place_C, depth_C)
+        pad = (0, places * further)
+        features_RD = nn.functional.pad(self.features(inputs.states_TSD), (0, 0, *pad))
+        tokens_R = nn.functional.pad(sent(inputs.tokens[-count:], device), pad)
+        features_RD, tokens_R = self._guesses(depth_R, features_RD, tokens_R)
+        mask = additive(visible, features_RD.dtype)[None, None]
+        f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
+        state.verified = past + count
+        f_LWD = torch.cat(
+            [f_RD[count - places : count, None], f_RD[count:].view(places, further, f_RD.shape[1])], 1
+        ).transpose(0, 1)
+        return DraftOutput(f_LWD[0], list(self.logits(f_LWD)))
+
+    def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        raise AssertionError("its settings say that there is no second forward")
+
+
+def _laid_out(batch: "Batch") -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The inputs of a forward, on the host: each one's place among its row's T of the text (-1: padding, which no other
+    sees) and depth (B, R), the text's own first; and by depth, as numbers below B R, which are trained.
+    """
+    (count, width), groups = batch.tokens_BT.shape, sorted(batch.positions)
+    deepest_BT = torch.zeros(count * width, dtype=torch.long)
+    for depth, group in enumerate(groups):  # rising: a guess wants those before it, trained or not
+        deepest_BT[batch.positions[group].inputs] = depth
+    drawn = [torch.nonzero(deepest_BT.view(count, width) >= depth) for depth in range(1, len(groups))]
+    b_M, place_M = torch.cat(drawn).T if drawn else torch.zeros(2, 0, dtype=torch.long)
+    depth_M = torch.cat([torch.full((len(one),), depth) for depth, one in enumerate(drawn, start=1)])
+    sizes_B = b_M.bincount(minlength=count)
+    order_M = b_M.argsort(stable=True)
+    b_M, place_M, depth_M = b_M[order_M], place_M[order_M], depth_M[order_M]
+    at_M = width + torch.arange(len(b_M)) - (sizes_B.cumsum(0) - sizes_B)[b_M]
+    rows = width + int(sizes_B.max())
+    place_BR = torch.full((count, rows), -1)
+    place_BR[:, :width] = torch.arange(width)
+    depth_BR = torch.zeros(count, rows, dtype=torch.long)
+    depth_BR[:, width:] = torch.arange(1, rows - width + 1)  # of padding: each its own
+    place_BR[b_M, at_M], depth_BR[b_M, at_M] = place_M, depth_M
+    number_of = torch.full((len(groups), count * width), -1)
+    number_of[0] = (torch.arange(count)[:, None] * rows + torch.arange(width)).flatten()
+    number_of[depth_M, b_M * width + place_M] = b_M * rows + at_M
+    return place_BR, depth_BR, [number_of[d, batch.positions[group].inputs] for d, group in enumerate(groups)]
+
+
+# -- checkpoints that others released ----------------------------------------------------------------------------------
+
+
+def released_names(names: Collection[str]) -> Names:
+    return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
+
+
+def released_facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    found = eagle3.released_facts(draft, theirs, names)
+    token = theirs.get("pard_token", theirs.get("mask_token_id"))
+    return found if token is None else found | {"mask_token": (token, draft.mask_token)}
+
+
+RELEASED = Released(released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), "mask_token_id": ()})

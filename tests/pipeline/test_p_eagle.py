@@ -1,0 +1,121 @@
+"""P-EAGLE: every guess is what a plain causal forward of its own gives; draws; decoding in pieces."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pipeline.decoding.contract import DraftRequest, RoundInput
+from pipeline.drafts import objective_of
+from pipeline.drafts.block.p_eagle import PEagleConfig
+from pipeline.features.batch import collate, collate_packed
+from pipeline.features.schema import Row
+from pipeline.lm.attention import additive, behind
+from tests.pipeline.taught import make_draft, prompt_of
+
+SOURCES = 2  # layers of the small target that it fuses
+ALL = {"keep": 1.0, "least": 1.0}  # no guess is dropped
+CONFIGS = {
+    "plain": PEagleConfig(layers=2, depths=3, **ALL),
+    "a window": PEagleConfig(layers=3, depths=4, sliding_window=5, qk_norm=True, mask_token=9, **ALL),
+    "drawn": PEagleConfig(layers=2, depths=4, vocabulary=100, keep=0.5, least=0.3),
+}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
+def draft(request, loaded_target, embed_head):
+    return make_draft(loaded_target, embed_head, request.param)
+
+
+def row_of(seed: int, length: int, answers_from: int = 4) -> Row:
+    states = torch.randn(length, 1 + SOURCES, 32, generator=torch.Generator().manual_seed(seed))
+    mask = (np.arange(length) >= answers_from).astype(np.uint8)
+    return Row(f"row{seed}", np.array(prompt_of(seed, length), np.int32), mask, states[:, 0], states[:, 1:])
+
+
+def batch_of(draft, rows):
+    objective = objective_of(draft.config)
+    return collate(rows, objective, dict.fromkeys(objective.groups, 10), auxiliary=range(SOURCES))
+
+
+def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
+    """The guess of a depth behind an input, by a causal forward over the inputs up to it and the guesses before."""
+    assert row.auxiliary_TKD is not None
+    states = draft.features(row.auxiliary_TKD[: place + 1])
+    masked = draft.features(draft.mask_hidden.view(SOURCES, -1))
+    features = torch.cat([states, masked.expand(depth, -1)])[None]
+    tokens = [*row.input_ids[1 : place + 2].tolist(), *[draft.mask_token] * depth]
+    mask = additive(behind(0, len(tokens), states.device, draft.window), features.dtype)[None, None]
+    positions = torch.arange(len(tokens))[None]
+    return draft._layers(features, torch.tensor([tokens]), positions, mask, DynamicCache())[0, -1]
+
+
+@torch.inference_mode()
+def test_each_guess_is_that_of_a_causal_forward_of_its_own(draft):
+    """In a batch of dialogues of several lengths: no guess sees the text behind its input, or another input's guess."""
+    rows = [row_of(1, 13), row_of(2, 7)]
+    batch = batch_of(draft, rows)
+    found, width = draft(batch)[0], batch.tokens_BT.shape[1]
+    checked = 0
+    for depth, (group, features) in enumerate(zip(sorted(batch.positions), found, strict=True)):
+        for number, feature in zip(batch.positions[group].inputs.tolist(), features, strict=True):
+            row, place = divmod(number, width)
+            assert torch.allclose(feature, alone(draft, rows[row], place, depth), atol=1e-5)
+            checked += 1
+    assert checked > 20
+
+
+@torch.inference_mode()
+def test_packed_behind_each_other_they_guess_the_same(draft):
+    rows, objective = [row_of(1, 13), row_of(2, 7)], objective_of(draft.config)
+    positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
+    packed = collate_packed([rows], positions, dict.fromkeys(objective.groups, 10), auxiliary=range(SOURCES))
+    for features, want in zip(draft(packed)[0], draft(batch_of(draft, rows))[0], strict=True):
+        assert torch.allclose(features, want, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_decoding_in_pieces_guesses_what_training_does(draft):
+    row, state, begin = row_of(3, 14), draft.open(), 0
+    tokens, levels = row.input_ids.tolist(), draft.config.depths
+    for end, places in ((5, 2), (6, 1), (11, 4), (12, 1)):
+        inputs = RoundInput(tokens[: end + 1], row.auxiliary_TKD[begin:end])
+        for asked in (levels, 1):
+            some = draft.open()
+            some.cache, some.verified = state.cache, state.verified
+            answer = draft.start(some, inputs, DraftRequest(asked), places)
+            assert len(answer.logits_LWU) == asked
+            for depth, logits_WU in enumerate(answer.logits_LWU):
+                for w, logits_U in enumerate(logits_WU):
+                    want = draft.logits(alone(draft, row, end - places + w, depth))
+                    assert torch.allclose(logits_U, want, atol=1e-4)
+        state.verified, begin = end, end
+
+
+def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():
+    objective = objective_of(PEagleConfig(depths=8))
+    ids, mask = np.zeros(4001, np.int32), np.ones(4001, np.uint8)
+    found = objective.positions(ids, mask, (0, 7, 3))
+    inputs = [set(found[group].inputs.tolist()) for group in sorted(found)]
+    assert all(later < earlier for earlier, later in pairwise(inputs))
+    shares = [len(some) / 4000 for some in inputs]
+    assert shares == pytest.approx([1, 0.8, 0.64, 0.512, 0.41, 0.328, 0.262, 0.21], abs=0.03)
+    assert all(torch.equal(one.labels, one.inputs + group) for group, one in found.items())
+    again, other = (objective.positions(ids, mask, seed) for seed in ((0, 7, 3), (0, 8, 3)))
+    assert all(torch.equal(again[group].inputs, found[group].inputs) for group in found)
+    assert not torch.equal(other[2].inputs, found[2].inputs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"depths": 1}, "depths=1"),
+        ({"keep": 0.0}, "keep=0.0"),
+        ({"ttt_steps": 2}, "ttt_steps: P-EAGLE never reads features of its own"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        PEagleConfig(**settings)
