@@ -27,6 +27,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
@@ -214,6 +215,7 @@ FORWARDS = {
     "jakiro": JakiroConfig(vocabulary=128),
     "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
     "dflash": DFlashConfig(layers=2, block=4, anchors=40),
+    "p-eagle": PEagleConfig(layers=2, depths=4),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
 }
 

@@ -17,6 +17,7 @@ import httpx2
 from eval.served import counters
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
+from pipeline.serving.export import speculation
 from pipeline.serving.gguf import convert
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
@@ -42,7 +43,7 @@ class Drafted:
     """A draft as exported for vLLM, how vLLM calls its kind, and how many tokens it is to guess a pass."""
 
     folder: Path
-    method: str
+    method: dict[str, Any]
     chain: int
 
 
@@ -175,7 +176,7 @@ class LlamaCpp(Engine):
 
 
 class Vllm(Engine):
-    name, takes = "vLLM", ("eagle", "eagle3", "jakiro", "medusa", "small-llama")
+    name, takes = "vLLM", ("eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
@@ -197,10 +198,7 @@ class Vllm(Engine):
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
         command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
-            settings = (
-                f'{{"method": "{draft.method}", "model": "{draft.folder}", "num_speculative_tokens": {draft.chain}}}'
-            )
-            command += ["--speculative-config", settings]
+            command += ["--speculative-config", speculation(draft.method, draft.folder, draft.chain)]
         return command, dict(self.environment)
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from pipeline.artifacts import checkpoint
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.drafts import TrainedDraft, build, objective_of
-from pipeline.drafts.eagle3 import Eagle3
+from pipeline.drafts.eagle3 import Eagle3Frame
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
@@ -32,9 +32,10 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_theta": 1e4},
 }
 EAGLE_3 = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+P_EAGLE = f'{{kind="p-eagle", layers=2, depths=3, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
 SMALL = '{kind="small-llama", width=128, objective="hard-ce"}'
 DRAFTS = {  # by the target's RoPE
-    "llama3": {"eagle3": EAGLE_3, "medusa": '{kind="medusa", heads=3}', "small": SMALL},
+    "llama3": {"eagle3": EAGLE_3, "p-eagle": P_EAGLE, "medusa": '{kind="medusa", heads=3}', "small": SMALL},
     "yarn": {"eagle3": EAGLE_3},
 }
 
@@ -97,7 +98,7 @@ def _taught(
         states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
         mask = (torch.arange(len(tokens)) >= len(prompt)).to(torch.uint8)
         rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
-    frozen = _bound(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3) else []
+    frozen = _bound(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3Frame) else []
     objective, total = objective_of(draft.config), sum(map(len, answers))
     totals = dict.fromkeys(objective.groups, total)
     batches = [collate([row], objective, totals, auxiliary=range(len(draft.needs.auxiliary))) for row in rows]

@@ -19,6 +19,7 @@ from pipeline.artifacts.foreign import read_weights, require_known, their_config
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
+from pipeline.drafts.parallel.mask import MASK
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
@@ -159,8 +160,12 @@ def _ids(offsets_U: Tensor, vocabulary: int) -> Tensor:
 
 
 def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
-    """A layer's biases are of q, k, v and o: where others have those of three, the fourth adds nothing."""
+    """A layer's biases are of q, k, v and o: where others have those of three, the fourth adds nothing. A mask token is
+    in their config, which the draft's settings say, too.
+    """
     for name in set(wanted) - set(found.weights):
+        if name == MASK:
+            found.weights[name], found.made[name] = wanted[name], f"{int(wanted[name])}, as the recipe says"
         if name.endswith("o_proj.bias") and (other := name.replace("o_proj", "q_proj")) in found.weights:
             found.weights[name] = torch.zeros_like(wanted[name], dtype=found.weights[other].dtype)
             found.made[name] = "zeros, as the file has none"

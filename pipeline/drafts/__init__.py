@@ -12,10 +12,11 @@ from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from pipeline.drafts.parallel import medusa
+from pipeline.drafts.parallel import medusa, p_eagle
 from pipeline.drafts.parallel.anchors import BlockObjective
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, PEagleObjective
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.module import DraftModule, TrainedDraft
 from pipeline.drafts.parts.objective import Objective

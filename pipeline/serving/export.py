@@ -3,12 +3,13 @@
     python -m pipeline export RELEASE --to vllm|sglang|speculators --out FOLDER
     python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also Medusa, small Llamas and, with the plug-in infra/vllm_jakiro, drafts
-with experts. All draft chains (SGLang grows trees of its own from the same weights). What an engine cannot take is
-refused with the reason. `python -m pipeline import` reads what was written, but for GGUF and small Llamas: these are a
-causal language model as any other, which a recipe calls kind = "small-model".
+Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also P-EAGLE, Medusa, small Llamas and, with the plug-in
+infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees of its own from the same weights). What an
+engine cannot take is refused with the reason. `python -m pipeline import` reads what was written, but for GGUF and
+small Llamas: these are a causal language model as any other, which a recipe calls kind = "small-model".
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -25,9 +26,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.drafts import DraftConfig, TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
+from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import SLIDING
 from pipeline.lm.model import source
@@ -101,11 +104,12 @@ def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
     return [*first, LAUNCH[engine](method_of(saved.config), out, saved.tree.depth)]
 
 
-def method_of(config: DraftConfig) -> str:
-    """As vLLM calls it."""
+def method_of(config: DraftConfig) -> dict[str, Any]:
+    """What vLLM's speculative config says of it, beside its folder and the number of guesses."""
     if isinstance(config, MedusaConfig | SmallLlamaConfig):
-        return "medusa" if isinstance(config, MedusaConfig) else "draft_model"
-    return "eagle3" if isinstance(config, Eagle3FrameConfig) else "eagle"
+        return {"method": "medusa" if isinstance(config, MedusaConfig) else "draft_model"}
+    parallel = {"parallel_drafting": True} if isinstance(config, PEagleConfig) else {}
+    return {"method": "eagle3" if isinstance(config, Eagle3FrameConfig) else "eagle"} | parallel
 
 
 def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | None) -> Written:
@@ -226,17 +230,21 @@ def _eagle3(
         "target_hidden_size": saved.shapes["hidden_size"],
     }
     layer = _layer(saved, config, weights) | {"attention_bias": config.attention_bias}
+    if isinstance(config, PEagleConfig):
+        flags["pard_token"] = int(weights.pop(MASK))
+        layer["num_hidden_layers"] = config.layers
     if config.qk_norm:
         layer["model_type"] = "qwen3"
     if window := config.sliding_window:
-        layer |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
+        kinds = [SLIDING] * layer["num_hidden_layers"]
+        layer |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     if engine != "speculators":
         # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads.
         counted = [number - 1 for number in layers] if engine == "sglang" else layers
         own = {"num_aux_hidden_states": len(layers), "eagle_aux_hidden_state_layer_ids": counted}
         inner = {"eagle_config": {"use_aux_hidden_state": True, **own}}
         outer = {} if engine == "sglang" else own
-        name = "LlamaForCausalLMEagle3" if isinstance(config, Eagle3Config) else "JakiroForCausalLMEagle3"
+        name = "JakiroForCausalLMEagle3" if isinstance(config, ExpertsConfig) else "LlamaForCausalLMEagle3"
         name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else name
         return Written({"architectures": [name]} | layer | flags | outer | inner, weights)
     verifier = target or saved.target["model"]
@@ -306,6 +314,8 @@ def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: 
         raise PipelineError("fc_norm or norm_output=true: llama.cpp has no EAGLE-3.1; train without, or use vllm")
     if engine == "sglang" and config.norm_before_residual:
         raise PipelineError("norm_before_residual=true: SGLang adds the plain feature; train without, or use vllm")
+    if isinstance(config, PEagleConfig) and engine != "vllm":
+        raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
     missing = {"sglang": ("norm_before_fc", *LAYER_OPTIONS), GGUF: LAYER_OPTIONS}.get(engine, ())
     if asked := [key for key in missing if getattr(config, key)]:
         raise PipelineError(f"{asked[0]}={getattr(config, asked[0])}: {engine} has no such draft; export to vllm")
@@ -316,20 +326,24 @@ def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: 
 # -- launch lines -----------------------------------------------------------------------------------------------------
 
 
-def _vllm(method: str, out: Path, depth: int) -> str:
-    settings = f'{{"method": "{method}", "model": "{out}", "num_speculative_tokens": {depth}}}'
-    return f"vllm serve TARGET --speculative-config {shlex.quote(settings)}"
+def speculation(method: dict[str, Any], draft: Path, guesses: int) -> str:
+    """vLLM's `--speculative-config`."""
+    return json.dumps({**method, "model": str(draft), "num_speculative_tokens": guesses})
 
 
-def _sglang(method: str, out: Path, depth: int) -> str:
+def _vllm(method: dict[str, Any], out: Path, depth: int) -> str:
+    return f"vllm serve TARGET --speculative-config {shlex.quote(speculation(method, out, depth))}"
+
+
+def _sglang(method: dict[str, Any], out: Path, depth: int) -> str:
     return (
-        f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {method.upper()} "
+        f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {method['method'].upper()} "
         f"--speculative-draft-model-path {shlex.quote(str(out))} --speculative-num-steps {depth} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
     )
 
 
-LAUNCH: dict[str, Callable[[str, Path, int], str]] = {
+LAUNCH: dict[str, Callable[[dict[str, Any], Path, int], str]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     GGUF: lambda _, out, depth: (

@@ -9,7 +9,6 @@ from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build, objective_of
-from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -17,6 +16,7 @@ from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.one_layer import OneLayerConfig, Weights
 from pipeline.drafts.skipper import SkipperConfig

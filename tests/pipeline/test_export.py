@@ -19,6 +19,7 @@ from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
@@ -55,6 +56,7 @@ def of_experts(names: set[str], *more: str) -> set[str]:
 
 
 REDUCED = EAGLE_3 | {"d2t", "t2d"}
+P_EAGLE = REDUCED | {f"layers.1.{name}" for name in LAYER | {"input_layernorm.weight"}} | {"mask_hidden"}
 QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | {
     f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
 }
@@ -63,6 +65,12 @@ CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
+    "p-eagle to vllm": (
+        PEagleConfig(layers=2, depths=3, vocabulary=100, mask_token=259),
+        "vllm",
+        "LlamaForCausalLMEagle3",
+        P_EAGLE,
+    ),
     "jakiro to vllm": (
         JakiroConfig(vocabulary=100),
         "vllm",
@@ -156,7 +164,8 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert str(out) in said[0] and str(out) in said[-1]
     assert config["architectures"] == [architecture] and set(weights) == names
     layer = config.get("transformer_layer_config", config)
-    assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (1, 32, 260)
+    layers = settings.layers if isinstance(settings, PEagleConfig) else 1
+    assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
     if "d2t" in weights:
         ids = torch.arange(100) + weights["d2t"]
@@ -169,6 +178,8 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         keys = "num_experts", "num_experts_per_tok", "gate_rows", "reduced_vocabulary", "intermediate_size"
         assert tuple(config[key] for key in keys) == expected
         assert PLUG_IN in said[1] and "vllm serve" in said[2]
+    if isinstance(settings, PEagleConfig):
+        assert config["pard_token"] == 259 and '"method": "eagle3", "parallel_drafting": true' in said[-1]
     if isinstance(settings, Eagle3FrameConfig):
         ids = config if engine == "speculators" else config["eagle_config"]
         assert ids["eagle_aux_hidden_state_layer_ids"] == ([1, 3, 4] if engine == "sglang" else [2, 4, 5])
@@ -285,6 +296,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
+        (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
         (MedusaConfig(), "sglang", "sglang is given no medusa: export to vllm"),
         (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (MedusaConfig(own_head=False), "vllm", "own_head=False, head_bias=False: vLLM's heads are their own"),

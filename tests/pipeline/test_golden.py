@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from pipeline.drafts import build, objective_of
-from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -20,6 +19,7 @@ from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
@@ -49,7 +49,7 @@ GOLDEN = {  # the first of twenty losses, and the last
     "jakiro": (1.461369514465332, 1.311267375946045),
     "eagle3": (6.408941745758057, 6.035256385803223),
     "jakiro on eagle-3": (2.121964931488037, 1.8656545877456665),
-    "p-eagle": (7.5167388916015625, 7.0747904777526855),
+    "p-eagle": (7.526573657989502, 7.078156471252441),
     "gumiho": (0.9597709774971008, 0.9541231989860535),
     "medusa": (11.746148109436035, 9.925118446350098),
     "hydra": (14.926997184753418, 12.364944458007812),

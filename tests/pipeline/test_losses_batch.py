@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pipeline.drafts import build, objective_of
-from pipeline.drafts.block.p_eagle import PEagleConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -15,6 +14,7 @@ from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renormalised, term_sums

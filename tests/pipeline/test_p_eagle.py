@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from pipeline.decoding.contract import DraftRequest, RoundInput
 from pipeline.drafts import objective_of
-from pipeline.drafts.block.p_eagle import PEagleConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.features.batch import collate, collate_packed
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive, behind
@@ -46,7 +46,7 @@ def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
     states = draft.features(row.auxiliary_TKD[: place + 1])
     masked = draft.features(draft.mask_hidden.view(SOURCES, -1))
     features = torch.cat([states, masked.expand(depth, -1)])[None]
-    tokens = [*row.input_ids[1 : place + 2].tolist(), *[draft.mask_token] * depth]
+    tokens = [*row.input_ids[1 : place + 2].tolist(), *[int(draft.mask_token_id)] * depth]
     mask = additive(behind(0, len(tokens), states.device, draft.window), features.dtype)[None, None]
     positions = torch.arange(len(tokens))[None]
     return draft._layers(features, torch.tensor([tokens]), positions, mask, DynamicCache())[0, -1]

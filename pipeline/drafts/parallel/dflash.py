@@ -26,6 +26,7 @@ from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
+from pipeline.drafts.parallel.mask import Masked
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
@@ -125,10 +126,9 @@ class Layer(AttentionBlock):
         return x + parts.mlp(self.post_attention_layernorm(x))
 
 
-class DFlash(TrainedDraft):
+class DFlash(Masked, TrainedDraft):
     config: DFlashConfig
     layers: nn.ModuleList
-    mask_token_id: Tensor
 
     def __init__(self, config: DFlashConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
@@ -137,28 +137,11 @@ class DFlash(TrainedDraft):
         self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
         self.hidden_norm, self.norm = norm(llama), norm(llama)
         self.layers = nn.ModuleList(Layer(llama, mlp, number) for number in range(config.layers))
-        last = self.target_vocabulary - 1
-        mask = last if config.mask_token is None else config.mask_token
-        if mask > last:
-            raise PipelineError(f"mask_token={mask}: the target's embedding has ids up to {last}")
-        self.register_buffer("mask_token_id", torch.tensor(mask))
+        self._add_mask_token()
         self._rope = [rotary(llama)]  # out of the module tree: a cast to bf16 must not touch its frequencies
 
     def _share(self, other: Self) -> None:
         other._rope = self._rope
-
-    def start_from_target(self, texts: list[list[int]]) -> None:
-        """Chooses the mask token: one that the tokenizer lacks, where the target's embedding is padded."""
-        if self.config.mask_token is not None:
-            return
-        used = set().union(*texts)
-        free = next((token for token in reversed(range(self.target_vocabulary)) if token not in used), None)
-        if free is None:
-            raise PipelineError(
-                f"draft {self.name!r}: the training texts have all {self.target_vocabulary} tokens, so none can stand "
-                "for what a block has yet to guess: set its mask_token to the id of a token that answers rarely have"
-            )
-        self.mask_token_id.fill_(free)
 
     @property
     def _layers(self) -> list[Layer]:

@@ -23,6 +23,7 @@ from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts import eagle3
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.objective import Objective
@@ -46,7 +47,7 @@ class PEagleConfig(Eagle3FrameConfig):
     layers: int = 4
     depths: int = 8  # tokens that a forward guesses
     mlp_width: int | None = None  # default: the target's
-    mask_token: int | None = None  # whose embedding guesses without a token have; default: the vocabulary's last
+    mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
     keep: float = 0.8
     least: float = 0.2
     ahead: Weights = Weights(regression=0.0, classification=1.0)  # of depth s, times decay^s
@@ -95,7 +96,7 @@ class PEagleObjective(Objective):
         return {group: Positions(one.inputs[drawn[group]], one.labels[drawn[group]]) for group, one in found.items()}
 
 
-class PEagle(Dense, Eagle3Frame):
+class PEagle(Masked, Dense, Eagle3Frame):
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig, shapes: dict[str, Any]):
@@ -107,15 +108,14 @@ class PEagle(Dense, Eagle3Frame):
             parts = self.follow(self.llama) | {"input_layernorm": norm(self.llama)}
             block = AttentionBlock(self.llama, parts, number=number, qk_norm=config.qk_norm)
             self.layers[str(number)] = block
-        given = config.mask_token
-        self.mask_token = self.target_vocabulary - 1 if given is None else given
+        self._add_mask_token()
 
     def _guesses(self, depth_R: Tensor, features_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs of rows (..., R): the text's own where the depth is 0, else those of a guess."""
         sources = len(self.needs.auxiliary)
         masked_D = self.features(self.mask_hidden.view(sources, -1).to(features_RD.dtype))
         guessed_R = depth_R > 0
-        tokens_R = tokens_R.masked_fill(guessed_R, self.mask_token)
+        tokens_R = torch.where(guessed_R, self.mask_token_id, tokens_R)
         return torch.where(guessed_R[..., None], masked_D, features_RD), tokens_R
 
     def _seen(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ class PEagle(Dense, Eagle3Frame):
         """By depth, at the inputs that are trained there (M, D)."""
         given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
         features_BTD, device = self.features(given.of(self.needs)), batch.tokens_BT.device
-        place_BR, depth_BR, row_of = _laid_out(batch)
-        place_BR, depth_BR = sent(place_BR, device), sent(depth_BR, device)
+        *laid_out, row_of = _laid_out(batch)
+        place_BR, depth_BR = (sent(numbers, device) for numbers in laid_out)
         own_BR = place_BR.clamp_min(0)
         tokens_BR = batch.tokens_BT.gather(1, own_BR)
         features_BRD = features_BTD.gather(1, own_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
@@ -187,31 +187,29 @@ class PEagle(Dense, Eagle3Frame):
         raise AssertionError("its settings say that there is no second forward")
 
 
-def _laid_out(batch: "Batch") -> tuple[Tensor, Tensor, list[Tensor]]:
+def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """The inputs of a forward, on the host: each one's place among its row's T of the text (-1: padding, which no other
     sees) and depth (B, R), the text's own first; and by depth, as numbers below B R, which are trained.
     """
     (count, width), groups = batch.tokens_BT.shape, sorted(batch.positions)
-    deepest_BT = torch.zeros(count * width, dtype=torch.long)
-    for depth, group in enumerate(groups):  # rising: a guess wants those before it, trained or not
-        deepest_BT[batch.positions[group].inputs] = depth
-    drawn = [torch.nonzero(deepest_BT.view(count, width) >= depth) for depth in range(1, len(groups))]
-    b_M, place_M = torch.cat(drawn).T if drawn else torch.zeros(2, 0, dtype=torch.long)
-    depth_M = torch.cat([torch.full((len(one),), depth) for depth, one in enumerate(drawn, start=1)])
-    sizes_B = b_M.bincount(minlength=count)
-    order_M = b_M.argsort(stable=True)
-    b_M, place_M, depth_M = b_M[order_M], place_M[order_M], depth_M[order_M]
-    at_M = width + torch.arange(len(b_M)) - (sizes_B.cumsum(0) - sizes_B)[b_M]
+    trained = [np.asarray(batch.positions[group].inputs) for group in groups]
+    deepest_BT = np.zeros((count, width), dtype=np.int64)
+    for depth, inputs in enumerate(trained):  # rising: a guess wants those before it, trained or not
+        deepest_BT.flat[inputs] = depth
+    drawn = np.arange(1, max(len(groups), 1)) <= deepest_BT[..., None]  # by depth from 1 on
+    b_M, place_M, depth_M = np.nonzero(drawn)
+    sizes_B = np.bincount(b_M, minlength=count)
     rows = width + int(sizes_B.max())
-    place_BR = torch.full((count, rows), -1)
-    place_BR[:, :width] = torch.arange(width)
-    depth_BR = torch.zeros(count, rows, dtype=torch.long)
-    depth_BR[:, width:] = torch.arange(1, rows - width + 1)  # of padding: each its own
-    place_BR[b_M, at_M], depth_BR[b_M, at_M] = place_M, depth_M
-    number_of = torch.full((len(groups), count * width), -1)
-    number_of[0] = (torch.arange(count)[:, None] * rows + torch.arange(width)).flatten()
-    number_of[depth_M, b_M * width + place_M] = b_M * rows + at_M
-    return place_BR, depth_BR, [number_of[d, batch.positions[group].inputs] for d, group in enumerate(groups)]
+    at_M = width + np.arange(len(b_M)) - (np.cumsum(sizes_B) - sizes_B)[b_M]
+    place_BR = np.full((count, rows), -1)
+    place_BR[:, :width] = np.arange(width)
+    depth_BR = np.zeros((count, rows), dtype=np.int64)
+    depth_BR[:, width:] = np.arange(1, rows - width + 1)  # of padding: each its own
+    place_BR[b_M, at_M], depth_BR[b_M, at_M] = place_M, depth_M + 1
+    number_of = np.full((max(len(groups), 1), count * width), -1)
+    number_of[0] = (np.arange(count)[:, None] * rows + np.arange(width)).ravel()
+    number_of[depth_M + 1, b_M * width + place_M] = b_M * rows + at_M
+    return place_BR, depth_BR, [number_of[depth, inputs] for depth, inputs in enumerate(trained)]
 
 
 # -- checkpoints that others released ----------------------------------------------------------------------------------
@@ -222,9 +220,7 @@ def released_names(names: Collection[str]) -> Names:
 
 
 def released_facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    found = eagle3.released_facts(draft, theirs, names)
-    token = theirs.get("pard_token", theirs.get("mask_token_id"))
-    return found if token is None else found | {"mask_token": (token, draft.mask_token)}
+    return eagle3.released_facts(draft, theirs, names) | mask_fact(draft, theirs)
 
 
-RELEASED = Released(released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), "mask_token_id": ()})
+RELEASED = Released(released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), MASK: ()})
