@@ -33,6 +33,7 @@ class Enumerated:
 ENUMERATED = {
     "dynamic": ("jakiro", {"depth": 2, "top_k": 5, "nodes": 12, "parallel": 2}),
     "drawn": ("eagle", {"paths": [[0], [1], [0, 0]], "siblings": "drawn"}),
+    "drawn from a block": ("dflash", {"paths": [[0], [0, 0]], "siblings": "drawn"}),
     "drawn by expert": (
         "jakiro",
         {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 1},

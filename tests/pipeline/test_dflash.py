@@ -1,0 +1,196 @@
+"""DFlash: its loss by hand, one block and one head at a time; what would be another loss; its anchors and layers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, silu
+
+from pipeline.basics.errors import PipelineError
+from pipeline.drafts import build, objective_of
+from pipeline.drafts.parallel import dflash
+from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
+from pipeline.drafts.parts.layers import shapes_of
+from pipeline.features.batch import collate
+from pipeline.features.positions import counts
+from pipeline.features.schema import Row
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+from tests.kit import save_tiny_target
+from tests.pipeline.taught import make_draft, prompt_of
+
+LENGTH, BLOCK = 24, 5
+LOSSES = {"decay": {"gamma": 2.0}, "D-PACE": {"dpace": 0.4}}
+
+
+def config_of(**more) -> DFlashConfig:
+    return DFlashConfig(**{"layers": 2, "block": BLOCK, "auxiliary_layers": [1, 2], "anchors": 7, **more})
+
+
+def row() -> Row:
+    """A user's token in the middle of the assistant's."""
+    mask = (np.arange(LENGTH) >= 3) & (np.arange(LENGTH) != 12)
+    states = torch.randn(LENGTH, 3, 32, generator=torch.Generator().manual_seed(1))
+    tokens = np.array(prompt_of(4, LENGTH), np.int32)
+    return Row("row", tokens, mask.astype(np.uint8), states[:, 0], states[:, 1:])
+
+
+def loss_of(draft):
+    """And its gradient, and the anchors."""
+    objective, one = objective_of(draft.config), row()
+    positions = objective.positions(one.input_ids, one.loss_mask)
+    draft.zero_grad()
+    loss, _ = objective.loss(draft, collate([one], objective, counts([positions]), range(2)))
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in draft.parameters()], (positions[1].inputs + 1).tolist()
+
+
+def normed(x, module):
+    return x * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt() * module.weight
+
+
+def turned(x_THI, positions, theta):
+    half = x_THI.shape[-1] // 2
+    angle = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    a, b = x_THI[..., :half], x_THI[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+def block_by_hand(draft, one: Row, anchor: int):
+    """Logits of places 1 to B - 1 behind this token, from the states of the tokens before it alone."""
+    theta, size = draft.shapes["rope_parameters"]["rope_theta"], draft.shapes["head_dim"]
+    context = normed(draft.fc(one.auxiliary_TKD[:anchor].flatten(1)), draft.hidden_norm)
+    tokens = [one.input_ids[anchor], *[draft.mask_token_id.item()] * (BLOCK - 1)]
+    x, at = draft.embed_head.embedding_VD[torch.tensor(tokens)], torch.arange(anchor + BLOCK)
+    for layer in draft.layers:
+        own, n = layer.self_attn, normed(x, layer.input_layernorm)
+        both = torch.cat([context, n])
+        keys = turned(normed(own.k_proj(both).unflatten(1, (-1, size)), own.k_norm), at, theta)
+        queries = turned(normed(own.q_proj(n).unflatten(1, (-1, size)), own.q_norm), at[anchor:], theta)
+        values = own.v_proj(both).unflatten(1, (-1, size))
+        heads = []
+        for head in range(queries.shape[1]):
+            shared = head * keys.shape[1] // queries.shape[1]
+            p = (queries[:, head] @ keys[:, shared].T / math.sqrt(size)).softmax(-1)
+            heads.append(p @ values[:, shared])
+        x = x + own.o_proj(torch.cat(heads, dim=1))
+        n = normed(x, layer.post_attention_layernorm)
+        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(n)) * layer.mlp.up_proj(n))
+    return draft.embed_head.head(normed(x, draft.norm))[1:]
+
+
+def loss_by_hand(draft, anchors):
+    """Every weight by its definition."""
+    one, config, total, weights = row(), draft.config, 0.0, 0.0
+    for anchor in anchors:
+        losses = []
+        for place, logits in enumerate(block_by_hand(draft, one, anchor), start=1):
+            told = anchor + place < LENGTH and one.loss_mask[anchor + place]
+            losses.append(cross_entropy(logits, torch.tensor(int(one.input_ids[anchor + place]))) if told else None)
+        if config.dpace is None:
+            mine = [math.exp(-(place - 1) / config.gamma) for place in range(1, BLOCK)]
+            weights += sum(w for w, loss in zip(mine, losses, strict=True) if loss is not None)
+        else:
+            alpha = config.dpace
+            f = [0.0 if x is None else (1 - alpha) * math.exp(-x.item()) + alpha for x in losses]
+            mine = [sum(math.prod(f[: j + 1]) for j in range(k, BLOCK - 1)) for k in range(BLOCK - 1)]
+            weights += 1
+        total = total + sum(w * loss for w, loss in zip(mine, losses, strict=True) if loss is not None)
+    return total / weights
+
+
+@pytest.fixture
+def draft(request, loaded_target, embed_head):
+    made = make_draft(loaded_target, embed_head, config_of(**LOSSES[request.param]))
+    return made.requires_grad_(True)
+
+
+@pytest.mark.parametrize("together", [256, 2 * BLOCK], ids=["one bundle", "bundles of two"])
+@pytest.mark.parametrize("draft", LOSSES, indirect=True)
+def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, together):
+    monkeypatch.setattr(dflash, "TOGETHER", together)
+    loss, gradient, anchors = loss_of(draft)
+    assert len(anchors) == 7 and any(anchor + BLOCK > LENGTH for anchor in anchors)
+    draft.zero_grad()
+    want = loss_by_hand(draft, anchors)
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    for mine, weight in zip(gradient, draft.parameters(), strict=True):
+        torch.testing.assert_close(mine, weight.grad, rtol=1e-3, atol=1e-5)
+
+
+FLAWS = {
+    "its anchor's own state": lambda first, last, count, block: SEEN(first, last + 1, count, block),
+    "states up to its own end": lambda first, last, count, block: SEEN(first, last + block, count, block),
+    "other blocks": lambda *given: torch.cat([SEEN(*given)[..., : given[2]], SEEN(*given)[..., given[2] :] | True], 2),
+    "no place behind it": lambda *given: SEEN(*given).tril(given[2]),
+}
+SEEN = dflash.seen
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("draft", ["decay"], indirect=True)
+def test_a_block_that_sees_what_it_must_not_has_another_loss(draft, monkeypatch, flaw):
+    loss, _, anchors = loss_of(draft)
+    monkeypatch.setattr(dflash, "seen", FLAWS[flaw])
+    wrong, _, same = loss_of(draft)
+    assert same == anchors and abs(wrong - loss) > 1e-3
+
+
+# -- anchors -----------------------------------------------------------------------------------------------------------
+
+
+def test_anchors_are_the_assistants_and_drawn_by_seed_step_and_dialogue():
+    one, objective = row(), objective_of(config_of())
+    all_of = objective_of(config_of(anchors=100)).positions(one.input_ids, one.loss_mask, (0, 1, 2))[1].inputs + 1
+    assert all_of.tolist() == [a for a in range(LENGTH - 1) if one.loss_mask[a] and one.loss_mask[a + 1]]
+    drawn = {}
+    for seed in [(), (0, 1, 2), (0, 2, 2), (0, 1, 3), (1, 1, 2)]:
+        found = objective.positions(one.input_ids, one.loss_mask, seed)
+        again = objective.positions(one.input_ids, one.loss_mask, seed)
+        drawn[seed] = tuple((found[1].inputs + 1).tolist())
+        assert len(drawn[seed]) == 7 and list(drawn[seed]) == sorted(set(drawn[seed]) & set(all_of.tolist()))
+        for place in range(1, BLOCK):
+            assert torch.equal(found[place].inputs, again[place].inputs)
+            told = [a for a in drawn[seed] if a + place < LENGTH and one.loss_mask[a + place]]
+            assert (found[place].inputs + 1).tolist() == told  # head(f_p) are the logits of token p + 1
+            assert (found[place].labels + 1).tolist() == [a + place for a in told]
+    assert len(set(drawn.values())) == 5
+
+
+# -- what it takes of the target ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "theirs"),
+    [(36, 5, [1, 9, 17, 25, 33]), (32, 5, [1, 8, 15, 22, 29]), (30, 5, [1, 8, 14, 20, 27]), (8, 3, [1, 3, 5])],
+)
+def test_the_default_layers_are_the_references_which_count_from_0(layers, count, theirs):
+    assert even_layers(layers, count) == [layer + 1 for layer in theirs]
+    assert even_layers(layers, 1) == [layers // 2 + 1]
+    assert even_layers(2, count) == [2] and even_layers(1, count) == [1]
+
+
+def test_a_layer_is_the_one_of_its_name(tmp_path):
+    """transformers' hidden_states begin with the embedding: layer j of the reference put out number j + 1."""
+    target, tokens = Target(TargetConfig(model=str(save_tiny_target(tmp_path, layers=8))), "float32"), prompt_of(1)
+    draft = build(DFlashConfig(layers=3), shapes_of(target.config))
+    with torch.inference_mode():
+        got_TSD = target.states(tokens, draft.needs.auxiliary).of(draft.needs)
+        theirs = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for place, layer in enumerate([1, 3, 5]):
+        torch.testing.assert_close(got_TSD[:, place], theirs[layer + 1][0])
+
+
+def test_the_mask_token_is_one_that_the_texts_lack(loaded_target, embed_head):
+    draft = make_draft(loaded_target, embed_head, config_of())
+    draft.start_from_target([[1, 259], [258, 256]])
+    assert draft.mask_token_id.item() == 257
+    with pytest.raises(PipelineError, match=r"the training texts have all 260 tokens.*set its mask_token to the id"):
+        draft.start_from_target([list(range(260))])
+    given = make_draft(loaded_target, embed_head, config_of(mask_token=9))
+    given.start_from_target([list(range(260))])
+    assert given.mask_token_id.item() == 9
+    with pytest.raises(PipelineError, match="mask_token=260: the target's embedding has ids up to 259"):
+        build(config_of(mask_token=260), shapes_of(loaded_target.config))
