@@ -60,17 +60,17 @@ class Start:
         place_U = place_V[here_U]
         kept_U = place_U >= 0
         self.facts["tokens_kept"], self.facts["tokens"] = int(kept_U.sum()), len(here_U)
-        if not torch.equal(here_U, there_U):
-            heads = {id(tensor) for head in draft.own_heads for tensor in head.parameters()}
-            for name in [name for name, tensor in draft.named_parameters() if id(tensor) in heads]:
-                rows = mine[name].clone()
-                rows[kept_U] = weights[name][place_U[kept_U]].to(rows.dtype)
-                weights[name] = rows
-            weights.pop(IDS, None)
-            weights |= {IDS: here_U} if IDS in mine else {}
         try:
+            if not torch.equal(here_U, there_U):
+                heads = {id(tensor) for head in draft.own_heads for tensor in head.parameters()}
+                for name in [name for name, tensor in draft.named_parameters() if id(tensor) in heads]:
+                    rows = mine[name].clone()
+                    rows[kept_U] = weights[name][place_U[kept_U]].to(rows.dtype)
+                    weights[name] = rows
+                weights.pop(IDS, None)
+                weights |= {IDS: here_U} if IDS in mine else {}
             draft.load_state_dict(weights)
-        except RuntimeError as error:
+        except (KeyError, RuntimeError) as error:
             raise PipelineError(f"draft.{draft.name}.start does not fit: {' '.join(str(error).split())}") from None
 
 

@@ -166,6 +166,9 @@ def test_what_differs_is_named_at_once_and_allowed_by_name(onward, bases, tmp_pa
     assert facts["differs"] == ["objective", "target", "template"] and draft.config.objective == "acceptance"
     with pytest.raises(PipelineError, match=r"eagle3.start does not fit: .*fc.weight"):  # allowed, but of other shapes
         begun(onward, tmp_path / "draft", "eagle3", more[1], differs="['target', 'template', 'auxiliary_layers']")
+    with pytest.raises(PipelineError, match=r"medusa.start does not fit: .*lm_heads.3.weight"):
+        more = ["draft.medusa.heads=4", "draft.medusa.vocabulary=40"]
+        begun(onward, bases / "medusa", "medusa", *more, differs="['target', 'heads']")
     with pytest.raises(PipelineError, match=r"names 'targte': expected any of .*target, teacher, template"):
         begun(onward, bases / "eagle3", "eagle3", differs="['targte']")
     with pytest.raises(PipelineError, match="kind is 'eagle3' there and 'jakiro' here"):
