@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pipeline.basics.parse import from_json
 from pipeline.decoding.contract import Source
-from pipeline.drafts import eagle3, gumiho, hydra, jakiro
+from pipeline.drafts import eagle, eagle3, gumiho, hydra, jakiro
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, Kind] = {
     "dflash": Kind(DFlashConfig, DFlash, BlockObjective),
-    "eagle": Kind(EagleConfig, Eagle),
+    "eagle": Kind(EagleConfig, Eagle, released=eagle.RELEASED),
     "eagle3": Kind(Eagle3Config, Eagle3, released=eagle3.RELEASED),
     "gumiho": Kind(GumihoConfig, Gumiho, released=gumiho.RELEASED),
     "hydra": Kind(HydraConfig, Hydra, released=hydra.RELEASED),

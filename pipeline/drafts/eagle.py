@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.drafts.parts.layers import AttentionBlock
-from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
+from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
+from pipeline.drafts.parts.released import Released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +69,6 @@ class Eagle(Dense, EagleFrame):
         parts, mlp = super().follow(llama), self.config.mlp_width or llama.intermediate_size
         further = (nn.Linear(mlp, llama.hidden_size, bias=False) for _ in range(1, self.config.horizons))
         return parts | {"ahead_projs": nn.ModuleList(further)}
+
+
+RELEASED = Released(facts=window_facts, keys=WINDOW)

@@ -7,7 +7,7 @@ With g_i = fc([a_i; b_i; c_i]) of the outputs of three decoder layers, and e the
 The next forward's feature is f. It is trained in up to 7 steps over its own features (the training-time test), step s
 weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before fc (`fc_norm`), and the normed f as the
 next feature (`norm_output`). What others publish beside: one norm for the three outputs together (`norm_before_fc`),
-biases of the attention, norms of its queries and keys, a sliding window. Tensor names are those that engines read.
+biases of the attention, norms of its queries and keys. Tensor names are those that engines read.
 """
 
 import re
@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead
-from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
+from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, Weights, window_facts
 from pipeline.drafts.parts.released import Facts, Names, Released
 from pipeline.lm.states import Needs
 
 AUXILIARY = "eagle_aux_hidden_state_layer_ids"
-LATER = ("norm_before_fc", "attention_bias", "qk_norm", "sliding_window")
+LATER = ("norm_before_fc", "attention_bias", "qk_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class Eagle3FrameConfig(OneLayerConfig):
     norm_before_residual: bool = False  # add norm(g) to the attention's output, not g
     attention_bias: bool = False  # of q, k, v and o
     qk_norm: bool = False  # of each head's queries and keys, before RoPE, as Qwen3's
-    sliding_window: int | None = None  # how many inputs of its path an input sees, itself included; default: all
     # The target's distribution over a reduced vocabulary. masked: renormalised, and positions whose likeliest token is
     # not in it have no loss (the reference's); renormalised: every position; whole: with its own, lesser, mass.
     teacher: Literal["masked", "renormalised", "whole"] = "masked"
@@ -54,7 +52,6 @@ class Eagle3FrameConfig(OneLayerConfig):
         layers = self.auxiliary_layers
         if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
             raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
-        self.at_least(self.ttt_steps, "sliding_window")  # own features are in it
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
         if told := [term.name for term in self.terms(0) if term.weights.get("regression")]:
@@ -66,11 +63,6 @@ class Eagle3FrameConfig(OneLayerConfig):
         """Without later options where they are off, so that a draft from before them keeps its hash."""
         found = super().to_json()
         return {key: value for key, value in found.items() if value or key not in LATER}
-
-    def resolve(self, tree: TreeConfig) -> TreeConfig:
-        if self.sliding_window and tree.depth > self.sliding_window:
-            raise ValueError(f"tree.depth={tree.depth} is more than this draft's sliding_window={self.sliding_window}")
-        return super().resolve(tree)
 
     @property
     def asks_whole_head(self) -> bool:
@@ -134,10 +126,6 @@ class Eagle3Frame(OneLayer):
     def block(self) -> AttentionBlock:
         return self.midlayer
 
-    @property
-    def window(self) -> int | None:
-        return self.config.sliding_window
-
     def features(self, states_TSD: Tensor) -> Tensor:
         if self.config.fc_norm:
             normed = [own(states_TSD[..., place, :]) for place, own in enumerate(self.fc_norm)]
@@ -192,22 +180,21 @@ def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[st
         "attention_bias": biased,
         "qk_norm": "midlayer.self_attn.q_norm.weight" in names,
     }
-    found: Facts = {"auxiliary_layers": (layers, own)}
-    found["sliding_window"] = theirs.get("sliding_window"), draft.config.sliding_window
+    found: Facts = {"auxiliary_layers": (layers, own)} | window_facts(draft, theirs, names)
     return found | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
 
 
 RELEASED = Released(
     released_names,
     released_facts,
-    {
+    WINDOW
+    | {
         "norm_before_residual": (),
         "norm_output": (),
         "norm_before_fc": (),
         "fc_norm": (),
         "attention_bias": (),
         "qkv_bias": (),
-        "sliding_window": (),
         AUXILIARY: (),
         "use_aux_hidden_state": (True,),
         "use_input_layernorm_in_first_layer": (True,),

@@ -22,7 +22,7 @@ from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, Roun
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, named
-from pipeline.drafts.parts.one_layer import Dense, Heads, Weights
+from pipeline.drafts.parts.one_layer import WINDOW, Dense, Heads, Weights, window_facts
 from pipeline.drafts.parts.released import Names, Released
 
 if TYPE_CHECKING:
@@ -149,4 +149,4 @@ def released_names(names: Collection[str]) -> Names:
     return {name: re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", mine) for name, mine in ours.items()}
 
 
-RELEASED = Released(released_names)
+RELEASED = Released(released_names, window_facts, WINDOW)

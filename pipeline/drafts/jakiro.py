@@ -29,7 +29,7 @@ from pipeline.drafts.eagle3 import released_facts as eagle3_facts
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.objective import Objective
-from pipeline.drafts.parts.one_layer import Heads, OneLayer
+from pipeline.drafts.parts.one_layer import WINDOW, Heads, OneLayer, window_facts
 from pipeline.drafts.parts.released import Facts, Released
 
 if TYPE_CHECKING:
@@ -215,5 +215,5 @@ def released_facts_on_eagle3(draft: JakiroOnEagle3, theirs: dict[str, Any], name
     return eagle3_facts(draft, theirs, names) | released_facts(draft, theirs, names)
 
 
-RELEASED = Released(facts=released_facts)
+RELEASED = Released(facts=lambda *given: window_facts(*given) | released_facts(*given), keys=WINDOW)
 RELEASED_ON_EAGLE3 = replace(RELEASED_EAGLE3, facts=released_facts_on_eagle3)

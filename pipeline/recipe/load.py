@@ -89,7 +89,7 @@ def override_arguments(overrides: Iterable[str]) -> list[str]:
 
 
 # Keys that recipes once had: what they are called now, and why others are gone.
-RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary"}
+RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary", "sliding_window": "window"}
 _STUDIED = "it did not pay (docs/results/experts.md, ablations.md); git tag before-the-redraw has it"
 REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
     "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",

@@ -41,7 +41,7 @@ PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434"}  # by `make serve-test`
 FUSED = 3  # layers whose outputs engines fuse
-LAYER_OPTIONS = ("attention_bias", "qk_norm", "sliding_window")
+LAYER_OPTIONS = ("attention_bias", "qk_norm", "window")
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,11 @@ def _target_folder(release: Path, target: str | None) -> Path:
 
 
 def _layer(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The draft's layer: a Llama's, and the experts behind it where there are some."""
+    """The draft's layer: a Llama's with its window, and the experts behind it where there are some."""
+    slides = {"layer_types": [SLIDING], "sliding_window": config.window, "use_sliding_window": True}
+    more = slides if config.window else {}
     if not isinstance(config, ExpertsConfig):
-        return _llama(saved, config.mlp_width, weights)
+        return _llama(saved, config.mlp_width, weights) | more
     (gate,) = (tensor for name, tensor in weights.items() if name.endswith("gate.weight"))
     experts = {
         "num_experts": config.experts,
@@ -153,7 +155,7 @@ def _layer(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor]) -> 
         "gate_rows": len(gate),  # two more than experts where the contrast has a router
         "reduced_vocabulary": config.vocabulary,  # type: ignore[attr-defined]
     }
-    return _llama(saved, config.expert_width or saved.shapes["hidden_size"], weights) | experts
+    return _llama(saved, config.expert_width or saved.shapes["hidden_size"], weights) | experts | more
 
 
 def _llama(saved: checkpoint.Saved, width: int | None, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -206,10 +208,14 @@ def _eagle(
         weights["fc.weight"] = torch.cat([scaled.to(fc.dtype), fc[:, width:]], dim=1)
     if engine == "vllm" and config.fc_bias:
         raise PipelineError("fc_bias=true: vLLM has no bias there; train with fc_bias=false, or export to sglang")
+    if engine == "sglang" and config.window:
+        raise PipelineError(f"window={config.window}: {engine} has no such draft; export to vllm")
     if engine == "sglang":  # which would leave a missing bias random
         weights.setdefault("fc.bias", torch.zeros(width, dtype=weights["fc.weight"].dtype))
     names = {"vllm": "LlamaForCausalLM" if is_dense else "EagleJakiroForCausalLM", "sglang": "LlamaForCausalLMEagle"}
-    return Written({"architectures": [names[engine]], **_layer(saved, config, weights)}, weights)
+    # vLLM counts its layers behind the target's, and looks them up in `layer_types` less this number.
+    more = {"target_layer_count": saved.shapes["target_layers"]} if config.window else {}
+    return Written({"architectures": [names[engine]], **_layer(saved, config, weights), **more}, weights)
 
 
 def _eagle3(
@@ -233,11 +239,10 @@ def _eagle3(
     if isinstance(config, PEagleConfig):
         flags["pard_token"] = int(weights.pop(MASK))
         layer["num_hidden_layers"] = config.layers
+        if config.window:
+            layer["layer_types"] = [SLIDING] * config.layers
     if config.qk_norm:
         layer["model_type"] = "qwen3"
-    if window := config.sliding_window:
-        kinds = [SLIDING] * layer["num_hidden_layers"]
-        layer |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     if engine != "speculators":
         # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads.
         counted = [number - 1 for number in layers] if engine == "sglang" else layers

@@ -30,13 +30,13 @@ VARIANTS = {
     "eagle": EagleConfig(kind="eagle"),
     "jakiro": JakiroConfig(kind="jakiro"),
     "four-experts": JakiroConfig(kind="jakiro", experts=4, experts_per_token=2, expert_width=24),
-    "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True),
+    "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True, window=6),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "dense-ahead": EagleConfig(kind="eagle", horizons=2),
+    "dense-ahead": EagleConfig(kind="eagle", horizons=2, window=5),
     "eagle3": Eagle3Config(ttt_steps=3),
     "eagle3, 3.1's norms": Eagle3Config(ttt_steps=2, fc_norm=True, norm_output=True, norm_before_residual=True),
     "eagle3, others' options": Eagle3Config(
-        ttt_steps=2, norm_before_fc=True, qk_norm=True, attention_bias=True, sliding_window=6
+        ttt_steps=2, norm_before_fc=True, qk_norm=True, attention_bias=True, window=6
     ),
     "eagle3, reduced": Eagle3Config(ttt_steps=2, vocabulary=100, auxiliary_layers=[1, 2]),
     "jakiro on eagle-3": JakiroOnEagle3Config(frame="eagle-3", ttt_steps=3),
@@ -44,9 +44,9 @@ VARIANTS = {
         frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
     "p-eagle": PEagleConfig(layers=2, depths=4),
-    "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, sliding_window=7, qk_norm=True, mask_token=3),
+    "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
-    "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1),
+    "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1, window=8),
     "medusa": MedusaConfig(),
     "medusa, the target's head": MedusaConfig(blocks=2, own_head=False, objective="soft-ce"),
     "medusa, reduced": MedusaConfig(heads=5, vocabulary=100),

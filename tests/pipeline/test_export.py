@@ -60,9 +60,9 @@ P_EAGLE = REDUCED | {f"layers.1.{name}" for name in LAYER | {"input_layernorm.we
 QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | {
     f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
 }
-OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, sliding_window=64)
+OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, window=64)
 CASES = {  # settings, engine -> architecture, names
-    "eagle to vllm": (EagleConfig(), "vllm", "LlamaForCausalLM", EAGLE),
+    "eagle to vllm": (EagleConfig(window=64), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
     "p-eagle to vllm": (
@@ -96,7 +96,7 @@ CASES = {  # settings, engine -> architecture, names
         REDUCED | {f"fc_norm.{place}.weight" for place in range(3)},
     ),
     "eagle3 as speculators trains it, to vllm": (
-        Eagle3Config(norm_before_fc=True, norm_output=True, norm_before_residual=True, sliding_window=64),
+        Eagle3Config(norm_before_fc=True, norm_output=True, norm_before_residual=True, window=64),
         "vllm",
         "LlamaForCausalLMEagle3",
         EAGLE_3 | {"input_norm.weight"},
@@ -167,6 +167,10 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     layers = settings.layers if isinstance(settings, PEagleConfig) else 1
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
+    slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
+    assert {key: layer.get(key) for key in slides} == (slides if settings.window else dict.fromkeys(slides))
+    if settings.window and "fc.weight" in names - EAGLE_3:
+        assert config["target_layer_count"] == 8
     if "d2t" in weights:
         ids = torch.arange(100) + weights["d2t"]
         assert weights["t2d"].nonzero()[:, 0].tolist() == ids.tolist() == sorted(set(ids.tolist()))
@@ -185,8 +189,6 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         assert ids["eagle_aux_hidden_state_layer_ids"] == ([1, 3, 4] if engine == "sglang" else [2, 4, 5])
         for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"):
             assert config[key] == getattr(settings, key)
-        slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
-        assert {key: layer.get(key) for key in slides} == (slides if settings.sliding_window else dict.fromkeys(slides))
         assert layer["attention_bias"] == settings.attention_bias
         assert layer["model_type"] == ("qwen3" if settings.qk_norm else "llama")
     own = load_file(release / "model.safetensors")
@@ -292,7 +294,8 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(norm_before_fc=True), "sglang", "norm_before_fc=True: sglang has no such draft"),
         (Eagle3Config(attention_bias=True), "sglang", "attention_bias=True: sglang has no such draft"),
         (Eagle3Config(qk_norm=True), "gguf", "qk_norm=True: gguf has no such draft"),
-        (Eagle3Config(sliding_window=64), "gguf", "sliding_window=64: gguf has no such draft"),
+        (Eagle3Config(window=64), "gguf", "window=64: gguf has no such draft"),
+        (EagleConfig(window=64), "sglang", "window=64: sglang has no such draft"),
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),

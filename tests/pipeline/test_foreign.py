@@ -63,10 +63,10 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
         ),
         (EAGLE_3, {"norm_output": True, "eagle_config": {"norm_output": None}}, "norm_output=True: set draft"),
         (EAGLE_3, {"hidden_act": "gelu", "transformer_layer_config": {"hidden_act": None}}, "hidden_act='gelu', and"),
-        (EAGLE_3, SLIDING, r"sliding_window=16: set draft\.theirs\.sliding_window \(it is None\)"),
-        (EAGLE_3 | {"sliding_window": 16}, {}, r"sliding_window=None: set draft\.theirs\.sliding_window \(it is 16\)"),
-        (EAGLE, SLIDING, "sliding_window=16, which is not known here for this kind of draft"),
-        (EAGLE_3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "sliding_window=8: set"),
+        (EAGLE_3, SLIDING, r"window=16: set draft\.theirs\.window \(it is None\)"),
+        (EAGLE_3 | {"window": 16}, {}, r"window=None: set draft\.theirs\.window \(it is 16\)"),
+        (EAGLE, SLIDING, r"window=16: set draft\.theirs\.window"),
+        (EAGLE_3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "window=8: set"),
         (EAGLE_3, SLIDING | {"sliding_window": None}, "sliding_attention layer with sliding_window=None"),
         (EAGLE_3, {"layer_types": ["chunked_attention"]}, "expected full_attention or sliding_attention"),
         (EAGLE, {"attention_bias": True}, "attention_bias=True, which is not known here for this kind of draft"),
@@ -160,7 +160,7 @@ FORMS = {  # config.json as its writers save it, in small; the draft's settings
         },
         EAGLE_3
         | {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "qk_norm": True}
-        | {"sliding_window": 16},
+        | {"window": 16},
     ),
 }
 
@@ -393,7 +393,7 @@ def by_hand(w, states_TSD, embedded_TD, rope, window):
 @torch.inference_mode()
 def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, embed_head):
     flags = {"norm_before_fc": True, "qk_norm": True, "attention_bias": True, "norm_before_residual": True}
-    draft = make_draft(loaded_target, embed_head, Eagle3Config(ttt_steps=1, sliding_window=3, **flags))
+    draft = make_draft(loaded_target, embed_head, Eagle3Config(ttt_steps=1, window=3, **flags))
     for weight in draft.parameters():
         if weight.ndim == 1:
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 4
@@ -403,7 +403,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
     rope = draft._rope[0](embedded[None], torch.arange(len(tokens))[None])
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
-    mask = additive(ttt_visible(1, torch.arange(len(tokens)), None, draft.window), torch.float32)[:, None]
+    mask = additive(ttt_visible(1, torch.arange(len(tokens)), None, draft.config.window), torch.float32)[:, None]
     u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
     torch.testing.assert_close(draft.logits(draft.heads(u).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 
@@ -411,9 +411,9 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
 def test_later_options_leave_an_earlier_drafts_settings_as_they_were():
     """So that its hash is, and its checkpoint loads."""
     plain = Eagle3Config().to_json()
-    assert not {"norm_before_fc", "attention_bias", "qk_norm", "sliding_window"} & plain.keys()
+    assert not {"norm_before_fc", "attention_bias", "qk_norm", "window"} & plain.keys()
     assert from_json(Eagle3Config, plain) == Eagle3Config()
-    given = Eagle3Config(qk_norm=True, sliding_window=64)
+    given = Eagle3Config(qk_norm=True, window=64)
     assert from_json(Eagle3Config, given.to_json()) == given
 
 
@@ -421,7 +421,7 @@ def test_later_options_leave_an_earlier_drafts_settings_as_they_were():
     ("settings", "complaint"),
     [
         ({"norm_before_fc": True, "fc_norm": True}, "normed once before fc"),
-        ({"sliding_window": 3}, "sliding_window=3: expected at least 7"),
+        ({"window": 3}, "window=3: expected at least 7"),
     ],
 )
 def test_options_that_make_no_draft_are_refused(settings, complaint):
@@ -430,7 +430,7 @@ def test_options_that_make_no_draft_are_refused(settings, complaint):
 
 
 def test_a_tree_is_not_deeper_than_the_window():
-    config = Eagle3Config(ttt_steps=1, sliding_window=4)
+    config = Eagle3Config(ttt_steps=1, window=4)
     config.resolve(checkpoint.TreeConfig(depth=4, top_k=2, nodes=8))
-    with pytest.raises(ValueError, match=r"tree\.depth=5 is more than this draft's sliding_window=4"):
+    with pytest.raises(ValueError, match=r"tree\.depth=5 is more than this draft's window=4"):
         config.resolve(checkpoint.TreeConfig(depth=5, top_k=2, nodes=8))

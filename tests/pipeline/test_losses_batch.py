@@ -247,12 +247,12 @@ def test_gradients_are_formed_only_where_they_are_asked_for():
 TOTALS = {1: 30, 2: 25, 3: 20, 4: 15, 5: 12, 6: 10, 7: 8}  # by horizon
 CONFIGS = {
     "eagle": EagleConfig(kind="eagle"),
-    "jakiro": JakiroConfig(kind="jakiro"),
+    "jakiro": JakiroConfig(kind="jakiro", window=4),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "two-step": EagleConfig(kind="eagle", horizons=2, ttt_steps=2),
+    "two-step": EagleConfig(kind="eagle", horizons=2, ttt_steps=2, window=3),
     "eagle3": Eagle3Config(ttt_steps=3, fc_norm=True, norm_output=True),
     "eagle3, masked": Eagle3Config(ttt_steps=2, vocabulary=100),
-    "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, sliding_window=4),
+    "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, window=4),
     "eagle3, acceptance": Eagle3Config(ttt_steps=2, vocabulary=100, objective="acceptance", teacher="whole"),
     "on eagle-3": JakiroOnEagle3Config(
         frame="eagle-3",
@@ -267,7 +267,7 @@ CONFIGS = {
 
 
 OTHERS = {
-    "gumiho": GumihoConfig(mlps=3, blocks=2),
+    "gumiho": GumihoConfig(mlps=3, blocks=2, window=3),
     "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),

@@ -1,4 +1,6 @@
-"""Drafts that are no single layer: what decoding answers is what training predicts, and a tree leaves no trace."""
+"""Drafts that are no single layer, or one with a window: what decoding answers is what training predicts, and a tree
+leaves no trace.
+"""
 
 import json
 
@@ -16,13 +18,17 @@ from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, build, objective_of
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
+from pipeline.lm.attention import additive, behind
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import Target, fingerprint
 from pipeline.lm.states import States
@@ -110,6 +116,36 @@ def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, na
                 assert torch.allclose(answer.logits_LWU[0][-1], at[0][at[1]], atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [EagleConfig(ttt_steps=2, window=4), JakiroConfig(ttt_steps=2, window=4), Eagle3Config(ttt_steps=2, window=4)],
+)
+def test_a_window_hides_the_same_inputs_in_training_and_in_decoding(loaded_target, embed_head, config):
+    """Those that are not among the last four, which the cache forgets; so a step on the draft's own feature agrees."""
+    draft, tokens = make_draft(loaded_target, embed_head, config), torch.tensor(prompt_of(3, 24))
+    layers = range(len(draft.needs.auxiliary))
+    states = loaded_target.capture_all(tokens[None], list(draft.needs.auxiliary))[0]
+    row = Row("", tokens.int().numpy(), torch.ones(24, dtype=torch.uint8).numpy(), states[:, 0], states[:, 1:])
+    objective = objective_of(config)
+    batch = collate([row], objective, dict.fromkeys(objective.groups, 1), auxiliary=layers)
+    given = (batch.auxiliary_BTSD if layers else batch.hidden_BTD).requires_grad_()
+    outputs = draft(batch)[0]
+    for place in range(23):
+        (gradient,) = torch.autograd.grad(outputs[0][0, place].sum(), given, retain_graph=True)
+        seen = gradient[0].flatten(1).abs().sum(1).nonzero()[:, 0].tolist()
+        assert seen == list(range(max(0, place - 3), place + 1))
+    first, own = (draft.logits(outputs[number][0]) for number in (0, -1))
+    state, begin = draft.open(), 0
+    states = states[:, 1:] if layers else states[:, :1]
+    for end in (3, 9, 10, 16, 21):
+        answer = draft.start(state, RoundInput(tokens[: end + 1].tolist(), states[begin:end]), DraftRequest(1))
+        torch.testing.assert_close(answer.logits_LWU[0][-1], first[end - 1], rtol=1e-5, atol=1e-5)
+        answer = stepped(draft, state, answer, int(tokens[end + 1]), 1)
+        torch.testing.assert_close(answer.logits_LWU[0][-1], own[end], rtol=1e-5, atol=1e-5)
+        begin = end
+    assert (state.gone, state.cache.layers[0].length) == (13, 21 - 13 + 2)  # three of the first 16 were kept
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @torch.inference_mode()
 def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
@@ -138,8 +174,9 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
     true, following = text[1][:9], torch.tensor(tokens[1:10])
 
     def serial(features, after):
-        positions = torch.arange(len(after))[None]
-        return draft.heads(draft._trunk(features[None], after[None], positions, None, None)).ahead[0][0]
+        positions, sees = torch.arange(len(after))[None], behind(0, len(after), after.device, draft.config.window)
+        mask = additive(sees, torch.float32)[None, None]
+        return draft.heads(draft._trunk(features[None], after[None], positions, mask, None)).ahead[0][0]
 
     one = serial(true, following)[-1]
     assert torch.allclose(first.carry_WD[-1, :width], one, atol=1e-5)

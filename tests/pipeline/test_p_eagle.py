@@ -19,7 +19,7 @@ SOURCES = 2  # layers of the small target that it fuses
 ALL = {"keep": 1.0, "least": 1.0}  # no guess is dropped
 CONFIGS = {
     "plain": PEagleConfig(layers=2, depths=3, **ALL),
-    "a window": PEagleConfig(layers=3, depths=4, sliding_window=5, qk_norm=True, mask_token=9, **ALL),
+    "a window": PEagleConfig(layers=3, depths=4, window=5, qk_norm=True, mask_token=9, **ALL),
     "drawn": PEagleConfig(layers=2, depths=4, vocabulary=100, keep=0.5, least=0.3),
 }
 
@@ -47,7 +47,7 @@ def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
     masked = draft.features(draft.mask_hidden.view(SOURCES, -1))
     features = torch.cat([states, masked.expand(depth, -1)])[None]
     tokens = [*row.input_ids[1 : place + 2].tolist(), *[int(draft.mask_token_id)] * depth]
-    mask = additive(behind(0, len(tokens), states.device, draft.window), features.dtype)[None, None]
+    mask = additive(behind(0, len(tokens), states.device, draft.config.window), features.dtype)[None, None]
     positions = torch.arange(len(tokens))[None]
     return draft._layers(features, torch.tensor([tokens]), positions, mask, DynamicCache())[0, -1]
 

@@ -122,7 +122,7 @@ class PEagle(Masked, Dense, Eagle3Frame):
         """Bool (..., R, C): what rows see, by the place of the text's input that each belongs to."""
         a, s, b, d = anchor_R[..., None], depth_R[..., None], anchor_C[..., None, :], depth_C[..., None, :]
         sees = torch.where(d == 0, b <= a, (b == a) & (d <= s))
-        return sees & (a + s - b - d < self.window) if self.window else sees
+        return sees & (a + s - b - d < self.config.window) if self.config.window else sees
 
     def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
         """What the head takes before its norm, of rows (B, R)."""

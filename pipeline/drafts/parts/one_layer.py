@@ -5,6 +5,7 @@ the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,11 +16,13 @@ from transformers import DynamicCache
 
 from pipeline.basics.accelerator import sent
 from pipeline.basics.settings import Settings
+from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.released import Facts
 from pipeline.lm.attention import additive, behind
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
@@ -55,13 +58,24 @@ class OneLayerConfig(DraftConfig):
     ttt_steps: int = 1
     ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these forwards from the second on,
     decay: float = 1.0  # times this for each forward before it
+    window: int | None = None  # how many inputs of its path an input sees, itself included; default: all
 
     def __post_init__(self):
         self.at_least(1, "vocabulary", "ttt_steps")
+        self.at_least(self.ttt_steps, "window")  # own features are in it
         if not self.embedding_scale > 0:
             raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """Without a window where there is none, so that a draft from before there was one keeps its hash."""
+        return {key: value for key, value in super().to_json().items() if key != "window" or value}
+
+    def resolve(self, tree: TreeConfig) -> TreeConfig:
+        if self.window and tree.depth > self.window:
+            raise ValueError(f"tree.depth={tree.depth} is more than this draft's window={self.window}")
+        return super().resolve(tree)
 
     @property
     def levels(self) -> int:
@@ -84,10 +98,22 @@ class OneLayerConfig(DraftConfig):
 
 @dataclass
 class DraftState:
-    """One sequence's draft cache: `verified` inputs with true features, then the current tree's forwarded nodes."""
+    """One sequence's draft cache: `verified` inputs with true features, without the first `gone` of them, then the
+    current tree's forwarded nodes.
+    """
 
     cache: TreeCache = field(default_factory=TreeCache)
     verified: int = 0
+    gone: int = 0
+
+    def drop_tree(self, window: int | None) -> int:
+        """And inputs that no later one sees, once they are as many as the window; returns how many are cached then."""
+        cached = self.verified - self.gone
+        self.cache.keep(cached)
+        if window and cached > 2 * window:
+            self.cache.keep(0, range(cached - window + 1, cached))
+            self.gone, cached = self.verified - window + 1, window - 1
+        return cached
 
 
 @dataclass
@@ -136,11 +162,6 @@ class OneLayer(TrainedDraft):
         """From the attention's output."""
 
     # -- shared ---------------------------------------------------------------------------------------------------
-
-    @property
-    def window(self) -> int | None:
-        """How many inputs of its path an input sees, itself included; None: all."""
-        return None
 
     def carried(self, feature: Tensor) -> Tensor:
         """What of a prediction is the next forward's feature."""
@@ -197,8 +218,8 @@ class OneLayer(TrainedDraft):
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
-        if number > 1 or begins_BT is not None or self.window:
-            mask = additive(ttt_visible(number, places, begins_BT, self.window), before_BTD.dtype)[:, None]
+        if number > 1 or begins_BT is not None or self.config.window:
+            mask = additive(ttt_visible(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
             cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new one: it may run twice
@@ -232,11 +253,9 @@ class OneLayer(TrainedDraft):
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1})."""
         past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
-        state.cache.keep(past)
-        features_TD = self.features(inputs.states_TSD)
-        mask = None
-        if (past and count > 1) or self.window:
-            earlier = behind(past, count, device, self.window)
+        cached, features_TD, mask = state.drop_tree(self.config.window), self.features(inputs.states_TSD), None
+        if (past and count > 1) or self.config.window:
+            earlier = behind(cached, count, device, self.config.window)
             mask = additive(earlier, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         tokens_T = sent(inputs.tokens[-count:], device)
@@ -250,10 +269,11 @@ class OneLayer(TrainedDraft):
         device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
         if prefix_W is None:
             prefix_W = torch.full((len(frontier.tokens_W),), state.verified, device=device)
-        places, positions = torch.arange(state.verified, device=device), (prefix_W + (frontier.depth - 1))[None]
+        places = torch.arange(state.gone, state.verified, device=device)
+        positions = (prefix_W + (frontier.depth - 1))[None]
         prefix = places < prefix_W[:, None]
-        if self.window:  # the tree itself is less deep
-            prefix &= places > positions.T - self.window
+        if self.config.window:  # the tree itself is less deep
+            prefix &= places > positions.T - self.config.window
         mask = additive(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
         return self._output(u[0], request)
@@ -275,6 +295,13 @@ class Dense(OneLayer):
             return Heads([u + block.mlp(n)])
         activation = block.mlp.act_fn(block.mlp.gate_proj(n)) * block.mlp.up_proj(n)
         return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
+
+
+WINDOW: dict[str, tuple] = {"sliding_window": (), "target_layer_count": ()}  # of a checkpoint's config.json
+
+
+def window_facts(draft: OneLayer, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    return {"window": (theirs.get("sliding_window"), draft.config.window)}
 
 
 def ttt_visible(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
