@@ -417,8 +417,8 @@ def prompt_array(length):
 def training_time(draft, features_TD, tokens_T, depth=0):
     """The answers of the training forward at every position, all branches."""
     places, mask = torch.arange(len(tokens_T)), None
-    if draft.window:
-        mask = additive(ttt_visible(1, places, None, draft.window), torch.float32)[:, None]
+    if draft.config.window:
+        mask = additive(ttt_visible(1, places, None, draft.config.window), torch.float32)[:, None]
     u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
     return [feature[0] for feature in draft.heads(u).ahead]
 
@@ -490,7 +490,7 @@ def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, embe
         without = draft.start(clean, seen_from(tokens, states, begin, end), DraftRequest())
         assert torch.equal(after_tree.carry_WD, without.carry_WD)
         assert torch.equal(after_tree.logits_LWU[0], without.logits_LWU[0])
-        assert used.cache.layers[0].length == clean.cache.layers[0].length == end
+        assert used.cache.layers[0].length == clean.cache.layers[0].length == end - used.gone
         two_levels(draft, used, seed=begin)
     same_answer(draft, after_tree, 0, training_time(draft, draft.features(states), tokens), -1)
 
