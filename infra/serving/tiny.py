@@ -1,5 +1,5 @@
 """Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers; one also with
-Medusa and a small Llama, which would take long to train for the embedded one.
+an EAGLE draft that has a window, Medusa and a small Llama, which would take long to train for the embedded one.
 
 RoPE that is scaled from 64 positions on, as Llama 3.1 and YaRN do it; auxiliary layers that are no engine's default, so
 that one which reads others accepts less; a prompt that goes through an engine in several batches. Weights are random,
@@ -33,9 +33,16 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 EAGLE_3 = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
 P_EAGLE = f'{{kind="p-eagle", layers=2, depths=3, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+EAGLE = '{kind="eagle", window=6}'
 SMALL = '{kind="small-llama", width=128, objective="hard-ce"}'
 DRAFTS = {  # by the target's RoPE
-    "llama3": {"eagle3": EAGLE_3, "p-eagle": P_EAGLE, "medusa": '{kind="medusa", heads=3}', "small": SMALL},
+    "llama3": {
+        "eagle3": EAGLE_3,
+        "eagle": EAGLE,
+        "p-eagle": P_EAGLE,
+        "medusa": '{kind="medusa", heads=3}',
+        "small": SMALL,
+    },
     "yarn": {"eagle3": EAGLE_3},
 }
 
