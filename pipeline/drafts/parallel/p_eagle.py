@@ -9,8 +9,7 @@ Training takes all of a text's inputs and, at depth s, a drawn share max(keep^s,
 drop, arXiv 2504.18583): one that is drawn for a depth is drawn for those before it, too.
 """
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,7 +27,7 @@ from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState, Weights
-from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.drafts.parts.released import Facts, Released
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive
 from pipeline.lm.states import States
@@ -215,12 +214,8 @@ def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]
 # -- checkpoints that others released ----------------------------------------------------------------------------------
 
 
-def released_names(names: Collection[str]) -> Names:
-    return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
-
-
 def released_facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     return eagle3.released_facts(draft, theirs, names) | mask_fact(draft, theirs)
 
 
-RELEASED = Released(released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), MASK: ()})
+RELEASED = Released(eagle3.released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), MASK: ()})

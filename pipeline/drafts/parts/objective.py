@@ -4,8 +4,8 @@
     terms(step)                  its losses, the next token's first; each is of one group's positions
     loss(draft, batch)           the weighted loss of what the draft's forward says at these positions
 
-A draft that draws its positions overrides `positions` (DFlash: parallel/anchors.py); nothing else asks where they come
-from. P-EAGLE draws for each depth d the inputs that its forward takes in; their labels are d further on.
+A draft that draws its positions overrides `positions` (DFlash: parallel/anchors.py; P-EAGLE: parallel/p_eagle.py).
+Nothing else asks where they come from.
 """
 
 from collections.abc import Sequence
