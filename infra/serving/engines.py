@@ -176,7 +176,7 @@ class LlamaCpp(Engine):
 
 
 class Vllm(Engine):
-    name, takes = "vLLM", ("eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
+    name, takes = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},

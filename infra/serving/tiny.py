@@ -33,6 +33,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 EAGLE_3 = f'{{kind="eagle3", ttt_steps=1, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
 P_EAGLE = f'{{kind="p-eagle", layers=2, depths=3, vocabulary={VOCABULARY}, auxiliary_layers={AUXILIARY}}}'
+DFLASH = f'{{kind="dflash", layers=2, block=4, auxiliary_layers={AUXILIARY}}}'
 EAGLE = '{kind="eagle", window=6}'
 SMALL = '{kind="small-llama", width=128, objective="hard-ce"}'
 DRAFTS = {  # by the target's RoPE
@@ -40,6 +41,7 @@ DRAFTS = {  # by the target's RoPE
         "eagle3": EAGLE_3,
         "eagle": EAGLE,
         "p-eagle": P_EAGLE,
+        "dflash": DFLASH,
         "medusa": '{kind="medusa", heads=3}',
         "small": SMALL,
     },

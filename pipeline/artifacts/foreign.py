@@ -28,7 +28,7 @@ WEIGHTS = (
     *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
 )
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
-NESTED = ("eagle_config", "transformer_layer_config")
+NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}  # each with its own defaults
 
 # What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and

@@ -3,7 +3,7 @@
     python -m pipeline export RELEASE --to vllm|sglang|speculators --out FOLDER
     python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also P-EAGLE, Medusa, small Llamas and, with the plug-in
+Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also DFlash, P-EAGLE, Medusa, small Llamas and, with the plug-in
 infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees of its own from the same weights). What an
 engine cannot take is refused with the reason. `python -m pipeline import` reads what was written, but for GGUF and
 small Llamas: these are a causal language model as any other, which a recipe calls kind = "small-model".
@@ -28,6 +28,7 @@ from pipeline.drafts import DraftConfig, TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
@@ -101,13 +102,15 @@ def tried(release: Path) -> dict[str, list[str]]:
 def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
     is_mixed = isinstance(saved.config, ExpertsConfig)
     first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if is_mixed else []
-    return [*first, LAUNCH[engine](method_of(saved.config), out, saved.tree.depth)]
+    # A block is as long as it was trained: vLLM's has a place more than there are guesses.
+    guesses = saved.config.block - 1 if isinstance(saved.config, DFlashConfig) else saved.tree.depth
+    return [*first, LAUNCH[engine](method_of(saved.config), out, guesses)]
 
 
 def method_of(config: DraftConfig) -> dict[str, Any]:
     """What vLLM's speculative config says of it, beside its folder and the number of guesses."""
-    if isinstance(config, MedusaConfig | SmallLlamaConfig):
-        return {"method": "medusa" if isinstance(config, MedusaConfig) else "draft_model"}
+    if isinstance(config, DFlashConfig | MedusaConfig | SmallLlamaConfig):
+        return {"method": "draft_model" if isinstance(config, SmallLlamaConfig) else config.kind}
     parallel = {"parallel_drafting": True} if isinstance(config, PEagleConfig) else {}
     return {"method": "eagle3" if isinstance(config, Eagle3FrameConfig) else "eagle"} | parallel
 
@@ -122,9 +125,11 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
         return _eagle(saved, config, weights, engine)
     if isinstance(config, Eagle3FrameConfig):
         return _eagle3(saved, config, weights, engine, target)
-    if isinstance(config, MedusaConfig | SmallLlamaConfig):
+    if isinstance(config, DFlashConfig | MedusaConfig | SmallLlamaConfig):
         if engine != "vllm":
             raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
+        if isinstance(config, DFlashConfig):
+            return _dflash(saved, config, weights)
         if config.vocabulary is not None:
             raise PipelineError(f"vocabulary={config.vocabulary}: vLLM wants the target's whole one there; train so")
         return _medusa(saved, config, weights) if isinstance(config, MedusaConfig) else _small(draft)
@@ -275,6 +280,19 @@ def _eagle3(
         },
         weights,
     )
+
+
+def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Tensor]) -> Written:
+    """The form of its authors' released weights. vLLM guesses with the target's whole head: a reduced vocabulary is
+    left behind.
+    """
+    weights.pop("draft_token_ids", None)
+    layers = config.needs(saved.shapes["target_layers"]).auxiliary
+    own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
+    llama = _llama(saved, config.mlp_width, weights)
+    said = {"model_type": "qwen3", "num_hidden_layers": config.layers, "block_size": config.block}
+    said |= {"num_target_layers": saved.shapes["target_layers"], "dflash_config": own | {"causal": False}}
+    return Written({"architectures": ["DFlashDraftModel"]} | llama | said, weights)
 
 
 def _medusa(saved: checkpoint.Saved, config: MedusaConfig, weights: dict[str, Tensor]) -> Written:

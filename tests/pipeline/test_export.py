@@ -18,6 +18,7 @@ from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
@@ -56,6 +57,11 @@ def of_experts(names: set[str], *more: str) -> set[str]:
 
 
 REDUCED = EAGLE_3 | {"d2t", "t2d"}
+DFLASH = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
+    f"layers.{number}.{name}"
+    for number in range(2)
+    for name in LAYER | {"input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+}
 P_EAGLE = REDUCED | {f"layers.1.{name}" for name in LAYER | {"input_layernorm.weight"}} | {"mask_hidden"}
 QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | {
     f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
@@ -71,6 +77,7 @@ CASES = {  # settings, engine -> architecture, names
         "LlamaForCausalLMEagle3",
         P_EAGLE,
     ),
+    "dflash to vllm": (DFlashConfig(layers=2, block=4, mask_token=259), "vllm", "DFlashDraftModel", DFLASH),
     "jakiro to vllm": (
         JakiroConfig(vocabulary=100),
         "vllm",
@@ -164,12 +171,13 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert str(out) in said[0] and str(out) in said[-1]
     assert config["architectures"] == [architecture] and set(weights) == names
     layer = config.get("transformer_layer_config", config)
-    layers = settings.layers if isinstance(settings, PEagleConfig) else 1
+    layers = settings.layers if isinstance(settings, DFlashConfig | PEagleConfig) else 1
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
     slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
-    assert {key: layer.get(key) for key in slides} == (slides if settings.window else dict.fromkeys(slides))
-    if settings.window and "fc.weight" in names - EAGLE_3:
+    window = getattr(settings, "window", None)
+    assert {key: layer.get(key) for key in slides} == (slides if window else dict.fromkeys(slides))
+    if window and "fc.weight" in names - EAGLE_3:
         assert config["target_layer_count"] == 8
     if "d2t" in weights:
         ids = torch.arange(100) + weights["d2t"]
@@ -182,6 +190,9 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         keys = "num_experts", "num_experts_per_tok", "gate_rows", "reduced_vocabulary", "intermediate_size"
         assert tuple(config[key] for key in keys) == expected
         assert PLUG_IN in said[1] and "vllm serve" in said[2]
+    if isinstance(settings, DFlashConfig):
+        assert config["dflash_config"] == {"mask_token_id": 259, "target_layer_ids": [1, 5], "causal": False}
+        assert config["block_size"] == 4 and '"method": "dflash"' in said[-1] and '_tokens": 3}' in said[-1]
     if isinstance(settings, PEagleConfig):
         assert config["pard_token"] == 259 and '"method": "eagle3", "parallel_drafting": true' in said[-1]
     if isinstance(settings, Eagle3FrameConfig):
@@ -299,6 +310,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
+        (DFlashConfig(), "sglang", "sglang is given no dflash: export to vllm"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
         (MedusaConfig(), "sglang", "sglang is given no medusa: export to vllm"),
         (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),

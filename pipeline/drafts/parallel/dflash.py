@@ -11,7 +11,7 @@ The places are independent given the text: in a tree the chance of a node is the
 and all nodes of a level have the same candidates. Tensor names are those that engines read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -26,12 +26,13 @@ from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
-from pipeline.drafts.parallel.mask import Masked
+from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import DraftState
+from pipeline.drafts.parts.released import Facts, Released
 from pipeline.lm.attention import additive
 from pipeline.lm.states import Needs, States
 
@@ -253,3 +254,28 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
     slots = before[row_A] * size + np.arange(len(anchors)) - (np.cumsum(sizes) - sizes)[row_A]
     filled.reshape(-1)[slots] = anchors
     return filled, slots
+
+
+# -- checkpoints that others released ----------------------------------------------------------------------------------
+
+
+def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    """Their layers are counted from 0. A draft without a list reads the default ones."""
+    own = list(draft.needs.auxiliary)
+    layers = [number + 1 for number in theirs["target_layer_ids"]] if "target_layer_ids" in theirs else own
+    sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
+    found = {key: (theirs.get(their, mine), mine) for key, (their, mine) in sizes.items()}
+    return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs)
+
+
+RELEASED = Released(
+    facts=released_facts,
+    keys={
+        "block_size": (),
+        MASK: (),
+        "target_layer_ids": (),
+        "num_target_layers": (),
+        "causal": (False,),
+        "is_causal": (False,),
+    },
+)
