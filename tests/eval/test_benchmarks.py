@@ -95,7 +95,7 @@ def recipe(tmp_path) -> Recipe:
 
 
 def configured(**fields) -> SimpleNamespace:
-    return SimpleNamespace(**{"prompts": None, "path": None, "revision": None} | fields)
+    return SimpleNamespace(**{"prompts": None, "path": None, "revision": None, "context": None} | fields)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
