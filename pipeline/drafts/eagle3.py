@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.basics.errors import PipelineError
+from pipeline.drafts.parts.base import fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead
 from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, Weights, window_facts
@@ -49,9 +49,7 @@ class Eagle3FrameConfig(OneLayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        layers = self.auxiliary_layers
-        if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
-            raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+        require_layers(self.auxiliary_layers)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
         if told := [term.name for term in self.terms(0) if term.weights.get("regression")]:
@@ -77,12 +75,7 @@ class Eagle3FrameConfig(OneLayerConfig):
         return self.auxiliary_layers or ["default"]
 
     def needs(self, target_layers: int) -> Needs:
-        layers = self.auxiliary_layers or default_layers(target_layers)
-        if layers[-1] > target_layers:
-            raise PipelineError(
-                f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
-            )
-        return Needs(final=False, auxiliary=tuple(layers))
+        return fused(self.auxiliary_layers or default_layers(target_layers), target_layers)
 
 
 def default_layers(target_layers: int) -> list[int]:

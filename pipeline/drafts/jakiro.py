@@ -208,12 +208,13 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
 
 def released_facts(draft: Experts, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     kept = theirs.get("num_experts_per_tok")
-    return {} if kept is None else {"experts_per_token": (kept, draft.config.experts_per_token)}
+    known = window_facts(draft, theirs, names)
+    return known if kept is None else known | {"experts_per_token": (kept, draft.config.experts_per_token)}
 
 
 def released_facts_on_eagle3(draft: JakiroOnEagle3, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     return eagle3_facts(draft, theirs, names) | released_facts(draft, theirs, names)
 
 
-RELEASED = Released(facts=lambda *given: window_facts(*given) | released_facts(*given), keys=WINDOW)
+RELEASED = Released(facts=released_facts, keys=WINDOW)
 RELEASED_ON_EAGLE3 = replace(RELEASED_EAGLE3, facts=released_facts_on_eagle3)

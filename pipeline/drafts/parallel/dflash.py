@@ -23,11 +23,10 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipeline.basics.accelerator import sent
-from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
-from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.base import DraftConfig, fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
@@ -62,9 +61,7 @@ class DFlashConfig(DraftConfig):
         self.at_least(1, "vocabulary", "layers", "mlp_width", "anchors")
         self.at_least(2, "block")
         self.at_least(0, "mask_token")
-        layers = self.auxiliary_layers
-        if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
-            raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+        require_layers(self.auxiliary_layers)
         if not self.gamma > 0:
             raise ValueError(f"gamma={self.gamma}: expected more than 0")
         if self.dpace is not None and not (0 <= self.dpace <= 1 and self.objective == "hard-ce"):
@@ -75,12 +72,7 @@ class DFlashConfig(DraftConfig):
         return self.auxiliary_layers or [f"{self.layers} even"]
 
     def needs(self, target_layers: int) -> Needs:
-        layers = self.auxiliary_layers or even_layers(target_layers, self.layers)
-        if layers[-1] > target_layers:
-            raise PipelineError(
-                f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
-            )
-        return Needs(final=False, auxiliary=tuple(layers))
+        return fused(self.auxiliary_layers or even_layers(target_layers, self.layers), target_layers)
 
     def levels_of(self, number: int) -> int:
         return 0 if number else self.block - 1
@@ -214,9 +206,6 @@ class DFlash(Masked, TrainedDraft):
         feature_ABD = self.norm(x[0]).unflatten(0, (places, -1))
         told_LAD = feature_ABD[:, 1 : request.levels + 1].transpose(0, 1)
         return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
-
-    def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        raise AssertionError("its settings say that there is no second forward")
 
 
 def _behind(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads, released_facts
 from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import LossKind
@@ -64,9 +64,6 @@ class Medusa(HeadsDraft):
         f_WD = inputs.states_TSD[-places:, 0]
         features = [head(f_WD) for head in list(self.heads)[: request.levels]]
         return DraftOutput(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
-
-    def step(self, state: None, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        raise AssertionError("its settings say that there is no second forward")
 
 
 def released_names(names: Collection[str]) -> Names:

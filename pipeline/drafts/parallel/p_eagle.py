@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.basics.accelerator import sent
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts import eagle3
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
@@ -35,7 +35,7 @@ from pipeline.lm.states import States
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-DRAWN = 0x70656167  # keeps these draws apart from others of the same seed
+STREAM = 0x70656167  # of random numbers: apart from others with the same seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class PEagleObjective(Objective):
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
         found = super().positions(ids, loss_mask, seed)
-        uniform_N = np.random.default_rng((DRAWN, *seed)).random(len(ids) - 1)
+        uniform_N = np.random.default_rng((STREAM, *seed)).random(len(ids) - 1)
         deepest_N = torch.from_numpy(self.config.deepest(uniform_N))
         drawn = {group: deepest_N[one.inputs] >= int(group) - 1 for group, one in found.items()}
         return {group: Positions(one.inputs[drawn[group]], one.labels[drawn[group]]) for group, one in found.items()}
@@ -109,13 +109,10 @@ class PEagle(Masked, Dense, Eagle3Frame):
             self.layers[str(number)] = block
         self._add_mask_token()
 
-    def _guesses(self, depth_R: Tensor, features_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs of rows (..., R): the text's own where the depth is 0, else those of a guess."""
-        sources = len(self.needs.auxiliary)
-        masked_D = self.features(self.mask_hidden.view(sources, -1).to(features_RD.dtype))
-        guessed_R = depth_R > 0
-        tokens_R = torch.where(guessed_R, self.mask_token_id, tokens_R)
-        return torch.where(guessed_R[..., None], masked_D, features_RD), tokens_R
+    @property
+    def _masked_1SD(self) -> Tensor:
+        """What stands in the place of the target's states."""
+        return self.mask_hidden.view(1, len(self.needs.auxiliary), -1)
 
     def _seen(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
         """Bool (..., R, C): what rows see, by the place of the text's input that each belongs to."""
@@ -137,23 +134,22 @@ class PEagle(Masked, Dense, Eagle3Frame):
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """By depth, at the inputs that are trained there (M, D)."""
-        given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        features_BTD, device = self.features(given.of(self.needs)), batch.tokens_BT.device
+        states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
+        features_BTD, device = self.features(states.of(self.needs)), batch.tokens_BT.device
         *laid_out, row_of = _laid_out(batch)
         place_BR, depth_BR = (sent(numbers, device) for numbers in laid_out)
-        own_BR = place_BR.clamp_min(0)
-        tokens_BR = batch.tokens_BT.gather(1, own_BR)
-        features_BRD = features_BTD.gather(1, own_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
-        begins_BR = 0 if batch.begins_BT is None else batch.begins_BT.gather(1, own_BR)
-        visible = self._seen(place_BR, depth_BR, place_BR, depth_BR)
-        if batch.begins_BT is not None:
-            visible &= begins_BR[..., None] == begins_BR[:, None]  # type: ignore[index]
-        inputs = self._guesses(depth_BR, features_BRD, tokens_BR)
-        rest = own_BR - begins_BR + depth_BR, additive(visible, features_BRD.dtype)[:, None]
-        if self.recompute and torch.is_grad_enabled():
-            f_BRD = checkpoint(self._layers, *inputs, *rest, use_reentrant=False)
-        else:
-            f_BRD = self._layers(*inputs, *rest)
+        own_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0
+        tokens_BR = torch.where(guessed_BR, self.mask_token_id, batch.tokens_BT.gather(1, own_BR))
+        true_BRD = features_BTD.gather(1, own_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
+        masked_1D = self.features(self._masked_1SD.to(true_BRD.dtype))
+        features_BRD = torch.where(guessed_BR[..., None], masked_1D, true_BRD)
+        begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
+        begins_BR = begins_BT.gather(1, own_BR)
+        visible = self._seen(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
+        mask = additive(visible, features_BRD.dtype)[:, None]
+        given = features_BRD, tokens_BR, own_BR - begins_BR + depth_BR, mask
+        again = self.recompute and torch.is_grad_enabled()
+        f_BRD = checkpoint(self._layers, *given, use_reentrant=False) if again else self._layers(*given)
         return [f_BRD.flatten(0, 1).index_select(0, sent(rows, device)) for rows in row_of], None
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -169,21 +165,15 @@ class PEagle(Masked, Dense, Eagle3Frame):
         depth_C = torch.cat([torch.zeros(past + count), torch.arange(1, request.levels).repeat(places)]).long()
         place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
         place_R, depth_R = place_C[past:], depth_C[past:]
-        visible = self._seen(place_R, depth_R, place_C, depth_C)
-        pad = (0, places * further)
-        features_RD = nn.functional.pad(self.features(inputs.states_TSD), (0, 0, *pad))
-        tokens_R = nn.functional.pad(sent(inputs.tokens[-count:], device), pad)
-        features_RD, tokens_R = self._guesses(depth_R, features_RD, tokens_R)
-        mask = additive(visible, features_RD.dtype)[None, None]
+        both = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
+        features_RD = torch.cat([both[:count], both[count:].expand(places * further, -1)])
+        tokens_R = torch.cat([sent(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
+        mask = additive(self._seen(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
         f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
         state.verified = past + count
-        f_LWD = torch.cat(
-            [f_RD[count - places : count, None], f_RD[count:].view(places, further, f_RD.shape[1])], 1
-        ).transpose(0, 1)
+        ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
+        f_LWD = torch.cat([f_RD[count - places : count, None], ahead_WSD], dim=1).transpose(0, 1)
         return DraftOutput(f_LWD[0], list(self.logits(f_LWD)))
-
-    def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        raise AssertionError("its settings say that there is no second forward")
 
 
 def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:

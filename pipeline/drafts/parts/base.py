@@ -5,12 +5,28 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, ClassVar, Self
 
+from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.parts.losses import Term
 from pipeline.lm.states import Needs
 
 STARTS = ("start", "start_differs")
+
+
+def require_layers(layers: list[int] | None) -> None:
+    """Raises ValueError for `auxiliary_layers` that are no layers of a target."""
+    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
+        raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+
+
+def fused(layers: list[int], target_layers: int) -> Needs:
+    """What a draft needs that fuses the outputs of these layers. Raises PipelineError where the target has them not."""
+    if layers[-1] > target_layers:
+        raise PipelineError(
+            f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
+        )
+    return Needs(final=False, auxiliary=tuple(layers))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,8 @@ class Drafting:
     @abstractmethod
     def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput: ...
 
-    @abstractmethod
-    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput: ...
+    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        raise AssertionError("a draft whose settings say that there is a second forward has a `step` of its own")
 
     def propose(
         self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
