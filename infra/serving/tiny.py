@@ -25,8 +25,9 @@ from pipeline.recipe.recipe import Recipe
 
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
 LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
-STEPS, VOCABULARY = 4, 1024
-RATES = {"small": 2e-3}  # of learning, where it is not 1e-2
+VOCABULARY = 1024
+TAUGHT = {"small": (2e-3, 4), "dflash": (3e-3, 40)}  # learning rate and steps, where these are not
+USUAL = (1e-2, 4)
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"rope_theta": 1e4},
@@ -112,8 +113,9 @@ def _taught(
     totals = dict.fromkeys(objective.groups, total)
     batches = [collate([row], objective, totals, auxiliary=range(len(draft.needs.auxiliary))) for row in rows]
     trained = [weight for weight in draft.parameters() if not any(weight is one for one in frozen)]
-    optimizer = torch.optim.AdamW(trained, lr=RATES.get(name, 1e-2))
-    for _ in range(STEPS):
+    rate, steps = TAUGHT.get(name, USUAL)
+    optimizer = torch.optim.AdamW(trained, lr=rate)
+    for _ in range(steps):
         optimizer.zero_grad()
         for batch in batches:
             objective.loss(draft, batch)[0].backward()
