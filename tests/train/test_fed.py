@@ -130,6 +130,30 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     assert sha256(output / WEIGHTS) == by_two
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["train.zero_stage=3"],
+        ["train.patience=2", "train.keep=best", "train.validate_every=2", "train.learning_rate=0.02"],
+    ],
+)
+def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, tmp_path, sets):
+    """What it kept is what the stored training kept; its feeder ends with it."""
+    sets, output = [*sets, "train.window=1"], tmp_path / "fed"
+    assert run_training(dumped, tmp_path / "stored", *sets).returncode == 0
+    recipe = prepared(dumped, output)
+    with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread, without_ray():
+        feeding = thread.submit(feed, recipe)
+        done = run_training(dumped, output, *sets, *FED)
+        if done.returncode:
+            write_wanted(recipe, Wanted([]))
+        assert "none left" in feeding.result()[0] and done.returncode == 0, done.stderr
+    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    taken = steps_so_far(tmp_path / "stored")
+    assert steps_so_far(output) == taken and (taken < 20) == any("patience" in change for change in sets)
+    assert 0 < max(seen) <= BOUND and left(recipe) == []
+
+
 @pytest.mark.parametrize("place", ["store", "folder"])
 def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tmp_path, bucket, monkeypatch, place):
     """In an object store, or in the run's folder. A feeder was stopped there and ranks were killed here before."""
