@@ -126,13 +126,48 @@ def test_drafts_of_the_papers_targets_and_of_those_that_are_served_today(name):
         assert recipe.draft["jakiro"].vocabulary is recipe.draft["eagle"].vocabulary is None
 
 
+def dflash_by_hand(target: dict, mlp: int) -> int:
+    """Five states to one, two norms, five layers of two norms and one for each head's queries and keys."""
+    d, size = target["hidden_size"], target["head_dim"]
+    attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
+    return 5 * d * d + 2 * d + 5 * (attention + 3 * d * mlp + 2 * d + 2 * size)
+
+
+IN_PARALLEL = {  # layers of the target; those that dflash and p-eagle read; their parameters
+    "llama3.1-instruct-8b": (32, [2, 9, 16, 23, 30], [2, 16, 29], [1_174_455_552, 1_079_037_952]),
+    "qwen3-8b": (36, [2, 10, 18, 26, 34], [2, 18, 33], [1_048_626_432, 978_374_656]),
+    "qwen3-30b-a3b": (48, [2, 13, 24, 35, 46], [2, 24, 45], [304_112_896, 315_123_712]),
+    "gpt-oss-20b": (24, [2, 7, 12, 17, 22], [2, 12, 21], [547_465_600, 536_592_960]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARALLEL)
+def test_drafts_of_one_forward_for_targets_that_are_served_today(name):
+    """P-EAGLE: EAGLE-3's fc, layer on twice the size, four norms, head; what stands for unknown states; three layers
+    of two norms.
+    """
+    layers, *read, pinned = IN_PARALLEL[name]
+    recipe = load_recipe(RECIPES / "parallel" / f"{name}.toml")
+    target = shapes_of(AutoConfig.for_model(**TODAY[name][0])) | {"target_layers": layers}
+    d, size, mlp_width = target["hidden_size"], target["head_dim"], recipe.draft["dflash"].mlp_width
+    mlp = mlp_width or target["intermediate_size"]
+    heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
+    first = 2 * d * size * (heads + 2 * groups) + size * heads * d + 3 * d * mlp + 3 * d * d + 4 * d + 32_000 * d
+    others = 3 * (2 * d * size * (heads + groups) + 3 * d * mlp + 2 * d)
+    counts = counted(recipe, ("dflash", "p-eagle"), target)
+    assert counts == [dflash_by_hand(target, mlp), first + 3 * d + others] == pinned
+    assert [list(recipe.draft[one].needs(layers).auxiliary) for one in ("dflash", "p-eagle")] == read
+    assert recipe.auxiliary_layers(layers) == sorted({*read[0], *read[1]}) and mlp >= 3 * d
+    assert recipe.name == f"{name}-parallel" and recipe.stored_dtype == "float8_e4m3fn"
+    assert recipe.target == load_recipe(RECIPES / f"{name}.toml").target
+
+
 def others_by_hand(target: dict) -> dict[str, int]:
     """Gumiho: EAGLE with a second layer, and five MLPs that take two steps of it. Medusa: four maps with LM heads.
     Hydra++: a layer with three norms, and four heads on it and 1 to 4 tokens, with LM heads; plain: the heads' first
     blocks alone, with LM heads. EAGLE-1: two halves to one, with a bias, and a layer. FTP: a router of four
     numbers at each block between the first and the last. A Llama of 1024: an embedding of all tokens, four layers, a
-    head of 32,000. DFlash: five states to one, two norms, five layers of two norms and one for each head's queries and
-    keys.
+    head of 32,000.
     """
     d, size = target["hidden_size"], target["head_dim"]
     attention = 2 * d * size * (target["num_attention_heads"] + target["num_key_value_heads"])
@@ -141,7 +176,7 @@ def others_by_hand(target: dict) -> dict[str, int]:
     return {
         "gumiho": 2 * d * d + 2 * layer + d + 5 * (2 * d * d + d + 5 * block),
         "medusa": 4 * block + heads,
-        "dflash": 5 * d * d + 2 * d + 5 * (layer + d + 2 * size),
+        "dflash": dflash_by_hand(target, target["intermediate_size"]),
         "skipper": (target["target_layers"] - 2) * (4 * 8 + 8 + 8 + 1),
         "small-llama": 1024 * (target["vocab_size"] + 4 * (4 * 1024 + 3 * 2816 + 2) + 1 + 32_000),
         "eagle-1": 2 * d * d + d + layer,
@@ -186,6 +221,7 @@ def test_drafts_side_by_side_for_the_embedded_target():
 
 def test_every_recipe_is_covered_and_loads():
     assert {path.stem for path in RECIPES.glob("papers/*.toml")} == set(OTHERS)
+    assert {path.stem for path in RECIPES.glob("parallel/*.toml")} == set(IN_PARALLEL)
     on_eagle_3 = {path.stem for path in RECIPES.glob("eagle-3/*.toml")}
     assert on_eagle_3 == set(PAPER) | set(TODAY)
     for path in RECIPES.glob("eagle-3/*.toml"):
