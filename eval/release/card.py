@@ -105,6 +105,7 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
     return {
         "description": saved.config.description,
         "vocabulary": saved.config.vocabulary,
+        "window": getattr(saved.config, "window", None),
         "coverage": training.get("vocabulary_coverage"),
         "borrowed": saved.borrowed,
         "data": public_name(recipe.data.source),

@@ -120,7 +120,8 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
 
 def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
     """How the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources and
-    without, what was measured to be fastest. What copies from a text that is not released cannot be.
+    without, what was measured to be fastest, whatever it does at other context lengths. What copies from a text that is
+    not released cannot be.
     """
     return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
 
@@ -134,5 +135,7 @@ def _fastest(recipe: Recipe, measured: dict[str, Any], rows: list[Row], may: Cal
     own = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
     both = [name for each in own for name in (each, each + TUNED) if name in measured["drafts"]]
     both = [name for name in both if may(measured["drafts"][name])]
-    speeds = {m: [math.log(r.value) for r in rows if (r.figure, r.method) == ("speedup", m) and r.value] for m in both}
+    counted = [row for row in rows if row.figure == "speedup" and row.value]
+    counted = [row for row in counted if row.benchmark not in recipe.eval.of_contexts] or counted  # they repeat others
+    speeds = {method: [math.log(row.value) for row in counted if row.method == method and row.value] for method in both}
     return max(speeds, key=lambda method: sum(speeds[method]))

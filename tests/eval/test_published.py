@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.release.card import by_origin
-from eval.release.publish import earlier
+from eval.release.publish import earlier, released_method
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
@@ -47,7 +47,7 @@ def tree(tiny_target, tmp_path) -> dict:
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     found = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
     found["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0]}
-    found["draft"] = {"jakiro": found["draft"]["jakiro"]}
+    found["draft"] = {"jakiro": found["draft"]["jakiro"] | {"window": 5}}
     return found
 
 
@@ -162,6 +162,7 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     first = tmp_path / "run/release"
     card = (first / "README.md").read_text()
     assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Measured before on" not in card
+    assert "Each input sees the last 5 inputs of its text" in card and "tau by context length was not measured" in card
 
     theirs = tmp_path / "theirs-release"
     shutil.copytree(first, theirs)
@@ -209,6 +210,22 @@ def test_only_the_same_measurement_is_replaced(tmp_path):
     ]
     write_rows(new, [*read_rows(new), *found[2:]])
     assert earlier([new], "w", now) == found
+
+
+def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_recipe):
+    """Those of `eval.contexts` ask the same questions again; they decide where nothing else was measured."""
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["eval"]["contexts"] = [60, 90]
+    facts = {"method": Method(draft="jakiro").to_json(), "corpora": []}
+    speeds = {"heldout": (1.5, 1.4), "heldout-60": (1.0, 1.2), "heldout-90": (1.0, 1.2)}
+    rows = [
+        Row("decoded", method, "speedup", value, benchmark, 0.0)
+        for benchmark, values in speeds.items()
+        for method, value in zip(("jakiro", "jakiro-tuned"), values, strict=True)
+    ]
+    measured = {"drafts": dict.fromkeys(("jakiro", "jakiro-tuned"), facts)}
+    for given, expected in ((rows, "jakiro"), (rows[2:], "jakiro-tuned")):
+        assert released_method(Recipe.model_validate(tree), measured, given) == expected
 
 
 @pytest.mark.parametrize("name", ["report.json", "elsewhere.json"])
