@@ -32,6 +32,7 @@ from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
+from pipeline.drafts.parallel.places import PlacesConfig
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import SLIDING
 from pipeline.lm.model import source
@@ -119,8 +120,7 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     """Raises PipelineError for what the engine cannot take."""
     draft = checkpoint.load(release, saved.target["fingerprint"])
     config, weights = saved.config, draft.state_dict()
-    if isinstance(config, ExpertsConfig):
-        _require_experts_served(config, engine)
+    _require_experts_served(config, engine)
     if isinstance(config, EagleConfig | JakiroConfig):
         return _eagle(saved, config, weights, engine)
     if isinstance(config, Eagle3FrameConfig):
@@ -315,9 +315,11 @@ def _small(draft: TrainedDraft) -> Written:
     return Written(said, draft.lm.state_dict())
 
 
-def _require_experts_served(config: ExpertsConfig, engine: str) -> None:
+def _require_experts_served(config: DraftConfig, engine: str) -> None:
     """Raises PipelineError for experts that no engine runs."""
-    if engine != "vllm":
+    if isinstance(config, PlacesConfig) and config.experts > 1:
+        raise PipelineError(f"experts={config.experts}: no engine has an MLP for each group of places; train with 1")
+    if isinstance(config, ExpertsConfig) and engine != "vllm":
         raise PipelineError(f"{engine} loads no draft with experts: export to vllm, which does with {PLUG_IN}")
 
 

@@ -8,7 +8,9 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from tests.pipeline.taught import make_draft
 
 D, MLP, V = 32, 64, 260
@@ -27,6 +29,18 @@ CHAIN = TreeConfig(depth=3, top_k=1, nodes=4)
         (
             JakiroConfig(experts=8, contrast="none"),
             3 * (2 * D * D + ATTENTION + 8 * D + 6 * D * D + HEAD),
+            None,
+        ),
+        # all places, whose keys and values are made apart from the context's
+        (
+            DFlashConfig(layers=1, block=6, experts=2),
+            D * D + ATTENTION + D * D + 2 * 3 * D * MLP + HEAD,
+            D * D + ATTENTION + 2 * 3 * D * MLP + HEAD,
+        ),
+        # three of four guesses; its attention takes two halves
+        (
+            PEagleConfig(layers=1, depths=4, experts=4),
+            2 * D * D + 2 * ATTENTION - D * D + 3 * 3 * D * MLP + HEAD,
             None,
         ),
         (MedusaConfig(heads=3), 3 * (D * D + D + HEAD), 3 * (D * D + D + HEAD)),

@@ -44,7 +44,9 @@ VARIANTS = {
         frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
     "p-eagle": PEagleConfig(layers=2, depths=4),
-    "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3),
+    "p-eagle, reduced": PEagleConfig(
+        layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3, experts=3
+    ),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1, window=8),
     "medusa": MedusaConfig(),
@@ -54,7 +56,9 @@ VARIANTS = {
     "hydra++": HydraConfig(blocks=3),
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
     "dflash": DFlashConfig(layers=2, block=8, dpace=0.5),
-    "dflash, reduced": DFlashConfig(layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce"),
+    "dflash, reduced": DFlashConfig(
+        layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", experts=2
+    ),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),

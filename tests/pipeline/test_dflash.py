@@ -21,7 +21,8 @@ from tests.kit import save_tiny_target
 from tests.pipeline.taught import make_draft, prompt_of
 
 LENGTH, BLOCK = 24, 5
-LOSSES = {"decay": {"gamma": 2.0}, "D-PACE": {"dpace": 0.4}}
+LOSSES = {"decay": {"gamma": 2.0}, "D-PACE, three experts": {"dpace": 0.4, "experts": 3}}
+EXPERT = [0, 0, 0, 1, 2]  # of each place, where there are three
 
 
 def config_of(**more) -> DFlashConfig:
@@ -76,7 +77,8 @@ def block_by_hand(draft, one: Row, anchor: int):
             heads.append(p @ values[:, shared])
         x = x + own.o_proj(torch.cat(heads, dim=1))
         n = normed(x, layer.post_attention_layernorm)
-        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(n)) * layer.mlp.up_proj(n))
+        mlps = [layer.mlp] * BLOCK if draft.config.experts == 1 else [layer.mlp.experts[e] for e in EXPERT]
+        x = x + torch.stack([m.down_proj(silu(m.gate_proj(a)) * m.up_proj(a)) for m, a in zip(mlps, n, strict=True)])
     return draft.embed_head.head(normed(x, draft.norm))[1:]
 
 

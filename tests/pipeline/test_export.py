@@ -312,6 +312,8 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
         (DFlashConfig(), "sglang", "sglang is given no dflash: export to vllm"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
+        (DFlashConfig(experts=2), "vllm", "experts=2: no engine has an MLP for each group of places"),
+        (PEagleConfig(experts=3), "vllm", "experts=3: no engine has an MLP for each group of places"),
         (MedusaConfig(), "sglang", "sglang is given no medusa: export to vllm"),
         (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (MedusaConfig(own_head=False), "vllm", "own_head=False, head_bias=False: vLLM's heads are their own"),

@@ -268,12 +268,12 @@ CONFIGS = {
 
 OTHERS = {
     "gumiho": GumihoConfig(mlps=3, blocks=2, window=3),
-    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
+    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100, experts=3),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
     "hydra++": HydraConfig(heads=3, blocks=2),
     "dflash": DFlashConfig(layers=2, block=6),
-    "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5),
+    "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5, experts=2),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }

@@ -26,8 +26,9 @@ from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
-from pipeline.drafts.parts.base import DraftConfig, fused, require_layers
-from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
+from pipeline.drafts.parallel.places import PlacesConfig, Route, mlp_of, route
+from pipeline.drafts.parts.base import fused, require_layers
+from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import DraftState
@@ -42,13 +43,12 @@ TOGETHER = 256  # places whose blocks share a mask in training: it grows with th
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig(DraftConfig):
+class DFlashConfig(PlacesConfig):
     description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
 
     kind: Literal["dflash"] = "dflash"
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     layers: int = 5
-    mlp_width: int | None = None  # default: the target's
     block: int = 16  # places; one forward guesses one token less
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: as many as `layers`, from 2 to L - 2
     mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
@@ -58,8 +58,9 @@ class DFlashConfig(DraftConfig):
     objective: LossKind = "hard-ce"
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "layers", "mlp_width", "anchors")
+        self.at_least(1, "vocabulary", "layers", "anchors")
         self.at_least(2, "block")
+        self.check_mlps()
         self.at_least(0, "mask_token")
         require_layers(self.auxiliary_layers)
         if not self.gamma > 0:
@@ -101,8 +102,8 @@ def even_layers(target_layers: int, count: int) -> list[int]:
 class Layer(AttentionBlock):
     """Qwen3's, but for keys and values of a context, which are in the cache before it is called."""
 
-    def __init__(self, llama: Any, width: int, number: int):
-        super().__init__(llama, {"mlp": swiglu(llama, width), "input_layernorm": norm(llama)}, None, number, True)
+    def __init__(self, llama: Any, mlp: nn.Module, number: int):
+        super().__init__(llama, {"mlp": mlp, "input_layernorm": norm(llama)}, None, number, True)
         self.self_attn.is_causal = False  # where no mask is given, all places see each other
 
     def remember(self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)) -> None:
@@ -113,10 +114,10 @@ class Layer(AttentionBlock):
         keys, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], *rope, unsqueeze_dim=2)
         cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], own.layer_idx)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any, to: Route) -> Tensor:
         parts: Any = self
         x = x + self.attend(parts.input_layernorm(x), rope, mask, cache)
-        return x + parts.mlp(self.post_attention_layernorm(x))
+        return x + parts.mlp(self.post_attention_layernorm(x), *to)
 
 
 class DFlash(Masked, TrainedDraft):
@@ -126,10 +127,10 @@ class DFlash(Masked, TrainedDraft):
     def __init__(self, config: DFlashConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
         llama = layer_config(shapes)
-        width, mlp = llama.hidden_size, config.mlp_width or llama.intermediate_size
+        width = llama.hidden_size
         self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
         self.hidden_norm, self.norm = norm(llama), norm(llama)
-        self.layers = nn.ModuleList(Layer(llama, mlp, number) for number in range(config.layers))
+        self.layers = nn.ModuleList(Layer(llama, mlp_of(config, llama), number) for number in range(config.layers))
         self._add_mask_token()
         self._rope = [rotary(llama)]  # out of the module tree: a cast to bf16 must not touch its frequencies
 
@@ -155,6 +156,10 @@ class DFlash(Masked, TrainedDraft):
         x = nn.functional.embedding(tokens_CAB.flatten(1), self.embed_head.embedding_VD).to(like.dtype)
         return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
 
+    def _route(self, blocks: int, device: torch.device) -> Route:
+        """Place k of each block is guess k - 1."""
+        return route(self.config, np.tile(np.arange(-1, self.config.block - 1).clip(0), blocks), device)
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
@@ -170,8 +175,9 @@ class DFlash(Masked, TrainedDraft):
         x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
         mask = additive(seen(begins_CA, places_CA, width, self.config.block), x.dtype)[:, None]
         angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
+        to = self._route(bundles_CA.size, device)
         for layer in self._layers:
-            given = layer, x, context_BTD, angles, rows_C, rope, mask
+            given = layer, x, context_BTD, angles, rows_C, rope, mask, to
             again = self.recompute and torch.is_grad_enabled()
             x = checkpoint(_behind, *given, use_reentrant=False) if again else _behind(*given)
         feature_ABD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])
@@ -201,20 +207,21 @@ class DFlash(Masked, TrainedDraft):
         mask = None
         if places > 1:
             mask = additive(seen(torch.zeros_like(last_CA), last_CA, end, self.config.block), x.dtype)[:, None]
+        to = self._route(places, device)
         for layer in self._layers:
-            x = layer(x, rope, mask, state.cache)
+            x = layer(x, rope, mask, state.cache, to)
         feature_ABD = self.norm(x[0]).unflatten(0, (places, -1))
         told_LAD = feature_ABD[:, 1 : request.levels + 1].transpose(0, 1)
         return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
 
 
 def _behind(
-    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
+    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor, to: Route
 ) -> Tensor:
     """A layer's answer with a cache of its own, since it may run twice."""
     cache = DynamicCache()
     layer.remember(context_BTD, angles, cache, rows_C)
-    return layer(x, rope, mask, cache)
+    return layer(x, rope, mask, cache, to)
 
 
 def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int) -> Tensor:
