@@ -1,10 +1,10 @@
-"""Training one draft, from its shards to its checkpoint."""
+"""Training drafts, from their shards to their checkpoints: one after the other, or in turns, a step of each."""
 
 import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,18 +40,41 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
-) -> str:
-    """Trains the recipe's draft `name`, or continues; returns a line for the user. `features` gives the dialogues and
-    is called only where something is to be trained.
+    recipe: Recipe,
+    names: list[str],
+    embed_head: EmbeddingAndHead,
+    features: Callable[[], Stores],
+    rank: int,
+    ranks: int,
+) -> Iterator[str]:
+    """Trains these drafts of the recipe, or continues; gives a line for the user as each ends. `features` gives the
+    dialogues and is called only where something is to be trained.
+
+    The next step is always one of a draft that has the fewest behind it: those that stopped at different steps meet,
+    and from there on read the same dialogues.
     """
+    drafts = [_train(recipe, name, embed_head, features, rank, ranks) for name in names]
+    behind: dict[Generator[int, None, str], int] = dict.fromkeys(drafts, -1)
+    while behind:
+        draft = min(behind, key=behind.__getitem__)
+        try:
+            behind[draft] = next(draft)
+        except StopIteration as ended:
+            del behind[draft]
+            yield ended.value
+
+
+def _train(
+    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
+) -> Generator[int, None, str]:
+    """Gives the steps behind it, at first and after each; returns the line."""
     with ExitStack() as held:
         by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
         if by_rank_0(lambda: _is_trained(recipe, name)):
             return f"{name}: trained already, in {recipe.draft_dir(name)}"
         if recipe.train.resume:
             by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training", beside=True)))
-        return _train(recipe, name, embed_head, features, rank, ranks)
+        return (yield from _to_checkpoint(recipe, name, embed_head, features, rank, ranks))
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
@@ -62,9 +85,9 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
     return True
 
 
-def _train(
+def _to_checkpoint(
     recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
-) -> str:
+) -> Generator[int, None, str]:
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
     require_shared(state if recipe.train.resume else folder)
@@ -89,8 +112,8 @@ def _train(
         recipe.train_hash(name),
     )
     draft.move_embed_head(engine.device, engine.dtype)
-    run = _Run(recipe, name, engine, draft, batches, heldout, answers)
-    run.to_the_end()
+    run = _Run(recipe, name, engine, draft, batches, (store, heldout, answers))
+    yield from run.to_the_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.facts()}
     facts |= {"template_mark": store.spec.template} | ({"start": start.facts} if start else {})
     if draft.token_ids_U is not None:
@@ -153,13 +176,13 @@ class _Run:
         engine: Engine,
         draft: TrainedDraft,
         batches: Batches,
-        heldout: FeatureStore,
-        answers: FeatureStore | None,
+        features: Stores,
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
         self._engine, self._draft, self._batches = engine, draft, batches
         self._objective = objective_of(draft.config, recipe.train.mask)
-        self._name, self._heldout, self._answers, self._tree = name, heldout, answers, recipe.tree(name)
+        self._name, self._tree = name, recipe.tree(name)
+        self._store, self._heldout, self._answers = features
         self._done = Done(**engine.progress)
         self._decoder: acceptance.Decoder | None = None
         self._validation_copy: TrainedDraft | None = None  # validates; made once
@@ -176,27 +199,29 @@ class _Run:
         patience = self._config.patience
         return self._engine.step == self._batches.order.steps or (patience is not None and self._done.stale >= patience)
 
-    def to_the_end(self) -> None:
+    def to_the_end(self) -> Iterator[int]:
         """Trains, and decodes with the weights that are kept where the recipe says so."""
         with self._metrics or nullcontext():
-            self._steps()
+            yield from self._steps()
             self.kept_weights = self._weights_to_keep()
             if self._metrics and (warning := self._objective.warning(self._kept["validation"])):
                 log.warning("%s: %s", self._name, warning)
             if self._config.decode != "never":
                 self._decode(self.kept_weights, self._kept["validation"], quiet=False)
 
-    def _steps(self) -> None:
+    def _steps(self) -> Iterator[int]:
         quiet, first = self._engine.rank != 0, self._engine.step
+        yield first
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
-            begin, before = time.monotonic(), self._done.trained_tokens
+            begin, before, idle = time.monotonic(), self._done.trained_tokens, self._store.waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
                     break
                 shown = self._one_step(micro_batches)
                 seconds = time.monotonic() - begin
-                speed, waited = (self._done.trained_tokens - before) / seconds, self._batches.waited / seconds
+                speed, waited = (self._done.trained_tokens - before) / seconds, (self._store.waited - idle) / seconds
                 progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"})
+                yield self._engine.step
 
     def _one_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()

@@ -1,4 +1,4 @@
-"""Trains the recipe's drafts on its shards, one after the other.
+"""Trains the recipe's drafts on its shards, one after the other; with `train.together` in turns, a step of each.
 
 deepspeed train/main.py RECIPE                                            (every accelerator of this machine)
 DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two CPU ranks)
@@ -44,10 +44,11 @@ def main() -> None:
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
-    for name in [arguments.draft] if arguments.draft else recipe.to_train:
-        line = train(recipe, name, embed_head, features, rank, ranks)
-        if rank == 0:
-            print(line)
+    names = [arguments.draft] if arguments.draft else recipe.to_train
+    for some in [names] if recipe.train.together else [[name] for name in names]:
+        for line in train(recipe, some, embed_head, features, rank, ranks):
+            if rank == 0:
+                print(line)
     if recipe.features.keep == "window":
         remove_copies(recipe, set())
         if rank == 0:

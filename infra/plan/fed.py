@@ -41,5 +41,6 @@ def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[
     for epoch in range(math.ceil(recipe.train.passes(trained))):
         order = np.random.default_rng((recipe.seed, epoch)).permutation(count).tolist()  # as train/input/order.py
         reads += [set(order[first : first + window]) for first in range(0, count, window)]
-    made = Reads(reads[:steps], count).made(now, room, len(recipe.to_train))
+    trainings = 1 if recipe.train.together else len(recipe.to_train)
+    made = Reads(reads[:steps], count).made(now, room, trainings)
     return min(features.disk_bytes or windows, every), made / count

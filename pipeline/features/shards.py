@@ -310,6 +310,8 @@ class FeatureStore:
     A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
     """
 
+    waited = 0.0  # seconds that trainings in this process waited for batches of it
+
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
         """Opens the table and every shard and checks size, structure and origin (not checksums: see `checked.py`).
 

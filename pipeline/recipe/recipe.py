@@ -121,7 +121,7 @@ class Recipe(Section):
     def hash(self) -> str:
         """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds", "contexts"}  # the last one: they are benchmarks
-        apart: Any = {"name": True, "output": True, "train": WHERE | self._unset, "eval": measuring}
+        apart: Any = {"name": True, "output": True, "train": {"together", *WHERE} | self._unset, "eval": measuring}
         apart["features"] = {"gpus", "store", "disk_bytes"} | (set() if self.answers_streamed else {"keep"})
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
@@ -219,6 +219,7 @@ class Recipe(Section):
         apart = {
             *WHERE,
             "ranks",
+            "together",
             "micro_batch",
             "checkpoint_every",
             "verify_checksums",

@@ -125,6 +125,7 @@ class TrainConfig(Section):
     micro_batch: Positive = 4  # rows per forward of one rank
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
     window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as 4 GB are
+    together: bool = False  # all drafts at once, a step of each in turn: one pass over the states serves them all
     ranks: Processes | None = None  # for `pipeline run` on one machine; default: one for each of its GPUs
     gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5

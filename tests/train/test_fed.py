@@ -154,6 +154,29 @@ def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, t
     assert 0 < max(seen) <= BOUND and left(recipe) == []
 
 
+def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped, by_two, tmp_path):
+    """Also where one of them had been killed before. One pass over the states serves both."""
+    sets, output = ["train.micro_batch=2", "train.window=1"], tmp_path / "fed"
+    assert run_training(dumped, tmp_path / "alone", *sets, ranks=2, draft="eagle").returncode == 0
+    recipe = prepared(dumped, output)
+    with ThreadPoolExecutor(1) as thread, without_ray():
+        feeding = thread.submit(feed, recipe)
+        kill_training(dumped, output, lambda: steps_so_far(output) >= 7, *sets, *FED, ranks=2)
+        write_wanted(recipe, Wanted([]))
+        feeding.result()
+        feeding = thread.submit(feed, recipe)
+        done = run_training(dumped, output, *sets, *FED, "train.together=true", ranks=2, draft=None)
+        if done.returncode:
+            write_wanted(recipe, Wanted([]))
+        made = int(feeding.result()[0].split()[0])
+    assert done.returncode == 0, done.stderr
+    assert sha256(output / WEIGHTS) == by_two
+    eagle = "drafts/eagle/model.safetensors"
+    assert sha256(output / eagle) == sha256(tmp_path / "alone" / eagle)
+    reads = Order(FedStore(recipe, Manifest.load(recipe.features_dir).spec), recipe.train, recipe.seed).reads
+    assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2) and left(recipe) == []
+
+
 @pytest.mark.parametrize("place", ["store", "folder"])
 def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tmp_path, bucket, monkeypatch, place):
     """In an object store, or in the run's folder. A feeder was stopped there and ranks were killed here before."""

@@ -46,7 +46,6 @@ class Batches:
         self._auxiliary = [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]  # of the stored ones
         self._rank, self._ranks = rank, ranks
         self.order = Order(store, config, seed)
-        self.waited = 0.0  # seconds for batches, in this process
         self._fed = store if isinstance(store, FedStore) else None
         if self._fed:  # two windows, or what is read ahead, where windows hold few rows
             self._now = min(max(2 * self.order.window, self.order.reads.at_once(AHEAD + 1)), len(store.records))
@@ -84,16 +83,22 @@ class Batches:
     def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:
         """(step, micro-batches) from `first` to the end. Whoever asks for the next has done this one."""
         steps, begin = range(first, self.order.steps), time.monotonic()
-        self._want(first)
-        for step, made in zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True):
-            self.waited += time.monotonic() - begin
-            yield step, made
-            begin = time.monotonic()
-            self._want(step + 1)
+        try:
+            self._want(first)
+            for step, made in zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True):
+                self._store.waited += time.monotonic() - begin
+                yield step, made
+                begin = time.monotonic()
+                self._want(step + 1)
+        finally:
+            if self._fed:
+                self._fed.at.pop(self, None)
 
     def _want(self, step: int) -> None:
+        """Of drafts that train together, all have the same order; what the last of them reads is wanted."""
         if self._fed and step < self.order.steps:
-            wanted = Wanted(self.order.reads.upcoming(step), self._now, self._room)
+            self._fed.at[self] = step
+            wanted = Wanted(self.order.reads.upcoming(min(self._fed.at.values())), self._now, self._room)
             self._fed.want(wanted, tell=self._rank == 0)
 
     def validation(self, heldout: FeatureStore, step: int, device: torch.device = CPU) -> Iterator[Batch]:

@@ -62,6 +62,7 @@ class FedStore(FeatureStore):
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
         self._readers = self._arriving = _Arriving(recipe, self.spec, self._reader)
+        self.at: dict[Any, int] = {}  # the step that each of its readers is at
         self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
 
     _reader: Any = staticmethod(open_shard)
