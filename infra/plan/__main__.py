@@ -9,8 +9,8 @@ looked for.
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
               share a GPU share its speed. With features.keep = "window", training's tokens as often as they are made,
-              by a simulation of its order of shards (infra/plan/fed.py). That goes on beside training, so of the two
-              the slower one counts, as if neither took anything from the other
+              by a simulation of its order of shards (infra/plan/fed.py). That goes on beside training: on a CPU, whose
+              cores they share, both count, elsewhere the slower one, as if neither took anything from the other
               train: (passes x tokens + validations x validation tokens / 3) over the speed of all ranks
               eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
               answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
@@ -155,11 +155,12 @@ class Plan:
         dump, train, evaluation = (whole(self.hours.get(stage, [])) for stage in ("dump", "train", "eval"))
         together, source = [dump, train], "their sum"
         if self.recipe.features.keep == "window":
-            source = "eval's and the slower of dump and training"
             workers = dump and train and math.ceil(dump * self.recipe.features.workers / train)
             said = f"{workers or 'unknown how many'} keep up with it"
             self.say("train", "dump workers", workers, said, "hours of dump over hours of training")
-            together = [None if None in together else max(together)]
+            if self.recipe.target.device != "cpu":
+                source = "eval's and the slower of dump and training"
+                together = [None if None in together else max(together)]
         self.say_hours("all", "hours", whole([*together, evaluation]), "", source)
 
     def _sharing(self, ranks: int) -> int:

@@ -404,6 +404,7 @@ def test_the_hash_depends_on_every_key_but_name_and_output(tree):
         "output",
         *(f"features.{key}" for key in ("gpus", "store", "keep", "disk_bytes")),
         "train.gpus",
+        "train.together",
         "train.shards",
         "train.resume",
         "eval.workers",
@@ -433,6 +434,7 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     apart = (
         "learning_rates",  # of other drafts
         "ranks",
+        "together",
         "checkpoint_every",
         "validate_every",
         "verify_checksums",
