@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen2Config, Qwen3Config
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
@@ -29,7 +29,10 @@ WEIGHTS = (
 )
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}  # each with its own defaults
+FAMILIES = {  # each with its own defaults
+    **{"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config},
+    "muse_glimmer_assistant": MuseGlimmerAssistantConfig,
+}
 
 # What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
 # tensors say as well.

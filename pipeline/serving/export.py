@@ -1,12 +1,13 @@
-"""A released draft in the formats that engines load: vLLM's, SGLang's, speculators' and llama.cpp's.
+"""A released draft in the formats that engines load: vLLM's, SGLang's, speculators', llama.cpp's and transformers'.
 
-    python -m pipeline export RELEASE --to vllm|sglang|speculators --out FOLDER
+    python -m pipeline export RELEASE --to vllm|sglang|speculators|transformers --out FOLDER
     python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts; for vLLM also DFlash, P-EAGLE, Medusa, small Llamas and, with the plug-in
-infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees of its own from the same weights). What an
-engine cannot take is refused with the reason. `python -m pipeline import` reads what was written, but for GGUF and
-small Llamas: these are a causal language model as any other, which a recipe calls kind = "small-model".
+Dense EAGLE-1/2 and EAGLE-3 drafts; DFlash for vLLM, SGLang and transformers' own `generate`; for vLLM also P-EAGLE,
+Medusa, small Llamas and, with the plug-in infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees
+of its own from the same weights). What an engine cannot take is refused with the reason. `python -m pipeline import`
+reads what was written, but for GGUF and small Llamas: these are a causal language model as any other, which a recipe
+calls kind = "small-model".
 """
 
 import json
@@ -28,20 +29,25 @@ from pipeline.drafts import DraftConfig, TrainedDraft
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
-from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parallel.places import PlacesConfig
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
-from pipeline.lm.attention import SLIDING
+from pipeline.lm.attention import FULL, SLIDING
 from pipeline.lm.model import source
 from pipeline.serving.gguf import convert
 from pipeline.serving.load import target_of
 
 PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
-TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434"}  # by `make serve-test`
+TRANSFORMERS = "transformers"
+TRIED = {
+    "vllm": "vLLM 0.32.0",
+    GGUF: "llama.cpp b10434",
+    TRANSFORMERS: "transformers 5.23",
+}  # by `make serve-test`, by tests
 FUSED = 3  # layers whose outputs engines fuse
 LAYER_OPTIONS = ("attention_bias", "qk_norm", "window")
 
@@ -85,9 +91,7 @@ def export(
 
 
 def tried(release: Path) -> dict[str, list[str]]:
-    """Each engine that takes this draft and that `make serve-test` has tried with one of its kind: how to serve it
-    there.
-    """
+    """Each engine that takes this draft and was tried with one of its kind: how to serve it there."""
     saved, out, found = checkpoint.read_config(release), Path("exported"), {}
     for engine, version in TRIED.items():
         try:
@@ -121,6 +125,10 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     draft = checkpoint.load(release, saved.target["fingerprint"])
     config, weights = saved.config, draft.state_dict()
     _require_experts_served(config, engine)
+    if isinstance(config, DFlashConfig) and engine in ("vllm", "sglang", TRANSFORMERS):
+        return _dflash(saved, config, weights, engine)
+    if engine == TRANSFORMERS:
+        raise PipelineError(f"{engine} is given no {config.kind}: its generate() takes the release (custom_generate)")
     if isinstance(config, EagleConfig | JakiroConfig):
         return _eagle(saved, config, weights, engine)
     if isinstance(config, Eagle3FrameConfig):
@@ -128,8 +136,6 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     if isinstance(config, DFlashConfig | MedusaConfig | SmallLlamaConfig):
         if engine != "vllm":
             raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
-        if isinstance(config, DFlashConfig):
-            return _dflash(saved, config, weights)
         if config.vocabulary is not None:
             raise PipelineError(f"vocabulary={config.vocabulary}: vLLM wants the target's whole one there; train so")
         return _medusa(saved, config, weights) if isinstance(config, MedusaConfig) else _small(draft)
@@ -282,16 +288,20 @@ def _eagle3(
     )
 
 
-def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Tensor]) -> Written:
-    """The form of its authors' released weights. vLLM guesses with the target's whole head: a reduced vocabulary is
-    left behind.
+def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Tensor], engine: str) -> Written:
+    """The form of its authors' released weights; transformers' own, of the one such draft that it has. They guess with
+    the target's whole head: a reduced vocabulary is left behind.
     """
     weights.pop("draft_token_ids", None)
     layers = config.needs(saved.shapes["target_layers"]).auxiliary
     own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
-    llama = _llama(saved, config.mlp_width, weights)
-    said = {"model_type": "qwen3", "num_hidden_layers": config.layers, "block_size": config.block}
-    said |= {"num_target_layers": saved.shapes["target_layers"], "dflash_config": own | {"causal": False}}
+    llama = _llama(saved, config.mlp_width, weights) | {"num_hidden_layers": config.layers, "block_size": config.block}
+    if engine == TRANSFORMERS:
+        weights = {IN_TRANSFORMERS.get(name, name): tensor for name, tensor in weights.items()}
+        said = {"model_type": "muse_glimmer_assistant", "layer_types": [FULL] * config.layers}
+        return Written({"architectures": ["MuseGlimmerAssistantModel"]} | llama | said | own, weights)
+    said = {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
+    said |= {"dflash_config": own | {"causal": False}}
     return Written({"architectures": ["DFlashDraftModel"]} | llama | said, weights)
 
 
@@ -361,10 +371,17 @@ def _vllm(method: dict[str, Any], out: Path, depth: int) -> str:
 
 
 def _sglang(method: dict[str, Any], out: Path, depth: int) -> str:
+    a_chain = "" if method["method"] == "dflash" else f"--speculative-num-steps {depth} --speculative-eagle-topk 1 "
     return (
         f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {method['method'].upper()} "
-        f"--speculative-draft-model-path {shlex.quote(str(out))} --speculative-num-steps {depth} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
+        f"--speculative-draft-model-path {shlex.quote(str(out))} {a_chain}--speculative-num-draft-tokens {depth + 1}"
+    )
+
+
+def _transformers(_: dict[str, Any], out: Path, __: int) -> str:
+    return (
+        f"tokens = model.generate(**inputs, assistant_model=AutoModel.from_pretrained({str(out)!r}), "
+        'speculation_type="dflash", do_sample=False)'
     )
 
 
@@ -375,5 +392,6 @@ LAUNCH: dict[str, Callable[[dict[str, Any], Path, int], str]] = {
         f"llama-server -m TARGET.gguf -md {shlex.quote(str(out / DRAFT_GGUF))} --spec-type draft-eagle3 "
         f"--spec-draft-n-max {depth}"
     ),
+    TRANSFORMERS: _transformers,
     "speculators": lambda _, out, __: f"vllm serve {shlex.quote(str(out))}",
 }

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
@@ -18,17 +18,17 @@ from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
-from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.export import PLUG_IN, export
+from pipeline.serving.export import PLUG_IN, export, tried
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
 from tests.pipeline.families import LLAMA_3, YARN, save
-from tests.pipeline.taught import NEVER, make_draft, prompt_of
+from tests.pipeline.taught import NEVER, greedy, make_draft, prompt_of, taught
 
 LAYER = {
     "self_attn.q_proj.weight",
@@ -66,6 +66,7 @@ P_EAGLE = REDUCED | {f"layers.1.{name}" for name in LAYER | {"input_layernorm.we
 QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | {
     f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
 }
+OF_BLOCKS = DFlashConfig(layers=2, block=4, mask_token=259)
 OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, window=64)
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(window=64), "vllm", "LlamaForCausalLM", EAGLE),
@@ -77,7 +78,14 @@ CASES = {  # settings, engine -> architecture, names
         "LlamaForCausalLMEagle3",
         P_EAGLE,
     ),
-    "dflash to vllm": (DFlashConfig(layers=2, block=4, mask_token=259), "vllm", "DFlashDraftModel", DFLASH),
+    "dflash to vllm": (OF_BLOCKS, "vllm", "DFlashDraftModel", DFLASH),
+    "dflash to sglang": (OF_BLOCKS, "sglang", "DFlashDraftModel", DFLASH),
+    "dflash to transformers": (
+        OF_BLOCKS,
+        "transformers",
+        "MuseGlimmerAssistantModel",
+        DFLASH - {*IN_TRANSFORMERS} | {*IN_TRANSFORMERS.values()},
+    ),
     "jakiro to vllm": (
         JakiroConfig(vocabulary=100),
         "vllm",
@@ -176,6 +184,8 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
     slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
     window = getattr(settings, "window", None)
+    if engine == "transformers":  # its default is a window
+        assert layer.pop("layer_types") == ["full_attention"] * layers
     assert {key: layer.get(key) for key in slides} == (slides if window else dict.fromkeys(slides))
     if window and "fc.weight" in names - EAGLE_3:
         assert config["target_layer_count"] == 8
@@ -191,8 +201,16 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         assert tuple(config[key] for key in keys) == expected
         assert PLUG_IN in said[1] and "vllm serve" in said[2]
     if isinstance(settings, DFlashConfig):
-        assert config["dflash_config"] == {"mask_token_id": 259, "target_layer_ids": [1, 5], "causal": False}
-        assert config["block_size"] == 4 and '"method": "dflash"' in said[-1] and '_tokens": 3}' in said[-1]
+        inner = config if engine == "transformers" else config["dflash_config"]
+        assert (inner["mask_token_id"], inner["target_layer_ids"], config["block_size"]) == (259, [1, 5], 4)
+        assert engine == "transformers" or inner["causal"] is False
+        launched = {
+            "vllm": f'"method": "dflash", "model": "{out}", "num_speculative_tokens": 3}}',
+            "sglang": f"--speculative-algorithm DFLASH --speculative-draft-model-path {out} "
+            "--speculative-num-draft-tokens 4",
+            "transformers": f'assistant_model=AutoModel.from_pretrained({str(out)!r}), speculation_type="dflash"',
+        }
+        assert launched[engine] in said[-1]
     if isinstance(settings, PEagleConfig):
         assert config["pard_token"] == 259 and '"method": "eagle3", "parallel_drafting": true' in said[-1]
     if isinstance(settings, Eagle3FrameConfig):
@@ -242,6 +260,28 @@ def test_a_small_llama_is_written_as_the_language_model_that_it_is(released, tmp
     draft = checkpoint.load(release, checkpoint.read_config(release).target["fingerprint"])
     tokens = torch.tensor([prompt_of(0)])
     assert torch.equal(model(tokens).logits, draft.lm(tokens).logits)
+
+
+def test_transformers_own_generate_takes_a_block_draft_in_as_many_passes_as_ours(tmp_path):
+    config = save(tmp_path / "target", "llama-3.1", num_hidden_layers=8)
+    tree = recipe_tree(config.model, write_sharegpt(tmp_path / "data.json", 4), tmp_path / "run")
+    target, prompt = Target(config, "float32"), prompt_of(3)
+    embed_head, answer = target.embed_head(fingerprint(config)), greedy(target, prompt, 40)
+    draft = taught(target, embed_head, DFlashConfig(layers=2, block=6, mask_token=259), prompt, answer, steps=60)
+    ours = speculative(target, LoadedMethod(draft, chain(5, 5)), prompt, Sampling(40, NEVER))
+    own, release, out = (tmp_path / name for name in ("draft", "release", "out"))
+    checkpoint.save(own, draft, draft.state_dict(), Recipe.model_validate(tree), "jakiro", {})
+    release.mkdir()
+    checkpoint.export(own, release, Method(draft="jakiro", tree=chain(5, 5)), {}, own / RECIPE)
+    export(release, "transformers", out)
+    assert list(tried(release)) == ["vLLM 0.32.0", "transformers 5.23"]
+    model, passes = AutoModelForCausalLM.from_pretrained(config.model), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    ids, assistant = torch.tensor([prompt]), AutoModel.from_pretrained(out)
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(ids, **asked, assistant_model=assistant, speculation_type="dflash")
+    assert tokens[0].tolist() == [*prompt, *answer] == [*prompt, *ours.tokens]
+    assert len(passes) == 1 + ours.acceptance.passes < 15  # the prompt's own
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
@@ -310,7 +350,8 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "say --llama-cpp CHECKOUT"),
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
-        (DFlashConfig(), "sglang", "sglang is given no dflash: export to vllm"),
+        (DFlashConfig(), "speculators", "speculators is given no dflash: export to vllm"),
+        (Eagle3Config(), "transformers", r"transformers is given no eagle3: its generate\(\) takes the release"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
         (DFlashConfig(experts=2), "vllm", "experts=2: no engine has an MLP for each group of places"),
         (PEagleConfig(experts=3), "vllm", "experts=3: no engine has an MLP for each group of places"),

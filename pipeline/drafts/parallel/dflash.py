@@ -11,7 +11,7 @@ The places are independent given the text: in a tree the chance of a node is the
 and all nodes of a level have the same candidates. Tensor names are those that engines read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -32,7 +32,7 @@ from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rot
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import DraftState
-from pipeline.drafts.parts.released import Facts, Released
+from pipeline.drafts.parts.released import Facts, Names, Released
 from pipeline.lm.attention import additive
 from pipeline.lm.states import Needs, States
 
@@ -264,8 +264,17 @@ def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Te
     return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs)
 
 
+IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+
+def released_names(names: Collection[str]) -> Names:
+    ours = {theirs: own for own, theirs in IN_TRANSFORMERS.items()}
+    return {name: ours.get(name, name) for name in names}
+
+
 RELEASED = Released(
-    facts=released_facts,
+    released_names,
+    released_facts,
     keys={
         "block_size": (),
         MASK: (),
