@@ -32,7 +32,7 @@ WAYS = {  # draft and method
     "eagle": HYBRID,
     "jakiro": replace(HYBRID, agreement="max", calibration=None),
     **dict.fromkeys(
-        ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash", "hydra++", "small-llama"), ALONE
+        ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash, reduced", "hydra++", "small-llama"), ALONE
     ),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
