@@ -27,6 +27,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig
@@ -220,6 +221,7 @@ FORWARDS = {
     "jakiro": JakiroConfig(vocabulary=128),
     "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
     "dflash": DFlashConfig(layers=2, block=4, anchors=40, experts=2),
+    "dspark": DSparkConfig(layers=2, block=4, anchors=40),
     "p-eagle": PEagleConfig(layers=2, depths=4, experts=2),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
 }

@@ -12,9 +12,10 @@ from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
 from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from pipeline.drafts.parallel import dflash, medusa, p_eagle
+from pipeline.drafts.parallel import dflash, dspark, medusa, p_eagle
 from pipeline.drafts.parallel.anchors import BlockObjective
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
+from pipeline.drafts.parallel.dspark import DSpark, DSparkConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, PEagleObjective
 from pipeline.drafts.parts.base import DraftConfig
@@ -37,6 +38,7 @@ class Kind(NamedTuple):
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, Kind] = {
     "dflash": Kind(DFlashConfig, DFlash, BlockObjective, dflash.RELEASED),
+    "dspark": Kind(DSparkConfig, DSpark, BlockObjective, dspark.RELEASED),
     "eagle": Kind(EagleConfig, Eagle, released=eagle.RELEASED),
     "eagle3": Kind(Eagle3Config, Eagle3, released=eagle3.RELEASED),
     "gumiho": Kind(GumihoConfig, Gumiho, released=gumiho.RELEASED),

@@ -104,7 +104,7 @@ class Batch:
     @property
     def following_BT(self) -> Tensor:
         """The token that each label's distribution is of, in the text itself: that after f_{i+1} is t_{i+2}."""
-        return self.tokens_BT.roll(-1, 1)  # where it does not exist nothing is trained, or recipes refuse hard-ce
+        return self.tokens_BT.roll(-1, 1)  # where it does not exist nothing is trained, or recipes refuse losses of it
 
     def rows(self, groups: Sequence[Group], chunk: int) -> Rows:
         """What losses of these groups answer, in chunks of so many labels. Worked out on the host, and sent at once:

@@ -38,10 +38,11 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
             yield f"draft.{name}.start_differs says what of its start may be another, but it has no start"
         if config.start and name not in recipe.to_train:
             yield f"draft.{name}.start={config.start!r} is where a training begins, but this recipe does not train it"
-        if recipe.train.mask == "legacy" and getattr(config, "objective", None) == "hard-ce":
+        objective = getattr(config, "objective", None)
+        if recipe.train.mask == "legacy" and objective in ("hard-ce", "l1"):
             yield (
                 f"train.mask='legacy' trains positions without a next token, of which draft.{name}.objective="
-                "'hard-ce' learns: set train.mask='predicted'"
+                f"{objective!r} learns: set train.mask='predicted'"
             )
         if recipe.train.mask == "legacy" and config.runs_the_target:
             yield (

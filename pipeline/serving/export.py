@@ -3,11 +3,10 @@
     python -m pipeline export RELEASE --to vllm|sglang|speculators|transformers --out FOLDER
     python -m pipeline export RELEASE --to gguf --out FOLDER --llama-cpp CHECKOUT
 
-Dense EAGLE-1/2 and EAGLE-3 drafts; DFlash for vLLM, SGLang and transformers' own `generate`; for vLLM also P-EAGLE,
-Medusa, small Llamas and, with the plug-in infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees
-of its own from the same weights). What an engine cannot take is refused with the reason. `python -m pipeline import`
-reads what was written, but for GGUF and small Llamas: these are a causal language model as any other, which a recipe
-calls kind = "small-model".
+Dense EAGLE-1/2 and EAGLE-3 drafts; DFlash for vLLM, SGLang and transformers' own `generate`; for vLLM also DSpark,
+P-EAGLE, Medusa, small Llamas and, with infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees of
+its own from these weights). What an engine cannot take is refused with the reason. `python -m pipeline import` reads
+what was written, but for GGUF and small Llamas: a recipe calls these, as any language model, kind = "small-model".
 """
 
 import json
@@ -25,11 +24,12 @@ from torch import Tensor
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
-from pipeline.drafts import DraftConfig, TrainedDraft
+from pipeline.drafts import DraftConfig, TrainedDraft, kind_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig
 from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
@@ -38,16 +38,15 @@ from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import FULL, SLIDING
 from pipeline.lm.model import source
 from pipeline.serving.gguf import convert
+from pipeline.serving.layer import layer_of, llama_of
 from pipeline.serving.load import target_of
 
 PLUG_IN = "infra/vllm_jakiro"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
-TRIED = {
-    "vllm": "vLLM 0.32.0",
-    GGUF: "llama.cpp b10434",
-    TRANSFORMERS: "transformers 5.23",
-}  # by `make serve-test`, by tests
+# By `make serve-test`, by tests.
+TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434", TRANSFORMERS: "transformers 5.23"}
+WHOLE = "vocabulary={}: vLLM wants the target's whole one there; train so"
 FUSED = 3  # layers whose outputs engines fuse
 LAYER_OPTIONS = ("attention_bias", "qk_norm", "window")
 
@@ -93,6 +92,8 @@ def export(
 def tried(release: Path) -> dict[str, list[str]]:
     """Each engine that takes this draft and was tried with one of its kind: how to serve it there."""
     saved, out, found = checkpoint.read_config(release), Path("exported"), {}
+    if isinstance(saved.config, DSparkConfig):
+        return {}  # vLLM runs it on GPUs alone
     for engine, version in TRIED.items():
         try:
             _formed(release, saved, engine, None)
@@ -107,8 +108,8 @@ def tried(release: Path) -> dict[str, list[str]]:
 def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
     is_mixed = isinstance(saved.config, ExpertsConfig)
     first = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if is_mixed else []
-    # A block is as long as it was trained: vLLM's has a place more than there are guesses.
-    guesses = saved.config.block - 1 if isinstance(saved.config, DFlashConfig) else saved.tree.depth
+    # A block is as long as it was trained: DFlash's has a place more than there are guesses.
+    guesses = saved.config.levels if isinstance(saved.config, DFlashConfig) else saved.tree.depth
     return [*first, LAUNCH[engine](method_of(saved.config), out, guesses)]
 
 
@@ -125,10 +126,13 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     draft = checkpoint.load(release, saved.target["fingerprint"])
     config, weights = saved.config, draft.state_dict()
     _require_experts_served(config, engine)
-    if isinstance(config, DFlashConfig) and engine in ("vllm", "sglang", TRANSFORMERS):
+    engines = ("vllm",) if isinstance(config, DSparkConfig) else ("vllm", "sglang", TRANSFORMERS)
+    if isinstance(config, DFlashConfig) and engine in engines:
         return _dflash(saved, config, weights, engine)
     if engine == TRANSFORMERS:
-        raise PipelineError(f"{engine} is given no {config.kind}: its generate() takes the release (custom_generate)")
+        raise PipelineError(
+            f"{engine} is given no {kind_of(config)}: its generate() takes the release (custom_generate)"
+        )
     if isinstance(config, EagleConfig | JakiroConfig):
         return _eagle(saved, config, weights, engine)
     if isinstance(config, Eagle3FrameConfig):
@@ -137,7 +141,7 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
         if engine != "vllm":
             raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
         if config.vocabulary is not None:
-            raise PipelineError(f"vocabulary={config.vocabulary}: vLLM wants the target's whole one there; train so")
+            raise PipelineError(WHOLE.format(config.vocabulary))
         return _medusa(saved, config, weights) if isinstance(config, MedusaConfig) else _small(draft)
     raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
 
@@ -148,53 +152,6 @@ def _target_folder(release: Path, target: str | None) -> Path:
     if not (folder / "config.json").is_file():
         raise PipelineError(f"the target is {folder}, which is no folder here: say --target with one that holds it")
     return folder
-
-
-# -- what both have ---------------------------------------------------------------------------------------------------
-
-
-def _layer(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The draft's layer: a Llama's with its window, and the experts behind it where there are some."""
-    slides = {"layer_types": [SLIDING], "sliding_window": config.window, "use_sliding_window": True}
-    more = slides if config.window else {}
-    if not isinstance(config, ExpertsConfig):
-        return _llama(saved, config.mlp_width, weights) | more
-    (gate,) = (tensor for name, tensor in weights.items() if name.endswith("gate.weight"))
-    experts = {
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "gate_rows": len(gate),  # two more than experts where the contrast has a router
-        "reduced_vocabulary": config.vocabulary,  # type: ignore[attr-defined]
-    }
-    return _llama(saved, config.expert_width or saved.shapes["hidden_size"], weights) | experts | more
-
-
-def _llama(saved: checkpoint.Saved, width: int | None, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """One Llama layer in the draft's shapes, as transformers writes a config, and as it wrote one before 5.0."""
-    shapes = saved.shapes
-    rope = dict(shapes["rope_parameters"])
-    theta, kind = rope.get("rope_theta", 10000.0), rope.get("rope_type", "default")
-    scaling = None if kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shapes["hidden_size"],
-        "intermediate_size": width or shapes["intermediate_size"],
-        "num_hidden_layers": 1,
-        "num_attention_heads": shapes["num_attention_heads"],
-        "num_key_value_heads": shapes["num_key_value_heads"],
-        "head_dim": shapes["head_dim"],
-        "rms_norm_eps": shapes["rms_norm_eps"],
-        "max_position_embeddings": shapes["max_position_embeddings"],
-        "vocab_size": shapes["vocab_size"],
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": rope,
-        "torch_dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
-    }
 
 
 def _eagle(
@@ -226,7 +183,7 @@ def _eagle(
     names = {"vllm": "LlamaForCausalLM" if is_dense else "EagleJakiroForCausalLM", "sglang": "LlamaForCausalLMEagle"}
     # vLLM counts its layers behind the target's, and looks them up in `layer_types` less this number.
     more = {"target_layer_count": saved.shapes["target_layers"]} if config.window else {}
-    return Written({"architectures": [names[engine]], **_layer(saved, config, weights), **more}, weights)
+    return Written({"architectures": [names[engine]], **layer_of(saved, config, weights), **more}, weights)
 
 
 def _eagle3(
@@ -246,7 +203,7 @@ def _eagle3(
         "draft_vocab_size": vocabulary if ids is None else len(ids),
         "target_hidden_size": saved.shapes["hidden_size"],
     }
-    layer = _layer(saved, config, weights) | {"attention_bias": config.attention_bias}
+    layer = layer_of(saved, config, weights) | {"attention_bias": config.attention_bias}
     if isinstance(config, PEagleConfig):
         flags["pard_token"] = int(weights.pop(MASK))
         layer["num_hidden_layers"] = config.layers
@@ -292,17 +249,22 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
     """The form of its authors' released weights; transformers' own, of the one such draft that it has. They guess with
     the target's whole head: a reduced vocabulary is left behind.
     """
-    weights.pop("draft_token_ids", None)
+    if weights.pop("draft_token_ids", None) is not None and isinstance(config, DSparkConfig):
+        raise PipelineError(WHOLE.format(config.vocabulary))
     layers = config.needs(saved.shapes["target_layers"]).auxiliary
     own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
-    llama = _llama(saved, config.mlp_width, weights) | {"num_hidden_layers": config.layers, "block_size": config.block}
+    llama = llama_of(saved, config.mlp_width, weights)
+    llama |= {"num_hidden_layers": config.layers, "block_size": config.block}
     if engine == TRANSFORMERS:
         weights = {IN_TRANSFORMERS.get(name, name): tensor for name, tensor in weights.items()}
         said = {"model_type": "muse_glimmer_assistant", "layer_types": [FULL] * config.layers}
         return Written({"architectures": ["MuseGlimmerAssistantModel"]} | llama | said | own, weights)
-    said = {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
-    said |= {"dflash_config": own | {"causal": False}}
-    return Written({"architectures": ["DFlashDraftModel"]} | llama | said, weights)
+    llama |= {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
+    llama |= {"dflash_config": own | {"causal": False}}
+    if isinstance(config, DSparkConfig):
+        llama |= {"markov_rank": config.rank, "markov_head_type": "vanilla"}
+    name = "Qwen3DSparkModel" if isinstance(config, DSparkConfig) else "DFlashDraftModel"
+    return Written({"architectures": [name]} | llama, weights)
 
 
 def _medusa(saved: checkpoint.Saved, config: MedusaConfig, weights: dict[str, Tensor]) -> Written:

@@ -15,6 +15,7 @@ from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
@@ -59,6 +60,7 @@ VARIANTS = {
     "dflash, reduced": DFlashConfig(
         layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", experts=2
     ),
+    "dspark, reduced": DSparkConfig(layers=2, block=6, rank=16, vocabulary=100),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
@@ -91,6 +93,7 @@ KINDS = {
     "medusa, drawn": ("medusa, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "dflash, seven levels": ("dflash", {"depth": 7, "top_k": 4, "nodes": 24}),
     "dflash, drawn": ("dflash, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
+    "dspark, drawn": ("dspark, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),
     "three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }

@@ -1,4 +1,6 @@
-"""DFlash: its loss by hand, one block and one head at a time; what would be another loss; its anchors and layers."""
+"""DFlash and DSpark: their losses by hand, one block and one head at a time; what would be another loss; anchors and
+layers; DSpark's tree by hand.
+"""
 
 import math
 
@@ -8,9 +10,12 @@ import torch
 from torch.nn.functional import cross_entropy, silu
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import build, objective_of
 from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.positions import counts
@@ -21,12 +26,17 @@ from tests.kit import save_tiny_target
 from tests.pipeline.taught import make_draft, prompt_of
 
 LENGTH, BLOCK = 24, 5
-LOSSES = {"decay": {"gamma": 2.0}, "D-PACE, three experts": {"dpace": 0.4, "experts": 3}}
-EXPERT = [0, 0, 0, 1, 2]  # of each place, where there are three
+LOSSES = {
+    "decay": (DFlashConfig, {"gamma": 2.0}),
+    "D-PACE, three experts": (DFlashConfig, {"dpace": 0.4, "experts": 3}),
+    "dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6}),
+    "dspark, D-PACE, three experts": (DSparkConfig, {"dpace": 0.4, "rank": 6, "objective": "hard-ce", "experts": 3}),
+}
+EXPERT = {4: [0, 0, 0, 1, 2], 5: [0, 0, 1, 1, 2]}  # by guesses, of each place, where there are three
 
 
-def config_of(**more) -> DFlashConfig:
-    return DFlashConfig(**{"layers": 2, "block": BLOCK, "auxiliary_layers": [1, 2], "anchors": 7, **more})
+def config_of(kind=DFlashConfig, **more) -> DFlashConfig:
+    return kind(**{"layers": 2, "block": BLOCK, "auxiliary_layers": [1, 2], "anchors": 7, **more})
 
 
 def row() -> Row:
@@ -59,7 +69,9 @@ def turned(x_THI, positions, theta):
 
 
 def block_by_hand(draft, one: Row, anchor: int):
-    """Logits of places 1 to B - 1 behind this token, from the states of the tokens before it alone."""
+    """Logits of the places that answer behind this token, from the states of the tokens before it alone; without
+    DSpark's bias.
+    """
     theta, size = draft.shapes["rope_parameters"]["rope_theta"], draft.shapes["head_dim"]
     context = normed(draft.fc(one.auxiliary_TKD[:anchor].flatten(1)), draft.hidden_norm)
     tokens = [one.input_ids[anchor], *[draft.mask_token_id.item()] * (BLOCK - 1)]
@@ -77,26 +89,47 @@ def block_by_hand(draft, one: Row, anchor: int):
             heads.append(p @ values[:, shared])
         x = x + own.o_proj(torch.cat(heads, dim=1))
         n = normed(x, layer.post_attention_layernorm)
-        mlps = [layer.mlp] * BLOCK if draft.config.experts == 1 else [layer.mlp.experts[e] for e in EXPERT]
+        mlps = (
+            [layer.mlp] * BLOCK
+            if draft.config.experts == 1
+            else [layer.mlp.experts[e] for e in EXPERT[draft.config.levels]]
+        )
         x = x + torch.stack([m.down_proj(silu(m.gate_proj(a)) * m.up_proj(a)) for m, a in zip(mlps, n, strict=True)])
-    return draft.embed_head.head(normed(x, draft.norm))[1:]
+    return draft.embed_head.head(normed(x, draft.norm))[-draft.config.levels :]
+
+
+def bias_by_hand(draft, token):
+    own = draft.markov_head
+    return own.markov_w2.weight @ own.markov_w1.weight[token]
+
+
+def told_by_hand(draft, one: Row, at: int, logits):
+    """The loss of a place that is told token `at`, with the text's token before it."""
+    if isinstance(draft.config, DSparkConfig):
+        logits = logits + bias_by_hand(draft, one.input_ids[at - 1])
+    ce = cross_entropy(logits, torch.tensor(int(one.input_ids[at])))
+    if draft.config.objective == "hard-ce":
+        return ce
+    p = draft.embed_head.head(one.hidden_TD[at - 1]).softmax(-1)
+    return 0.1 * ce + 0.9 * (p - logits.softmax(-1)).abs().sum()
 
 
 def loss_by_hand(draft, anchors):
     """Every weight by its definition."""
     one, config, total, weights = row(), draft.config, 0.0, 0.0
+    levels = config.levels
     for anchor in anchors:
         losses = []
         for place, logits in enumerate(block_by_hand(draft, one, anchor), start=1):
             told = anchor + place < LENGTH and one.loss_mask[anchor + place]
-            losses.append(cross_entropy(logits, torch.tensor(int(one.input_ids[anchor + place]))) if told else None)
+            losses.append(told_by_hand(draft, one, anchor + place, logits) if told else None)
         if config.dpace is None:
-            mine = [math.exp(-(place - 1) / config.gamma) for place in range(1, BLOCK)]
+            mine = [math.exp(-level / config.gamma) for level in range(levels)]
             weights += sum(w for w, loss in zip(mine, losses, strict=True) if loss is not None)
         else:
             alpha = config.dpace
             f = [0.0 if x is None else (1 - alpha) * math.exp(-x.item()) + alpha for x in losses]
-            mine = [sum(math.prod(f[: j + 1]) for j in range(k, BLOCK - 1)) for k in range(BLOCK - 1)]
+            mine = [sum(math.prod(f[: j + 1]) for j in range(k, levels)) for k in range(levels)]
             weights += 1
         total = total + sum(w * loss for w, loss in zip(mine, losses, strict=True) if loss is not None)
     return total / weights
@@ -104,7 +137,7 @@ def loss_by_hand(draft, anchors):
 
 @pytest.fixture
 def draft(request, loaded_target, embed_head):
-    made = make_draft(loaded_target, embed_head, config_of(**LOSSES[request.param]))
+    made = make_draft(loaded_target, embed_head, config_of(LOSSES[request.param][0], **LOSSES[request.param][1]))
     return made.requires_grad_(True)
 
 
@@ -138,6 +171,21 @@ def test_a_block_that_sees_what_it_must_not_has_another_loss(draft, monkeypatch,
     monkeypatch.setattr(dflash, "seen", FLAWS[flaw])
     wrong, _, same = loss_of(draft)
     assert same == anchors and abs(wrong - loss) > 1e-3
+
+
+@pytest.mark.parametrize("draft", ["dspark"], indirect=True)
+def test_a_nodes_score_is_the_product_of_probabilities_conditioned_on_its_parent(draft):
+    one, tree = row(), TreeConfig(depth=4, top_k=3, nodes=20)
+    inputs = RoundInput(one.input_ids[:9].tolist(), one.auxiliary_TKD[:8])
+    pool = draft.pool(draft.open(), inputs, draft.config.resolve(tree), 19)
+    tokens, depths, totals = [inputs.tokens[-1], *pool.tokens], [0, *pool.depths()], [0.0]
+    base_LU = block_by_hand(draft, one, 8).detach()
+    for node, parent in enumerate(pool.parents, start=1):
+        logits = base_LU[depths[parent]] + bias_by_hand(draft, tokens[parent])
+        totals.append(totals[parent] + logits.log_softmax(-1)[tokens[node]].item())
+    assert pool.scores == pytest.approx(totals[1:], abs=1e-4) and max(depths) == 4
+    kept = {(tokens[parent], tokens[node]) for node, parent in enumerate(pool.parents, start=1) if parent}
+    assert len({token for _, token in kept}) < len(kept)  # one token below two parents
 
 
 # -- anchors -----------------------------------------------------------------------------------------------------------

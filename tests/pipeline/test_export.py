@@ -19,6 +19,7 @@ from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
@@ -77,6 +78,12 @@ CASES = {  # settings, engine -> architecture, names
         "vllm",
         "LlamaForCausalLMEagle3",
         P_EAGLE,
+    ),
+    "dspark to vllm": (
+        DSparkConfig(layers=2, block=3, rank=8, mask_token=259),
+        "vllm",
+        "Qwen3DSparkModel",
+        DFLASH | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
     ),
     "dflash to vllm": (OF_BLOCKS, "vllm", "DFlashDraftModel", DFLASH),
     "dflash to sglang": (OF_BLOCKS, "sglang", "DFlashDraftModel", DFLASH),
@@ -202,10 +209,14 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         assert PLUG_IN in said[1] and "vllm serve" in said[2]
     if isinstance(settings, DFlashConfig):
         inner = config if engine == "transformers" else config["dflash_config"]
-        assert (inner["mask_token_id"], inner["target_layer_ids"], config["block_size"]) == (259, [1, 5], 4)
+        assert (inner["mask_token_id"], inner["target_layer_ids"], config["block_size"]) == (
+            259,
+            [1, 5],
+            settings.block,
+        )
         assert engine == "transformers" or inner["causal"] is False
         launched = {
-            "vllm": f'"method": "dflash", "model": "{out}", "num_speculative_tokens": 3}}',
+            "vllm": f'"method": "{settings.kind}", "model": "{out}", "num_speculative_tokens": 3}}',
             "sglang": f"--speculative-algorithm DFLASH --speculative-draft-model-path {out} "
             "--speculative-num-draft-tokens 4",
             "transformers": f'assistant_model=AutoModel.from_pretrained({str(out)!r}), speculation_type="dflash"',
@@ -352,6 +363,8 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
         (DFlashConfig(), "speculators", "speculators is given no dflash: export to vllm"),
         (Eagle3Config(), "transformers", r"transformers is given no eagle3: its generate\(\) takes the release"),
+        (DSparkConfig(rank=4), "sglang", "sglang is given no dspark: export to vllm"),
+        (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
         (DFlashConfig(experts=2), "vllm", "experts=2: no engine has an MLP for each group of places"),
         (PEagleConfig(experts=3), "vllm", "experts=3: no engine has an MLP for each group of places"),

@@ -18,6 +18,7 @@ from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
@@ -41,6 +42,7 @@ CONFIGS = {
     "medusa": MedusaConfig(),
     "hydra": HydraConfig(vocabulary=40),
     "dflash": DFlashConfig(layers=2, block=6, anchors=8),
+    "dspark": DSparkConfig(layers=2, block=5, anchors=8, rank=8),
     "skipper": SkipperConfig(sparsity=0.4),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
@@ -54,6 +56,7 @@ GOLDEN = {  # the first of twenty losses, and the last
     "medusa": (11.746148109436035, 9.925118446350098),
     "hydra": (14.926997184753418, 12.364944458007812),
     "dflash": (5.500015735626221, 4.540892124176025),
+    "dspark": (1.8078728914260864, 1.5968343019485474),
     "skipper": (5.933807373046875, 6.121687412261963),
     "small-llama": (4.165889263153076, 3.966872453689575),
 }

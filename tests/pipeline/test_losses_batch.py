@@ -13,12 +13,13 @@ from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
 from pipeline.drafts.parallel.dflash import DFlashConfig
+from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renormalised, term_sums
-from pipeline.drafts.parts.objective import chosen
+from pipeline.drafts.parts.objective import chosen, numbers_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Noise, collate, collate_packed
@@ -274,6 +275,7 @@ OTHERS = {
     "hydra++": HydraConfig(heads=3, blocks=2),
     "dflash": DFlashConfig(layers=2, block=6),
     "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5, experts=2),
+    "dspark": DSparkConfig(layers=1, block=5, rank=8, vocabulary=100),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
 }
@@ -461,13 +463,15 @@ def row_losses(objective, p, logits_MU):
     log_q = logits_MU.log_softmax(-1)
     if objective == "soft-ce":
         return -(p * log_q).sum(-1)
+    if objective == "l1":
+        return 0.9 * (p - log_q.exp()).abs().sum(-1)
     a = torch.minimum(p, log_q.exp()).sum(-1)
     w = (-3 * a.detach()).exp()
     return w * (p * (p.log() - log_q)).sum(-1) - (1 - w) * a.log()
 
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])
-@pytest.mark.parametrize("objective", ["soft-ce", "acceptance"])
+@pytest.mark.parametrize("objective", ["soft-ce", "acceptance", "l1"])
 @pytest.mark.parametrize("teacher", ["masked", "renormalised", "whole"])
 def test_an_own_heads_loss_and_gradients_are_autograds(
     monkeypatch, loaded_target, embed_head, teacher, objective, rows_per_chunk
@@ -490,8 +494,12 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     for name, prediction, weight in zip(("next", "ttt_2"), draft(batch)[0], (1.0, 0.8), strict=True):
         logits = draft.lm_head(draft.norm(prediction[mask]))
         part = (row_losses(objective, p, logits) * has).sum()
+        if objective == "l1":
+            text_M = numbers_of(batch.following_BT[mask], ids_U)
+            assert 0 < (text_M >= 0).sum() < len(text_M)
+            part = part + 0.1 * torch.nn.functional.cross_entropy(logits, text_M, ignore_index=-1, reduction="sum")
         assert sums[name]["classification"].item() == pytest.approx(part.item(), rel=1e-5)
-        if objective == "acceptance" and teacher != "masked":
+        if objective != "soft-ce" and teacher != "masked":
             accepted = torch.minimum(p, logits.softmax(-1)).sum()
             assert sums[name]["accept"].item() == pytest.approx(accepted.item(), rel=1e-5)
         want = want + weight * part / 30

@@ -340,6 +340,7 @@ def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_r
         ("gumiho", ["embedding", "head"]),
         ("medusa", []),
         ("dflash", ["embedding", "head"]),
+        ("dspark, reduced", ["embedding", "head"]),
         ("medusa, the target's head", ["head"]),
         ("hydra++", ["embedding"]),
         ("small-llama", []),

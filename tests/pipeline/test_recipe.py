@@ -185,7 +185,7 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
         (
             ["draft.main.kind=mamba"],
-            "draft.main: kind='mamba': expected 'dflash', 'eagle', 'eagle3', 'gumiho', 'hydra'",
+            "draft.main: kind='mamba': expected 'dflash', 'dspark', 'eagle', 'eagle3', 'gumiho', 'hydra'",
         ),
         (
             ["draft.copier={kind='copier'}"],
@@ -250,7 +250,7 @@ def test_the_last_consistent_values_are_accepted(recipe_file, overrides):
     ("line", "complaint"),
     [
         ('model = "some/model"', "target.model: Field required"),
-        ('kind = "eagle"', "draft.other: no key kind: expected 'dflash', 'eagle', 'eagle3'"),
+        ('kind = "eagle"', "draft.other: no key kind: expected 'dflash', 'dspark', 'eagle', 'eagle3'"),
     ],
 )
 def test_what_is_missing_is_named(recipe_file, line, complaint):

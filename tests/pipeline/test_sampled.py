@@ -34,6 +34,7 @@ ENUMERATED = {
     "dynamic": ("jakiro", {"depth": 2, "top_k": 5, "nodes": 12, "parallel": 2}),
     "drawn": ("eagle", {"paths": [[0], [1], [0, 0]], "siblings": "drawn"}),
     "drawn from a block": ("dflash", {"paths": [[0], [0, 0]], "siblings": "drawn"}),
+    "drawn from left to right": ("dspark, reduced", {"paths": [[0], [0, 0]], "siblings": "drawn"}),
     "drawn by expert": (
         "jakiro",
         {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 1},

@@ -36,6 +36,7 @@ DRAFTS = {
     "p-eagle": {"kind": "p-eagle", "layers": 2, "depths": 3, "vocabulary": 128, "experts": 2},
     "medusa": {"kind": "medusa", "heads": 3},
     "dflash": {"kind": "dflash", "layers": 2, "block": 6, "anchors": 24, "dpace": 0.5, "experts": 2},
+    "dspark": {"kind": "dspark", "layers": 2, "block": 5, "anchors": 24, "rank": 16, "vocabulary": 128},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},
     "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48, "attention_heads": 2},
     "hydra": {"kind": "hydra", "heads": 3, "blocks": 2, "vocabulary": 128},
@@ -88,7 +89,8 @@ def test_the_loss_falls_and_its_terms_are_told(undisturbed, draft):
     lines = lines_of(undisturbed, "train", draft)
     falls = "next_classification" if draft == "gumiho" else "loss"  # gumiho's gains terms on the way
     assert lines[-1][falls] < lines[0][falls] and {"classification", "agreement", "next_agreement"} <= lines[0].keys()
-    assert ("next_acceptance" in lines[0]) == ("balance_penalty" in lines[0]) == (draft == "jakiro")
+    assert ("next_acceptance" in lines[0]) == (draft in ("jakiro", "dspark"))
+    assert ("balance_penalty" in lines[0]) == (draft == "jakiro")
 
 
 @pytest.fixture(scope="module")

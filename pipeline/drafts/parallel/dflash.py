@@ -75,14 +75,18 @@ class DFlashConfig(PlacesConfig):
     def needs(self, target_layers: int) -> Needs:
         return fused(self.auxiliary_layers or even_layers(target_layers, self.layers), target_layers)
 
+    @property
+    def levels(self) -> int:
+        """How many of a block's places, its last ones, answer."""
+        return self.block - 1
+
     def levels_of(self, number: int) -> int:
-        return 0 if number else self.block - 1
+        return 0 if number else self.levels
 
     def terms(self, step: int) -> list[Term]:
-        """Place k is the group k."""
-        places = self.block - 1
-        weights = [1.0] * places if self.dpace is not None else decayed(self.gamma, places)
-        both = zip(named(1, places), weights, strict=True)
+        """The k-th place that answers is the group k."""
+        weights = [1.0] * self.levels if self.dpace is not None else decayed(self.gamma, self.levels)
+        both = zip(named(1, self.levels), weights, strict=True)
         return [
             Term(name, k, {"classification": weight}, self.objective) for k, (name, weight) in enumerate(both, start=1)
         ]
@@ -157,8 +161,9 @@ class DFlash(Masked, TrainedDraft):
         return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
 
     def _route(self, blocks: int, device: torch.device) -> Route:
-        """Place k of each block is guess k - 1."""
-        return route(self.config, np.tile(np.arange(-1, self.config.block - 1).clip(0), blocks), device)
+        """The places of each block that answer are its guesses."""
+        levels = self.config.levels
+        return route(self.config, np.tile(np.arange(levels - self.config.block, levels).clip(0), blocks), device)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -180,11 +185,12 @@ class DFlash(Masked, TrainedDraft):
             given = layer, x, context_BTD, angles, rows_C, rope, mask, to
             again = self.recompute and torch.is_grad_enabled()
             x = checkpoint(_behind, *given, use_reentrant=False) if again else _behind(*given)
-        feature_ABD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])
+        levels = self.config.levels
+        feature_ALD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])[:, -levels:]
         found = []
-        for place in range(1, self.config.block):
-            told = np.searchsorted(anchors, np.asarray(batch.positions[place].inputs))
-            found.append(feature_ABD[:, place].index_select(0, sent(torch.tensor(slots[told]), device)))
+        for level in range(levels):
+            told = np.searchsorted(anchors, np.asarray(batch.positions[level + 1].inputs))
+            found.append(feature_ALD[:, level].index_select(0, sent(torch.tensor(slots[told]), device)))
         return found, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -194,7 +200,13 @@ class DFlash(Masked, TrainedDraft):
 
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        """Drops the last block, takes in the context of T verified inputs, answers behind the last `places` tokens."""
+        told_LAD = self._told(state, inputs, places)[: request.levels]
+        return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
+
+    def _told(self, state: DraftState, inputs: RoundInput, places: int) -> Tensor:
+        """Drops the last block, takes in the context of T verified inputs, answers behind the last `places` tokens: the
+        features (L, A, D) of all levels.
+        """
         past, end, device = state.verified, state.verified + len(inputs.states_TSD), inputs.states_TSD.device
         state.cache.keep(past)
         context_BTD = self._context(inputs.states_TSD)[None]
@@ -210,9 +222,7 @@ class DFlash(Masked, TrainedDraft):
         to = self._route(places, device)
         for layer in self._layers:
             x = layer(x, rope, mask, state.cache, to)
-        feature_ABD = self.norm(x[0]).unflatten(0, (places, -1))
-        told_LAD = feature_ABD[:, 1 : request.levels + 1].transpose(0, 1)
-        return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
+        return self.norm(x[0]).unflatten(0, (places, -1))[:, -self.config.levels :].transpose(0, 1)
 
 
 def _behind(

@@ -5,6 +5,7 @@ as many in a row as can be. What is no guess goes with guess 0: P-EAGLE's inputs
 A forward reads all experts, and computes each place with one.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,15 @@ class PlacesConfig(DraftConfig):
     mlp_width: int | None = None  # default: the target's
     experts: int = 1  # MLPs of a layer, each that wide and for as many guesses in a row
 
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """How many tokens a forward guesses."""
+
     def check_mlps(self) -> None:
         self.at_least(1, "mlp_width", "experts")
-        if self.experts > (guesses := self.levels_of(0)):
-            raise ValueError(f"experts={self.experts} is more than the {guesses} tokens that a forward guesses")
+        if self.experts > self.levels:
+            raise ValueError(f"experts={self.experts} is more than the {self.levels} tokens that a forward guesses")
 
     def to_json(self) -> dict[str, Any]:
         """Without experts where there is one MLP, so that a draft from before them keeps its hash."""
@@ -44,8 +50,7 @@ def route(config: PlacesConfig, guess_R: np.ndarray, device: torch.device) -> Ro
     """Where rows go, by the number of their guess; padding may have higher ones. Empty where there is one MLP."""
     if config.experts == 1:
         return ()
-    guesses = config.levels_of(0)
-    expert_R = np.minimum(guess_R, guesses - 1).ravel() * config.experts // guesses
+    expert_R = np.minimum(guess_R, config.levels - 1).ravel() * config.experts // config.levels
     order_R = expert_R.argsort(kind="stable")
     order_R, back_R = sent(np.stack([order_R, order_R.argsort()]), device)
     return order_R, back_R, np.bincount(expert_R, minlength=config.experts).tolist()

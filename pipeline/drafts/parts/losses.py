@@ -8,6 +8,7 @@ A term's loss has up to two parts, each with a weight: "regression", Smooth L1 o
     acceptance   w KL(p || q) - (1 - w) log a, with a = sum min(p, q), a drawn token's probability of being accepted,
                  and w = exp(-3 a), through which no gradient goes (LK losses, arXiv 2602.23881; with a of a whole batch
                  in w, the loss would depend on how a global batch is cut)
+    l1           0.9 sum |p - q| - 0.1 log q of the text's own token (DSpark); the sum is 2 (1 - a)
 
 p is recomputed from the stored features: no logits are stored.
 """
@@ -28,8 +29,9 @@ CHUNK_ROWS_CPU = 128  # what comes after the matrix product finds its numbers in
 CHUNK_BYTES_GPU = 2 << 30  # of that tensor; all of a chunk take three to five times as much
 CHUNK_SHARE_GPU = 32  # of a GPU with less than 64 GiB this part of its memory instead
 DECAY = 3.0  # of an acceptance's weight of KL
+L1 = 0.9  # of |p - q|; the cross-entropy has the rest
 
-LossKind = Literal["soft-ce", "hard-ce", "acceptance"]
+LossKind = Literal["soft-ce", "hard-ce", "acceptance", "l1"]
 # p (m, U), its argmax (m), and its rows' mass (m, 1) where that may be another than 1.
 SoftLabels = tuple[Tensor, Tensor, Tensor | None]
 Teacher = Callable[[Tensor], SoftLabels]  # of features (m, D)
@@ -145,12 +147,14 @@ class Labels:
         for one in asked:
             place = slice(*one.ends[number : number + 2])
             rows = one.rows_M[place] - here.start
-            mine: Any = of_all
+            mine: Any = None
             if one.term.kind == "hard-ce":
                 weights = None if one.weights_M is None else one.weights_M[place]
                 mine = of_text(self.text_M[here][rows], self.vocabulary, weights)
-            elif of_all is not None and len(rows) != len(of_all[0]):
-                mine = tuple(x if x is None else x[rows] for x in of_all)
+            elif of_all is not None:
+                mine = of_all if len(rows) == len(of_all[0]) else tuple(x if x is None else x[rows] for x in of_all)
+                if one.term.kind == "l1":
+                    mine = (mine[0], self.text_M[here][rows], mine[2])
             found.append((place, mine))
         return found
 
@@ -169,6 +173,21 @@ class OwnHead(nn.Linear):
         return loss(x, self.weight if bias is None else torch.cat([self.weight, bias[:, None]], dim=1))
 
 
+@dataclass(frozen=True)
+class BiasedHead:
+    """The target's head, to whose logits an own one adds. It takes the features of both, side by side."""
+
+    base: Callable[[Tensor], Tensor]
+    own: OwnHead  # without a bias
+
+    def __call__(self, x: Any, loss: Callable[[Any, Tensor], Any] | None = None) -> Any:
+        """As an `OwnHead`'s."""
+        if loss is not None:
+            return self.own(x, loss)
+        width = self.own.in_features
+        return self.base(x[..., :-width]) + self.own(x[..., -width:])
+
+
 class _Classification(torch.autograd.Function):
     """Per term, the sums of its loss, of agreeing rows and of acceptances. The gradient is formed in the forward: no
     logits outlive a chunk. The teacher's p is computed once for all terms, whose rows it shares.
@@ -176,8 +195,8 @@ class _Classification(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, labels: Labels, asked: Sequence[Asked], head, weight: Tensor | None, *features: Tensor):
-        """`head`: the frozen one, or None with the `weight` of the draft's own. ``features`` are the terms', as the
-        head takes them.
+        """`head`: the frozen one, None, or what the draft's own, of this `weight`, adds to. ``features`` are the
+        terms', as the head takes them.
         """
         device, differentiate = labels.features_MD.device, any(x.requires_grad for x in features)
         sums = [[torch.zeros((), device=device) for _ in asked] for _ in range(3)]
@@ -191,11 +210,11 @@ class _Classification(torch.autograd.Function):
             sizes = [len(part) for part in parts]
             with torch.enable_grad():  # one call of the head for all terms
                 hidden = torch.cat(parts).detach().requires_grad_(differentiate)
-                logits = head(hidden) if weight is None else F.linear(hidden, weight.detach())
+                logits = _logits(hidden, head, weight)
             whole = logits.detach().float().log_softmax(-1)
             for n, (log_q, (_, (p, best, mass))) in enumerate(zip(whole.split(sizes), soft, strict=True)):
                 sums[1][n] += (log_q.argmax(-1) == best).sum()
-                loss, accept = _KINDS[asked[n].term.kind](log_q, p, mass, differentiate)  # log_q becomes its gradient
+                loss, accept = _KINDS[asked[n].term.kind](log_q, p, best, mass, differentiate)  # log_q: its gradient
                 sums[0][n] += loss
                 sums[2][n] += accept
             if not differentiate:
@@ -206,7 +225,7 @@ class _Classification(torch.autograd.Function):
                 kept[place] = part
             if of_weight is not None:
                 shared = [one.share * x for one, x in zip(asked, slope.split(sizes), strict=True)]
-                of_weight += torch.cat(shared).T @ hidden.detach()
+                of_weight += torch.cat(shared).T @ hidden.detach()[:, -of_weight.shape[1] :]
         ctx.shares, ctx.dtype = [one.share for one in asked], None if weight is None else weight.dtype
         ctx.save_for_backward(of_weight, *slopes)
         ctx.mark_non_differentiable(*sums[1], *sums[2])
@@ -222,7 +241,14 @@ class _Classification(torch.autograd.Function):
         return None, None, None, of_weight, *out
 
 
-def _soft_ce(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _logits(hidden: Tensor, head: Callable[[Tensor], Tensor] | None, weight: Tensor | None) -> Tensor:
+    if weight is None or head is None:
+        return F.linear(hidden, weight.detach()) if weight is not None else head(hidden)  # type: ignore[misc]
+    width = weight.shape[1]
+    return head(hidden[:, :-width]) + F.linear(hidden[:, -width:], weight.detach())
+
+
+def _soft_ce(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
     """The sum of -p.log q; `log_q` becomes its gradient by the logits, q mass(p) - p. Acceptances are not counted."""
     loss = -torch.einsum("mv,mv->m", p, log_q).sum()
     if differentiate:
@@ -233,7 +259,7 @@ def _soft_ce(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool)
     return loss, torch.zeros((), device=p.device)
 
 
-def _acceptance(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _acceptance(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
     """The sums of w KL - (1 - w) log a and of a; `log_q` becomes the first one's gradient by the logits. A row without
     mass has no loss.
     """
@@ -250,7 +276,24 @@ def _acceptance(log_q: Tensor, p: Tensor, mass: Tensor | None, differentiate: bo
     return loss, accepted
 
 
-_KINDS = {"soft-ce": _soft_ce, "hard-ce": _soft_ce, "acceptance": _acceptance}
+def _l1(log_q: Tensor, p: Tensor, text: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """The sums of 0.9 |p - q| - 0.1 log q(text) and of a; `log_q` becomes the first one's gradient by the logits. A row
+    without mass has no |p - q|, a text's token outside the vocabulary no log q.
+    """
+    one_hot, known = of_text(text, log_q.shape[1])[0], (text >= 0).float()[:, None]
+    ce = -torch.einsum("mv,mv->m", one_hot, log_q).sum()
+    q = log_q.exp_()
+    some, apart = 1.0 if mass is None else (mass > 0).float(), q - p
+    loss = L1 * (some * apart.abs()).sum() + (1 - L1) * ce
+    accepted = torch.minimum(p, q).sum()
+    if differentiate:
+        sign = apart.sign_() * some
+        slope = L1 * (sign - (sign * q).sum(-1, keepdim=True)) + (1 - L1) * known
+        q.mul_(slope).sub_(one_hot, alpha=1 - L1)
+    return loss, accepted
+
+
+_KINDS = {"soft-ce": _soft_ce, "hard-ce": _soft_ce, "acceptance": _acceptance, "l1": _l1}
 
 
 def term_sums(
@@ -260,13 +303,15 @@ def term_sums(
     normed: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """By term's name, sums over its positions: "regression" (where it has a weight), "classification", "agree" (top-1,
-    with the target's choice; under hard-ce with the text's token), "accept" (where acceptances are counted),
+    with the target's choice; under hard-ce and l1 with the text's token), "accept" (where acceptances are counted),
     "positions".
 
-    `head`: the frozen one, or an `OwnHead`; `normed` is what its inputs go through.
+    `head`: the frozen one, an `OwnHead` or a `BiasedHead`; `normed` is what its inputs go through.
     """
     inputs = [one.feature_MD if normed is None else normed(one.feature_MD) for one in asked]
-    if isinstance(head, OwnHead):
+    if isinstance(head, BiasedHead):
+        found = head(inputs, lambda x, weight: _Classification.apply(labels, asked, head.base, weight, *x))
+    elif isinstance(head, OwnHead):
         if head.bias is not None:
             inputs = [F.pad(x, (0, 1), value=1.0) for x in inputs]
         found = head(inputs, lambda x, weight: _Classification.apply(labels, asked, None, weight, *x))
@@ -278,7 +323,7 @@ def term_sums(
         term, label_MD = one.term, labels.features_MD[one.rows_M]
         mine = {"regression": _regression(one.feature_MD, label_MD)} if term.weights.get("regression") else {}
         mine |= {"classification": losses[n], "agree": agrees[n]}
-        if term.kind == "acceptance":
+        if term.kind in ("acceptance", "l1"):
             mine["accept"] = accepted[n]
         sums[term.name] = mine | {"positions": torch.full((), len(label_MD), device=label_MD.device)}
     return sums

@@ -147,8 +147,11 @@ class DraftModule(nn.Module):
         return self._embed_head[0]
 
     def logits(self, features: Tensor, head: int = 0) -> Tensor:
-        """Over its vocabulary, to guess by: never what the target's tokenizer lacks, where its embedding is padded."""
-        found = self.head(head)(self.normed(features))
+        """Over its vocabulary, to guess by."""
+        return self._known(self.head(head)(self.normed(features)))
+
+    def _known(self, found: Tensor) -> Tensor:
+        """Logits that never guess what the target's tokenizer lacks, where its embedding is padded."""
         if self._guessed < self.vocabulary_size:
             found[..., self._guessed :] = NEVER
         return found

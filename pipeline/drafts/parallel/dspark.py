@@ -1,0 +1,128 @@
+"""DSpark (DeepSpec): DFlash's backbone, whose anchor answers, too, and a bias that depends on the token before.
+
+Place k of a block behind the anchor t_a answers, from k = 0 on,
+
+    logits of t_{a+k+1} = head(norm(h_k)) + w2 w1[t_{a+k}]
+
+so a block of B places guesses B tokens. The bias has a low rank. In training the token before is the text's, in
+decoding the parent in the tree: the layers and the head run once a round, each further level is a lookup and one small
+product. A node's score is the product of probabilities that are conditioned on its parent.
+
+w1 has a row for each token of the target, w2 one for each of the draft's vocabulary, as in vLLM's loader. The paper's
+third part is left out: a head that is trained to predict sum min(p, q) at each place. Nothing here would read it, as
+calibration counts what a path's score is worth; vLLM loads a draft without it, and then estimates acceptance by itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.basics.accelerator import sent
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts.parallel import dflash
+from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
+from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
+from pipeline.drafts.parts.one_layer import DraftState
+from pipeline.drafts.parts.released import Facts, Released
+
+if TYPE_CHECKING:
+    from pipeline.features.batch import Batch
+
+W1, W2 = "markov_w1", "markov_w2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    description: ClassVar = "DSpark, blocks of tokens in one forward, each corrected by the token before,"
+
+    kind: Literal["dspark"] = "dspark"  # type: ignore[assignment]
+    block: int = 7
+    rank: int = 256  # of the bias
+    gamma: float = 4.0
+    objective: LossKind = "l1"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "rank")
+
+    @property
+    def levels(self) -> int:
+        return self.block
+
+    def levels_of(self, number: int) -> int:
+        return 1 if number < self.block else 0
+
+
+@dataclass
+class DSparkState(DraftState):
+    base_LAU: Tensor | None = None  # the block's logits without a bias, by level and place
+
+
+class DSpark(DFlash):
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        w1, w2 = nn.Embedding(self.target_vocabulary, config.rank), OwnHead(config.rank, self.vocabulary_size)
+        self.markov_head = nn.ModuleDict({W1: w1, W2: w2})
+
+    @property
+    def own_heads(self) -> list[OwnHead]:
+        return [self.markov_head[W2]]  # type: ignore[list-item]
+
+    @property
+    def borrowed(self) -> list[str]:
+        return ["embedding", "head"]
+
+    def head(self, number: int) -> BiasedHead:
+        return BiasedHead(self.embed_head.head, *self.own_heads)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
+        """As DFlash's, each row with w1 of the token before."""
+        tokens, found = batch.tokens_BT.flatten(), []
+        for level, feature_MD in enumerate(super().forward(batch)[0], start=1):
+            before_M = tokens[sent(np.asarray(batch.positions[level].labels), tokens.device)]
+            found.append(torch.cat([feature_MD, self.markov_head[W1](before_M)], dim=1))
+        return found, None
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def open(self) -> DSparkState:
+        return DSparkState()
+
+    @torch.inference_mode()
+    def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
+        assert isinstance(state, DSparkState)
+        state.base_LAU = self._known(self.embed_head.head(self._told(state, inputs, places)))
+        return self._biased(state.base_LAU[0], sent(inputs.tokens[-places:], state.base_LAU.device))
+
+    @torch.inference_mode()
+    def step(self, state: DSparkState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        assert state.base_LAU is not None
+        return self._biased(state.base_LAU[frontier.depth], frontier.tokens_W)
+
+    def _biased(self, base_AU: Tensor, tokens_W: Tensor) -> DraftOutput:
+        """What follows these tokens, equally many for each place; their children need nothing more of it."""
+        bias_WU = self.markov_head[W2](self.markov_head[W1](tokens_W))
+        logits_WU = base_AU.repeat_interleave(len(tokens_W) // len(base_AU), dim=0) + bias_WU
+        return DraftOutput(tokens_W[:, None], [logits_WU])
+
+
+# -- checkpoints that others released ----------------------------------------------------------------------------------
+
+
+def released_facts(draft: DSpark, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    rank = theirs.get("markov_rank", draft.config.rank)
+    return dflash.released_facts(draft, theirs, names) | {"rank": (rank, draft.config.rank)}
+
+
+RELEASED = Released(
+    facts=released_facts,
+    keys=dflash.RELEASED.keys | {"markov_rank": (), "markov_head_type": ("vanilla",), "sample_from_anchor": (True,)},
+)
