@@ -10,7 +10,9 @@ What does not fit is refused, never left out.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,17 @@ class Prompt:
     question_id: str
     category: str
     turns: tuple[str, ...]
-    before: tuple[tuple[str, str], ...] = ()  # exchanges, question and answer, that the first turn follows
+    before: tuple[tuple[str, ...], ...] = ()  # exchanges, question and answer, that the first turn follows
 
     def asked(self, turns: int = 0) -> Messages:
         """What is said before the first turn, and so many turns, which have no answers yet."""
         said = (zip(("user", "assistant"), texts, strict=True) for texts in self.before)
         pairs = [*chain.from_iterable(said), *(("user", text) for text in self.turns[:turns])]
         return [{"role": role, "content": content} for role, content in pairs]
+
+
+# An exchange's question and answer, the tokens that they add, and where its dialogue ends in the list of them.
+Exchange = tuple[tuple[str, ...], int, int]
 
 
 def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
@@ -85,32 +91,53 @@ def _filled(
         )
     tokenizer = load_tokenizer(recipe.target)
 
+    @cache
     def length(prompt: Prompt) -> int:
         return len(prompt_ids(tokenizer, prompt.asked(1)))
 
+    alone = Prompt("", "", ("?",))
     own = [
-        [sum(map(len, tokenizer(pair, add_special_tokens=False)["input_ids"])) for pair in exchanges]
+        [length(replace(alone, before=(tuple(pair),))) - length(alone) for pair in exchanges]
         for _, exchanges in dialogues
     ]
     smallest = min([tokens, *recipe.eval.of_contexts.values()])
     found = []
     for place, (prompt, _) in enumerate(dialogues[:wanted]):
-        if (now := length(prompt)) > smallest / 2:
+        if length(prompt) > smallest / 2:
             continue
+        told: list[Exchange] = []
         for other in [*range(place + 1, len(dialogues)), *range(place)]:
-            for pair, least in zip(dialogues[other][1], own[other], strict=True):
-                longer = replace(prompt, before=(*prompt.before, tuple(pair)))
-                if now + least > tokens or (then := length(longer)) > tokens:  # the first one spares a rendering
-                    break
-                prompt, now = longer, then
-        if now < 0.75 * tokens:
+            end = len(told) + len(own[other])
+            told += [(tuple(pair), least, end) for pair, least in zip(dialogues[other][1], own[other], strict=True)]
+        prompt = _behind(prompt, told, tokens, length)
+        if length(prompt) < 0.75 * tokens:
             raise PipelineError(
-                f"benchmark {name}: the held-out dialogues fill {now} of {tokens} tokens: raise data.heldout_prompts"
+                f"benchmark {name}: the held-out dialogues fill {length(prompt)} of {tokens} tokens: raise "
+                "data.heldout_prompts"
             )
         found.append(prompt)
     if not found:
         raise PipelineError(f"benchmark {name}: each question takes more than half of {smallest} tokens: say more")
     return found
+
+
+def _behind(prompt: Prompt, told: list[Exchange], tokens: int, length: Callable[[Prompt], int]) -> Prompt:
+    """The prompt behind those of the exchanges, in their order, that have room; behind one without room its dialogue
+    has no more. A long rendering is dear: as many as should have room are rendered together, then fewer.
+    """
+    at = 0
+    while at < len(told):
+        longer, expected = [prompt], length(prompt)
+        for pair, own, _ in islice(told, at, None):
+            expected += own
+            if expected > tokens:
+                break
+            longer.append(replace(prompt, before=(*longer[-1].before, pair)))
+        while length(longer[-1]) > tokens:
+            longer.pop()
+        prompt, at = longer[-1], at + len(longer) - 1
+        at = told[at][2] if at < len(told) else at
+    return prompt
 
 
 def _items(name: str, config: BenchmarkConfig, recipe: Recipe) -> tuple[list[tuple[int, Any]], str]:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eval.measure.prompts import Prompt, load_prompts
@@ -12,6 +13,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import Manifest
+from pipeline.lm.chat import prompt_ids
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig
 from tests.kit import recipe_tree, replace_once
@@ -109,6 +111,32 @@ def test_a_context_is_filled_with_whole_exchanges_of_other_dialogues(tiny_recipe
         "heldout-60": {"q0": (third, ("x", "y")), "q1": (third, ("x", "y"))},
         "heldout-121": {"q0": (second, ("x", "y")), "q1": (third, ("x", "y"), first)},
     }
+
+
+def test_a_context_is_filled_as_if_one_exchange_were_added_at_a_time_in_few_renderings(tiny_recipe, monkeypatch):
+    random = np.random.default_rng(0)
+    asked = [
+        [["a" * n for n in pair] for pair in random.integers(1, 30, (random.integers(1, 4), 2))] for _ in range(30)
+    ]
+    held_out(tiny_recipe, *(prompt_line(n, turns=["?" * 9], exchanges=asked[n]) for n in range(30)))
+    recipe, rendered = with_contexts(tiny_recipe, 900), []
+
+    def counted(tokenizer, messages):
+        found = prompt_ids(tokenizer, messages)
+        rendered.append(len(found))
+        return found
+
+    monkeypatch.setattr("eval.measure.prompts.prompt_ids", counted)
+    filled = load_prompts("long", recipe.eval.benchmarks["heldout-900"], recipe)
+    assert sum(tokens > 500 for tokens in rendered) <= 4 * len(filled)
+    for place, prompt in enumerate(filled):
+        before, now = [], 13
+        for other in [*range(place + 1, 30), *range(place)]:
+            for question, answer in asked[other]:
+                if now + len(question + answer) + 6 > 900:
+                    break
+                before, now = [*before, (question, answer)], now + len(question + answer) + 6
+        assert list(prompt.before) == before and len(before) > 20
 
 
 @pytest.mark.parametrize(
