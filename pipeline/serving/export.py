@@ -38,7 +38,7 @@ from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import FULL, SLIDING
 from pipeline.lm.model import source
 from pipeline.serving.gguf import convert
-from pipeline.serving.layer import layer_of, llama_of
+from pipeline.serving.layer import layer_of
 from pipeline.serving.load import target_of
 
 PLUG_IN = "infra/vllm_jakiro"
@@ -253,8 +253,10 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
         raise PipelineError(WHOLE.format(config.vocabulary))
     layers = config.needs(saved.shapes["target_layers"]).auxiliary
     own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
-    llama = llama_of(saved, config.mlp_width, weights)
-    llama |= {"num_hidden_layers": config.layers, "block_size": config.block}
+    if config.window and engine != "vllm":
+        raise PipelineError(f"window={config.window}: {engine} has no such draft; export to vllm")
+    llama = layer_of(saved, config, weights) | {"num_hidden_layers": config.layers, "block_size": config.block}
+    llama |= {"layer_types": [SLIDING] * config.layers} if config.window else {}
     if engine == TRANSFORMERS:
         weights = {IN_TRANSFORMERS.get(name, name): tensor for name, tensor in weights.items()}
         said = {"model_type": "muse_glimmer_assistant", "layer_types": [FULL] * config.layers}

@@ -58,7 +58,7 @@ VARIANTS = {
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
     "dflash": DFlashConfig(layers=2, block=8, dpace=0.5),
     "dflash, reduced": DFlashConfig(
-        layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", experts=2
+        layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", experts=2, window=7
     ),
     "dspark, reduced": DSparkConfig(layers=2, block=6, rank=16, vocabulary=100),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),

@@ -28,6 +28,7 @@ from tests.pipeline.taught import make_draft, prompt_of
 LENGTH, BLOCK = 24, 5
 LOSSES = {
     "decay": (DFlashConfig, {"gamma": 2.0}),
+    "a window": (DFlashConfig, {"gamma": 2.0, "window": 6}),
     "D-PACE, three experts": (DFlashConfig, {"dpace": 0.4, "experts": 3}),
     "dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6}),
     "dspark, D-PACE, three experts": (DSparkConfig, {"dpace": 0.4, "rank": 6, "objective": "hard-ce", "experts": 3}),
@@ -85,7 +86,9 @@ def block_by_hand(draft, one: Row, anchor: int):
         heads = []
         for head in range(queries.shape[1]):
             shared = head * keys.shape[1] // queries.shape[1]
-            p = (queries[:, head] @ keys[:, shared].T / math.sqrt(size)).softmax(-1)
+            scores = queries[:, head] @ keys[:, shared].T / math.sqrt(size)
+            hidden = (at[anchor:, None] - at).abs() >= (draft.config.window or anchor + BLOCK)
+            p = scores.masked_fill(hidden, -math.inf).softmax(-1)
             heads.append(p @ values[:, shared])
         x = x + own.o_proj(torch.cat(heads, dim=1))
         n = normed(x, layer.post_attention_layernorm)
@@ -156,8 +159,8 @@ def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, togethe
 
 
 FLAWS = {
-    "its anchor's own state": lambda first, last, count, block: SEEN(first, last + 1, count, block),
-    "states up to its own end": lambda first, last, count, block: SEEN(first, last + block, count, block),
+    "its anchor's own state": lambda first, last, *rest: SEEN(first, last + 1, *rest),
+    "states up to its own end": lambda first, last, count, block, _: SEEN(first, last + block, count, block),
     "other blocks": lambda *given: torch.cat([SEEN(*given)[..., : given[2]], SEEN(*given)[..., given[2] :] | True], 2),
     "no place behind it": lambda *given: SEEN(*given).tril(given[2]),
 }

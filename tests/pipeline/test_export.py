@@ -80,7 +80,7 @@ CASES = {  # settings, engine -> architecture, names
         P_EAGLE,
     ),
     "dspark to vllm": (
-        DSparkConfig(layers=2, block=3, rank=8, mask_token=259),
+        DSparkConfig(layers=2, block=3, rank=8, window=64, mask_token=259),
         "vllm",
         "Qwen3DSparkModel",
         DFLASH | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
@@ -189,12 +189,12 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     layers = settings.layers if isinstance(settings, DFlashConfig | PEagleConfig) else 1
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
-    slides = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
+    slides = {"layer_types": ["sliding_attention"] * layers, "sliding_window": 64, "use_sliding_window": True}
     window = getattr(settings, "window", None)
     if engine == "transformers":  # its default is a window
         assert layer.pop("layer_types") == ["full_attention"] * layers
     assert {key: layer.get(key) for key in slides} == (slides if window else dict.fromkeys(slides))
-    if window and "fc.weight" in names - EAGLE_3:
+    if window and isinstance(settings, EagleConfig):
         assert config["target_layer_count"] == 8
     if "d2t" in weights:
         ids = torch.arange(100) + weights["d2t"]
@@ -363,6 +363,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
         (DFlashConfig(), "speculators", "speculators is given no dflash: export to vllm"),
         (Eagle3Config(), "transformers", r"transformers is given no eagle3: its generate\(\) takes the release"),
+        (DFlashConfig(window=64), "sglang", "window=64: sglang has no such draft"),
         (DSparkConfig(rank=4), "sglang", "sglang is given no dspark: export to vllm"),
         (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),

@@ -399,6 +399,7 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
         ("small-llama", {"width": 30}, "width=30 is no even multiple"),
         ("hydra", {"embedding_scale": 0.0}, "expected more than 0"),
         ("dflash", {"block": 1}, "block=1"),
+        ("dflash", {"block": 8, "window": 7}, "window=7: expected at least 8"),
         ("dflash", {"gamma": 0.0}, "gamma=0.0: expected more than 0"),
         ("dflash", {"dpace": 0.5, "objective": "soft-ce"}, "dpace=0.5: expected 0 to 1, with objective='hard-ce'"),
     ],

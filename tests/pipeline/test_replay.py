@@ -24,7 +24,7 @@ def text(loaded_target):
     [
         *[("eagle", 0.1), ("jakiro", 0.0), ("three-branches", 0.1), ("reduced", 0.0), ("eagle3, 3.1's norms", 0.0)],
         *[("jakiro on eagle-3", 0.1), ("gumiho", 0.0), ("medusa", 0.1), ("hydra++", 0.0), ("small-llama", 0.0)],
-        *[("skipper", 0.1), ("dflash", 0.0), ("dspark, reduced", 0.0), ("p-eagle", 0.0)],
+        *[("skipper", 0.1), ("dflash", 0.0), ("dflash, reduced", 0.0), ("dspark, reduced", 0.0), ("p-eagle", 0.0)],
     ],
 )
 def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):

@@ -2,8 +2,9 @@
 
 The context is c_i = norm(fc(outputs of several layers of the target at t_i)); every layer makes its keys and values of
 it. The block stands behind the anchor t_a, the last token that is certain: B places at positions a .. a + B - 1, the
-first with the anchor's embedding, the others with that of a mask token. Each place sees c_0 .. c_{a-1} and its whole
-block, in both directions. c_a is not there: the target has not read t_a yet. Place k answers
+first with the anchor's embedding, the others with that of a mask token. Each place sees c_0 .. c_{a-1}, with a window
+of W those at most W - 1 positions before it, and its whole block, in both directions. c_a is not there: the target has
+not read t_a yet. Place k answers
 
     logits of t_{a+k} = head(norm(h_k)),   k = 1 .. B - 1
 
@@ -31,7 +32,7 @@ from pipeline.drafts.parts.base import fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.one_layer import DraftState
+from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
 from pipeline.drafts.parts.released import Facts, Names, Released
 from pipeline.lm.attention import additive
 from pipeline.lm.states import Needs, States
@@ -53,6 +54,7 @@ class DFlashConfig(PlacesConfig):
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: as many as `layers`, from 2 to L - 2
     mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
     anchors: int = 512  # blocks of a dialogue in one step, at most
+    window: int | None = None  # positions that a place sees, from itself back; at least a block; default: all
     gamma: float = 7.0  # of the loss: place k weighs exp(-(k - 1) / gamma)
     dpace: float | None = None  # instead of it D-PACE's weights with this alpha, 0.5 in its paper
     objective: LossKind = "hard-ce"
@@ -60,6 +62,7 @@ class DFlashConfig(PlacesConfig):
     def __post_init__(self):
         self.at_least(1, "vocabulary", "layers", "anchors")
         self.at_least(2, "block")
+        self.at_least(self.block, "window")
         self.check_mlps()
         self.at_least(0, "mask_token")
         require_layers(self.auxiliary_layers)
@@ -165,6 +168,9 @@ class DFlash(Masked, TrainedDraft):
         levels = self.config.levels
         return route(self.config, np.tile(np.arange(levels - self.config.block, levels).clip(0), blocks), device)
 
+    def _seen(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
+        return seen(first_CA, last_CA, count, self.config.block, self.config.window)
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
@@ -178,7 +184,7 @@ class DFlash(Masked, TrainedDraft):
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
         begins_CA = begins_BT.flatten()[inputs_CA]
         x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
-        mask = additive(seen(begins_CA, places_CA, width, self.config.block), x.dtype)[:, None]
+        mask = additive(self._seen(begins_CA, places_CA, width), x.dtype)[:, None]
         angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
         to = self._route(bundles_CA.size, device)
         for layer in self._layers:
@@ -208,7 +214,7 @@ class DFlash(Masked, TrainedDraft):
         features (L, A, D) of all levels.
         """
         past, end, device = state.verified, state.verified + len(inputs.states_TSD), inputs.states_TSD.device
-        state.cache.keep(past)
+        state.drop_tree(self.config.window)
         context_BTD = self._context(inputs.states_TSD)[None]
         angles = self._angles(context_BTD, torch.arange(past, end, device=device)[None])
         for layer in self._layers:
@@ -216,9 +222,9 @@ class DFlash(Masked, TrainedDraft):
         state.verified = end
         last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each sees
         x, rope = self._blocks(sent(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
-        mask = None
-        if places > 1:
-            mask = additive(seen(torch.zeros_like(last_CA), last_CA, end, self.config.block), x.dtype)[:, None]
+        mask, here_CA = None, last_CA - state.gone  # in the cache
+        if places > 1 or self.config.window:
+            mask = additive(self._seen(torch.zeros_like(here_CA), here_CA, end - state.gone), x.dtype)[:, None]
         to = self._route(places, device)
         for layer in self._layers:
             x = layer(x, rope, mask, state.cache, to)
@@ -234,15 +240,19 @@ def _behind(
     return layer(x, rope, mask, cache, to)
 
 
-def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int) -> Tensor:
+def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int | None = None) -> Tensor:
     """Bool (C, A * B, count + A * B): what the places of A blocks see, each from its first to its last input of the
-    context and then its own block.
+    context, of these the ones less than `window` before the place, and then its own block.
     """
     inputs = torch.arange(count, device=last_CA.device)
     context_CAT = (inputs >= first_CA[..., None]) & (inputs <= last_CA[..., None])
+    context_CRT = context_CAT.repeat_interleave(block, dim=1)
+    if window:
+        places_CR = (last_CA[..., None] + 1 + torch.arange(block, device=last_CA.device)).flatten(1)
+        context_CRT &= places_CR[..., None] - inputs < window
     number = torch.arange(last_CA.shape[1], device=last_CA.device).repeat_interleave(block)
     own = (number[:, None] == number).expand(len(last_CA), -1, -1)
-    return torch.cat([context_CAT.repeat_interleave(block, dim=1), own], dim=2)
+    return torch.cat([context_CRT, own], dim=2)
 
 
 def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -271,7 +281,7 @@ def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Te
     layers = [number + 1 for number in theirs["target_layer_ids"]] if "target_layer_ids" in theirs else own
     sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
     found = {key: (theirs.get(their, mine), mine) for key, (their, mine) in sizes.items()}
-    return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs)
+    return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
 
 
 IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
@@ -285,7 +295,8 @@ def released_names(names: Collection[str]) -> Names:
 RELEASED = Released(
     released_names,
     released_facts,
-    keys={
+    keys=WINDOW
+    | {
         "block_size": (),
         MASK: (),
         "target_layer_ids": (),

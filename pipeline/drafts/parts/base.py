@@ -43,8 +43,8 @@ class DraftConfig(Settings):
     start_differs: list[str] = field(default_factory=list)  # what of it may be another: "target", "template", a key
 
     def to_json(self) -> dict[str, Any]:
-        """Without the keys of a start where there is none, so that a draft from before them keeps its hash."""
-        return {key: value for key, value in super().to_json().items() if value or key not in STARTS}
+        """Without the keys of a start, and a window, where there is none: a draft from before them keeps its hash."""
+        return {key: value for key, value in super().to_json().items() if value or key not in (*STARTS, "window")}
 
     def cold(self) -> Self:
         """What the draft is, whatever its training began with."""

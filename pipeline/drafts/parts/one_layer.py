@@ -68,10 +68,6 @@ class OneLayerConfig(DraftConfig):
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
 
-    def to_json(self) -> dict[str, Any]:
-        """Without a window where there is none, so that a draft from before there was one keeps its hash."""
-        return {key: value for key, value in super().to_json().items() if key != "window" or value}
-
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if self.window and tree.depth > self.window:
             raise ValueError(f"tree.depth={tree.depth} is more than this draft's window={self.window}")
@@ -300,7 +296,7 @@ class Dense(OneLayer):
 WINDOW: dict[str, tuple] = {"sliding_window": (), "target_layer_count": ()}  # of a checkpoint's config.json
 
 
-def window_facts(draft: OneLayer, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+def window_facts(draft: Any, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     return {"window": (theirs.get("sliding_window"), draft.config.window)}
 
 
