@@ -1,5 +1,6 @@
 """One worker of the dump: a target and the shards it writes. A plain class; `pool.py` makes a Ray actor of it."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import torch
 
 from pipeline.artifacts.features import store_of
 from pipeline.basics.errors import NoAnswer, PipelineError
+from pipeline.basics.progress import CHANNEL, Progress
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import identity_of, open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
@@ -257,10 +259,18 @@ class FeatureWorker:
             mask = np.arange(len(ids)) >= len(document.input_ids)
             return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
 
+        def told(answers: Iterable[Document]) -> list[Document]:
+            found, quiet = [], CHANNEL not in os.environ  # a worker has no terminal
+            with Progress("answers to calibration prompts", len(task.documents), "answers", quiet=quiet) as progress:
+                for answer in answers:
+                    found.append(answer)
+                    progress.advance(1)
+            return found
+
         if not self._source.one_pass:  # this thread computes
-            return list(map(answered, task.documents))
+            return told(map(answered, task.documents))
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-            return list(threads.map(answered, task.documents))
+            return told(threads.map(answered, task.documents))
 
     def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
         """``states_TSD`` of each dialogue, in the target's dtype, on its device."""

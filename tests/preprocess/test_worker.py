@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
+from pipeline.basics.progress import CHANNEL, new_reports
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
@@ -271,7 +272,10 @@ def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, 
     assert set(record.rejected) == {d.doc_id for d in task.documents}
 
 
-def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_target, loaded_target):
+def test_the_answers_are_plain_decodings_and_the_features_theirs(
+    source, tiny_target, loaded_target, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(CHANNEL, str(tmp_path / "progress"))
     recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
     folder = recipe.features_dir
     (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
@@ -283,6 +287,9 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     prompts = {document.doc_id: document.input_ids.tolist() for document in task.documents}
     assert len(store) == len(prompts) == 4
     assert all(beats.count((doc_id,)) > 1 for doc_id in prompts)  # while it is answered, too
+    with (tmp_path / "progress").open() as reports:
+        *_, last = new_reports(reports)
+    assert (last["what"], last["done"], last["total"]) == ("answers to calibration prompts", 4, 4)
     for number in range(len(store)):
         row = store.row(number)
         prompt = prompts[row.doc_id]
