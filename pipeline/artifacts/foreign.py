@@ -29,9 +29,10 @@ WEIGHTS = (
 )
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
+MUSE = "muse_glimmer_assistant"  # transformers' own DFlash
 FAMILIES = {  # each with its own defaults
     **{"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config},
-    "muse_glimmer_assistant": MuseGlimmerAssistantConfig,
+    MUSE: MuseGlimmerAssistantConfig,
 }
 
 # What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
@@ -199,6 +200,8 @@ def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
 
 def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
     """Leaves `sliding_window` of the four keys that say whether a layer has one, where it makes a difference."""
+    if theirs.get("model_type") == MUSE and set(theirs.get("layer_types", [SLIDING])) != {FULL}:
+        raise PipelineError(f"{path}: {MUSE} with a window, whose ends transformers counts otherwise than we do")
     kinds, window = theirs.pop("layer_types", None), theirs.pop("sliding_window", None)
     asked, first = theirs.pop("use_sliding_window", False), theirs.pop("max_window_layers", 28)
     own = set(kinds[: theirs.get("num_hidden_layers", 1)] if kinds else [SLIDING if asked and not first else FULL])

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.foreign import MUSE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.drafts import DraftConfig, TrainedDraft, kind_of
@@ -259,7 +260,7 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
     llama |= {"layer_types": [SLIDING] * config.layers} if config.window else {}
     if engine == TRANSFORMERS:
         weights = {IN_TRANSFORMERS.get(name, name): tensor for name, tensor in weights.items()}
-        said = {"model_type": "muse_glimmer_assistant", "layer_types": [FULL] * config.layers}
+        said = {"model_type": MUSE, "layer_types": [FULL] * config.layers}
         return Written({"architectures": ["MuseGlimmerAssistantModel"]} | llama | said | own, weights)
     llama |= {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
     llama |= {"dflash_config": own | {"causal": False}}
