@@ -111,8 +111,10 @@ def test_a_plan_of_a_stream_says_how_many_workers_keep_up(tiny_recipe):
     assert figures["dump: hours"] > figures["train: eagle: hours"] + figures["train: jakiro: hours"]
     hours = {key.removesuffix(": hours"): value for key, value in figures.items() if key.endswith(": hours")}
     assert hours.pop("all") == pytest.approx(sum(hours.values()), abs=4e-6)  # on a CPU they share its cores
-    elsewhere = make(changed(recipe, "target", device="cuda"), given).figures
-    assert elsewhere["all: hours"] == pytest.approx(hours["dump"] + hours["eval"], abs=2e-6)
+    elsewhere = make(changed(changed(recipe, "target", device="cuda"), "train", together=True), given).figures
+    needs = (elsewhere[f"train: {name}: memory"] for name in recipe.to_train)
+    assert elsewhere["train: memory of all"] == pytest.approx(sum(needs))
+    assert elsewhere["all: hours"] == pytest.approx(elsewhere["dump: hours"] + hours["eval"], abs=2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", []), (FP8, [1, 4])])

@@ -136,6 +136,7 @@ class Plan:
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
+        ranks_need = []
         for name in recipe.to_train:
             with torch.device("meta"):
                 draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
@@ -148,7 +149,10 @@ class Plan:
             said = f"{steps:,} ({parameter_count(draft):,} parameters)"
             self.say("train", f"{name}: steps", steps, said, FORMULA)
             self.say_hours("train", f"{name}: hours", hours, f" with {ranks} ranks{self.gpus(ranks)}", source)
-            self.say_memory("train", f"{name}: memory", memory.rank_bytes(recipe, draft, ranks), "rank")
+            ranks_need.append(memory.rank_bytes(recipe, draft, ranks))
+            self.say_memory("train", f"{name}: memory", ranks_need[-1], "rank")
+        if config.together:
+            self.say_memory("train", "memory of all", sum(ranks_need), "rank")
 
     def all(self) -> None:
         """The hours of all stages."""
