@@ -5,6 +5,7 @@ process.
 import errno
 import math
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -189,12 +190,13 @@ def test_checksums_are_read_once_a_run_and_only_where_something_is_to_be_trained
     }))  # fmt: skip
     monkeypatch.setattr(main, "open_checked", lambda *_: calls.append("checked"))
     monkeypatch.setattr("sys.argv", ["train/main.py", str(dumped[0])])
-    monkeypatch.setattr(main, "train", lambda _, name, __, features, *___: calls.append(name) or features() or name)
+    monkeypatch.setattr(main, "train", lambda _, names, __, features, *___: calls.append(names) or features() or names)
     main.main()
-    assert calls == ["eagle", "checked", "jakiro"] and capsys.readouterr().out == "eagle\njakiro\n"
-    monkeypatch.setattr(main, "train", lambda _, name, *__: f"{name}: trained already")
+    assert calls == [["eagle"], "checked", ["jakiro"]] and capsys.readouterr().out == "eagle\njakiro\n"
+    monkeypatch.setattr(main, "train", lambda _, names, *__: [f"{' and '.join(names)}: trained already"])
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--set", "train.together=true"])
     main.main()
-    assert calls.count("checked") == 1
+    assert calls.count("checked") == 1 and capsys.readouterr().out == "eagle and jakiro: trained already\n"
 
 
 # -- agreeing --------------------------------------------------------------------------------------------------------
