@@ -47,7 +47,6 @@ GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
 # By `make serve-test`, by tests.
 TRIED = {"vllm": "vLLM 0.32.0", GGUF: "llama.cpp b10434", TRANSFORMERS: "transformers 5.23"}
-WHOLE = "vocabulary={}: vLLM wants the target's whole one there; train so"
 FUSED = 3  # layers whose outputs engines fuse
 LAYER_OPTIONS = ("attention_bias", "qk_norm", "window")
 
@@ -127,10 +126,8 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     draft = checkpoint.load(release, saved.target["fingerprint"])
     config, weights = saved.config, draft.state_dict()
     _require_experts_served(config, engine)
-    engines = ("vllm",) if isinstance(config, DSparkConfig) else ("vllm", "sglang", TRANSFORMERS)
-    if isinstance(config, DFlashConfig) and engine in engines:
-        return _dflash(saved, config, weights, engine)
-    if engine == TRANSFORMERS:
+    is_dflash = isinstance(config, DFlashConfig) and not isinstance(config, DSparkConfig)
+    if engine == TRANSFORMERS and not is_dflash:
         raise PipelineError(
             f"{engine} is given no {kind_of(config)}: its generate() takes the release (custom_generate)"
         )
@@ -139,10 +136,12 @@ def _formed(release: Path, saved: checkpoint.Saved, engine: str, target: str | N
     if isinstance(config, Eagle3FrameConfig):
         return _eagle3(saved, config, weights, engine, target)
     if isinstance(config, DFlashConfig | MedusaConfig | SmallLlamaConfig):
-        if engine != "vllm":
+        if engine not in (("vllm", "sglang", TRANSFORMERS) if is_dflash else ("vllm",)):
             raise PipelineError(f"{engine} is given no {config.kind}: export to vllm")
-        if config.vocabulary is not None:
-            raise PipelineError(WHOLE.format(config.vocabulary))
+        if config.vocabulary is not None and not is_dflash:
+            raise PipelineError(f"vocabulary={config.vocabulary}: vLLM wants the target's whole one there; train so")
+        if isinstance(config, DFlashConfig):
+            return (_dflash if is_dflash else _dspark)(saved, config, weights, engine)
         return _medusa(saved, config, weights) if isinstance(config, MedusaConfig) else _small(draft)
     raise PipelineError(f"{release} holds a draft that no engine loads: {type(config).__name__}")
 
@@ -250,8 +249,7 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
     """The form of its authors' released weights; transformers' own, of the one such draft that it has. They guess with
     the target's whole head: a reduced vocabulary is left behind.
     """
-    if weights.pop("draft_token_ids", None) is not None and isinstance(config, DSparkConfig):
-        raise PipelineError(WHOLE.format(config.vocabulary))
+    weights.pop("draft_token_ids", None)
     layers = config.needs(saved.shapes["target_layers"]).auxiliary
     own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
     if config.window and engine != "vllm":
@@ -263,11 +261,13 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
         said = {"model_type": MUSE, "layer_types": [FULL] * config.layers}
         return Written({"architectures": ["MuseGlimmerAssistantModel"]} | llama | said | own, weights)
     llama |= {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
-    llama |= {"dflash_config": own | {"causal": False}}
-    if isinstance(config, DSparkConfig):
-        llama |= {"markov_rank": config.rank, "markov_head_type": "vanilla"}
-    name = "Qwen3DSparkModel" if isinstance(config, DSparkConfig) else "DFlashDraftModel"
-    return Written({"architectures": [name]} | llama, weights)
+    return Written({"architectures": ["DFlashDraftModel"], **llama, "dflash_config": own | {"causal": False}}, weights)
+
+
+def _dspark(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor], engine: str) -> Written:
+    written = _dflash(saved, config, weights, engine)
+    bias = {"markov_rank": config.rank, "markov_head_type": "vanilla"}
+    return Written(written.config | {"architectures": ["Qwen3DSparkModel"]} | bias, written.weights)
 
 
 def _medusa(saved: checkpoint.Saved, config: MedusaConfig, weights: dict[str, Tensor]) -> Written:

@@ -21,7 +21,7 @@ def require_layers(layers: list[int] | None) -> None:
 
 
 def fused(layers: list[int], target_layers: int) -> Needs:
-    """What a draft needs that fuses the outputs of these layers. Raises PipelineError where the target has them not."""
+    """What a draft needs that fuses the outputs of these layers. Raises PipelineError for others than the target's."""
     if layers[-1] > target_layers:
         raise PipelineError(
             f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"

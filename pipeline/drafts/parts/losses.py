@@ -241,11 +241,12 @@ class _Classification(torch.autograd.Function):
         return None, None, None, of_weight, *out
 
 
-def _logits(hidden: Tensor, head: Callable[[Tensor], Tensor] | None, weight: Tensor | None) -> Tensor:
-    if weight is None or head is None:
-        return F.linear(hidden, weight.detach()) if weight is not None else head(hidden)  # type: ignore[misc]
+def _logits(hidden: Tensor, head: Any, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return head(hidden)
     width = weight.shape[1]
-    return head(hidden[:, :-width]) + F.linear(hidden[:, -width:], weight.detach())
+    own = F.linear(hidden[:, -width:], weight.detach())
+    return own if head is None else head(hidden[:, :-width]) + own
 
 
 def _soft_ce(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
@@ -280,8 +281,8 @@ def _l1(log_q: Tensor, p: Tensor, text: Tensor, mass: Tensor | None, differentia
     """The sums of 0.9 |p - q| - 0.1 log q(text) and of a; `log_q` becomes the first one's gradient by the logits. A row
     without mass has no |p - q|, a text's token outside the vocabulary no log q.
     """
-    one_hot, known = of_text(text, log_q.shape[1])[0], (text >= 0).float()[:, None]
-    ce = -torch.einsum("mv,mv->m", one_hot, log_q).sum()
+    at, known = text.clamp_min(0)[:, None], (text >= 0).float()[:, None]
+    ce = -(log_q.gather(1, at) * known).sum()
     q = log_q.exp_()
     some, apart = 1.0 if mass is None else (mass > 0).float(), q - p
     loss = L1 * (some * apart.abs()).sum() + (1 - L1) * ce
@@ -289,7 +290,7 @@ def _l1(log_q: Tensor, p: Tensor, text: Tensor, mass: Tensor | None, differentia
     if differentiate:
         sign = apart.sign_() * some
         slope = L1 * (sign - (sign * q).sum(-1, keepdim=True)) + (1 - L1) * known
-        q.mul_(slope).sub_(one_hot, alpha=1 - L1)
+        q.mul_(slope).scatter_add_(1, at, known * (L1 - 1))
     return loss, accepted
 
 
