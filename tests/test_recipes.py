@@ -210,6 +210,9 @@ METHODS = {  # docs/results/comparison.md has them
     "medusa": 1_329_408,
     "hydra": 16_823_232,
     "small-llama": 16_385_280,
+    "dflash": 8_076_928,
+    "dspark": 11_746_944,
+    "p-eagle": 13_349_952,
 }
 
 
@@ -237,6 +240,7 @@ def test_every_recipe_is_covered_and_loads():
         "experts",
         "experts-3",
         "block-experts",
+        "contexts",
         "pruned",
         "fresh",
     }

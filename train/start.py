@@ -98,7 +98,7 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
         recorded = {"target": saved.target["fingerprint"]}
         recorded |= {key: saved.training[key] for key in ("template", "template_mark") if key in saved.training}
     else:
-        draft, _, imported = converted(folder, recipe, name, embed_head.embedding_VD, any_vocabulary=True)
+        draft, _, imported = converted(folder, recipe, name, embed_head, any_vocabulary=True)
         facts["sha256"] = imported["sha256"]
     now = {"target": spec.target, "template": spec.template_settings, "template_mark": spec.template}
     there = asdict(draft.config) | _shapes(draft.shapes, draft.needs) | recorded

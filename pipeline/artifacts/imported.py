@@ -1,5 +1,5 @@
 """Drafts that others trained become ours: EAGLE-1/2, Jakiro, Gumiho, Medusa and Hydra as their authors released them,
-EAGLE-3 as its authors, SpecForge or speculators write it.
+EAGLE-3 as its authors, SpecForge or speculators write it, P-EAGLE, DFlash and DSpark as speculators or engines do.
 
 Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
 draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.
@@ -20,10 +20,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
 from pipeline.drafts.parallel.mask import MASK
+from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
-IDS = "draft_token_ids"
+IDS, HEAD = "draft_token_ids", "lm_head.weight"
 
 
 @dataclass
@@ -55,7 +56,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
     embed_head = load_embed_head(recipe.target)
-    draft, found, imported = converted(source, recipe, name, embed_head.embedding_VD)
+    draft, found, imported = converted(source, recipe, name, embed_head)
     draft.bind(embed_head)
     facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
     if published is not None:
@@ -66,7 +67,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
 
 
 def converted(
-    source: Path, recipe: Recipe, name: str, embedding_VD: Tensor, any_vocabulary: bool = False
+    source: Path, recipe: Recipe, name: str, embed_head: EmbeddingAndHead, any_vocabulary: bool = False
 ) -> tuple[TrainedDraft, Imported, dict[str, Any]]:
     """The recipe's draft `name` with the weights of `source`, what became of its tensors, and where it is from: for the
     card. With `any_vocabulary` the draft's is the source's, whatever the recipe says. Raises PipelineError where it
@@ -77,7 +78,7 @@ def converted(
     shapes = their_shapes(source, theirs, target, recipe.target.model)
     layout = DRAFTS[kind_of(config)].released
     require_known(source, theirs, layout.keys)
-    found = mapped(read_weights(files), layout.names, embedding_VD)
+    found = mapped(read_weights(files), layout.names, embed_head.embedding_VD)
     if any_vocabulary and "vocabulary" in config.to_json():
         own: dict[str, Any] = {"vocabulary": len(found.weights[IDS]) if IDS in found.weights else None}
         config = replace(config, **own)
@@ -88,6 +89,8 @@ def converted(
     draft.name = name
     wanted = draft.state_dict()
     _complete(found, wanted)
+    if HEAD in found.weights and HEAD not in wanted:
+        _drop_head(found, embed_head.head.linear.weight)
     stated = layout.facts(draft, theirs, found.weights)
     odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
     if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
@@ -119,7 +122,7 @@ def mapped(
                 raise PipelineError(f"{other} and {name} are both {ours}, and differ: which one is meant is not known")
             found.dropped[name] = f"the same as {other}"
         elif ours is None:
-            found.dropped[name] = "its authors' code never reads it"
+            found.dropped[name] = "nothing here reads it"
         elif ours == "d2t":
             ids = _ids(tensor.reshape(-1).long(), vocabulary)
             if torch.equal(ids, torch.arange(vocabulary)):
@@ -130,7 +133,7 @@ def mapped(
             marked = tensor.reshape(-1).bool().nonzero()[:, 0]
             found.dropped[name] = "follows from d2t"
         elif ours == "embed_tokens.weight":
-            _require_embedding(name, tensor, embedding_VD)
+            _require_same(name, tensor, embedding_VD, "embedding")
             found.dropped[name] = "it is the target's embedding"
         elif ours.endswith("rotary_emb.inv_freq"):
             found.dropped[name] = "follows from rope_theta"
@@ -171,11 +174,17 @@ def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
             found.made[name] = "zeros, as the file has none"
 
 
-def _require_embedding(name: str, tensor: Tensor, embedding_VD: Tensor) -> None:
+def _drop_head(found: Imported, head_VD: Tensor) -> None:
+    """Of a draft that guesses with the target's."""
+    tensor, ids = found.weights.pop(HEAD), found.weights.get(IDS)
+    _require_same(HEAD, tensor, head_VD if ids is None else head_VD[ids], "head")
+    found.dropped[HEAD], found.kept = "it is the target's head", found.kept - 1
+
+
+def _require_same(name: str, tensor: Tensor, ours: Tensor, what: str) -> None:
     """Raises PipelineError where it is not the target's, up to rounding to half precision."""
-    same = tensor.shape == embedding_VD.shape
-    if not same or not torch.allclose(tensor.float(), embedding_VD.float(), rtol=2**-7, atol=1e-3):
-        raise PipelineError(f"{name} is not the target's embedding: a draft with one of its own has no place here")
+    if tensor.shape != ours.shape or not torch.allclose(tensor.float(), ours.float(), rtol=2**-7, atol=1e-3):
+        raise PipelineError(f"{name} is not the target's {what}: a draft with one of its own has no place here")
 
 
 def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

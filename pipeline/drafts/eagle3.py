@@ -155,8 +155,8 @@ def released_names(names: Collection[str]) -> Names:
 
 
 def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    """A flag that is not given is false, but `norm_before_residual` in speculators' form, which vLLM takes for true
-    there; what has tensors is also told by them. Layers that are not given are the reference's.
+    """A flag that is not given is false, but `norm_before_residual` of speculators' EAGLE-3, which vLLM takes for true;
+    what has tensors is also told by them. Layers that are not given are the reference's.
     """
     last, own = draft.shapes["target_layers"], list(draft.needs.auxiliary)
     layers = theirs.get(AUXILIARY) or default_layers(last)
@@ -166,7 +166,7 @@ def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[st
         layers = own
     biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
     stated = {
-        "norm_before_residual": theirs.get("norm_before_residual", "speculators_model_type" in theirs),
+        "norm_before_residual": theirs.get("norm_before_residual", theirs.get("speculators_model_type") == "eagle3"),
         "norm_output": theirs.get("norm_output", False),
         "norm_before_fc": theirs.get("norm_before_fc", "input_norm.weight" in names),
         "fc_norm": theirs.get("fc_norm", "fc_norm.0.weight" in names),

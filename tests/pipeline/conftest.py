@@ -44,9 +44,10 @@ def released(tiny_recipe, loaded_target, embed_head, tmp_path):
             ids = torch.arange(0, 256, 4)
             ours["draft_token_ids"] = ids
             theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
-        embedding, targets = embed_head.embedding_VD.bfloat16(), ("embed_tokens.weight", "input_embed_fn.weight")
-        random = {name: torch.randn(shape) for name, shape in (more or {}).items()}
-        theirs |= {name: embedding if name in targets else x for name, x in random.items()}
+        embedding, head = embed_head.embedding_VD.bfloat16(), embed_head.head.linear.weight
+        targets = dict.fromkeys(("embed_tokens.weight", "input_embed_fn.weight"), embedding)
+        targets["lm_head.weight"] = head if draft.token_ids_U is None else head[ours["draft_token_ids"]]
+        theirs |= {name: targets.get(name, torch.randn(shape)) for name, shape in (more or {}).items()}
         folder = tmp_path / "released"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(THEIRS | config))

@@ -123,6 +123,14 @@ LLAMA = {
     **{"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 260},
     **{"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16", "transformers_version": "4.53.1"},
 }
+QWEN_3 = {  # layers of a block draft
+    **LLAMA,
+    **{"model_type": "qwen3", "attention_bias": False, "block_size": 4, "num_hidden_layers": 2, "num_target_layers": 2},
+    **{"layer_types": ["full_attention"] * 2, "max_window_layers": 2, "use_sliding_window": False},
+    **{"sliding_window": None, "rope_scaling": None, "rope_theta": 1000000},
+}
+DFLASH = {"kind": "dflash", "layers": 2, "block": 4, "auxiliary_layers": [1, 2], "mask_token": 258}
+READ = {"mask_token_id": 258, "target_layer_ids": [0, 1]}
 FORMS = {  # config.json as its writers save it, in small; the draft's settings
     "EAGLE's authors": ({**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": False, "pad_token_id": 0}, EAGLE),
     "SpecForge": (
@@ -161,6 +169,33 @@ FORMS = {  # config.json as its writers save it, in small; the draft's settings
         EAGLE_3
         | {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "qk_norm": True}
         | {"window": 16},
+    ),
+    "DFlash's authors": (
+        {
+            **{key: value for key, value in QWEN_3.items() if key not in ("block_size", "layer_types")},
+            **{"architectures": ["DFlashDraftModel"], "use_sliding_window": True, "sliding_window": 16},
+            **{"max_window_layers": 28, "dflash_config": {"block_size": 4, **READ}},
+        },
+        DFLASH,
+    ),
+    "SpecForge's DFlash": ({**QWEN_3, "architectures": ["DFlashDraftModel"], "dflash_config": READ}, DFLASH),
+    "SpecForge's DSpark": (
+        {
+            **{**QWEN_3, "architectures": ["DSparkDraftModel"], "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}},
+            "dflash_config": {
+                **{**READ, "projector_type": "dspark", "markov_rank": 8, "markov_head_type": "vanilla"},
+                **{"confidence_head_alpha": 1.0, "enable_confidence_head": True, "confidence_head_with_markov": True},
+            },
+        },
+        DFLASH | {"kind": "dspark", "rank": 8},
+    ),
+    "SpecForge's P-EAGLE": (
+        {
+            **{**LLAMA, "architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "draft_vocab_size": 260},
+            **{"attention_bias": False, "max_window_layers": 36, "use_sliding_window": False, "pard_token": 258},
+            **{AUXILIARY: [1, 2]},
+        },
+        {"kind": "p-eagle", "layers": 2, "depths": 3, "auxiliary_layers": [1, 2], "mask_token": 258},
     ),
 }
 

@@ -19,6 +19,12 @@ from pipeline.recipe.recipe import Recipe
 from tests.kit import ROOT, call
 from tests.pipeline.taught import NEVER, prompt_of
 
+DFLASH = {"kind": "dflash", "layers": 2, "block": 4, "auxiliary_layers": [1, 2], "mask_token": 258}
+BLOCKS = {  # beside shapes; that places see their whole block is what speculators' default is not
+    **{"block_size": 4, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 258, "num_hidden_layers": 2},
+    **{"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "sliding_window_non_causal": True},
+}
+UNWINDOWED = {key: value for key, value in BLOCKS.items() if key not in ("layer_types", "sliding_window")}
 LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there; what config.json says beside shapes
     "eagle": ({"kind": "eagle", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
     "eagle-2 with inv_freq": (
@@ -38,6 +44,26 @@ LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there; what 
         lambda n: n.replace("midlayer.", "layers.0."),
         {"embed_tokens.weight": (260, 32)},
         {"speculators_model_type": "eagle3"},  # norm_before_residual is then true where it is not given
+    ),
+    "p-eagle of speculators": (
+        {"kind": "p-eagle", "layers": 2, "depths": 3, "vocabulary": 64, "mask_token": 258},
+        lambda n: n.replace("midlayer.", "layers.0."),
+        {"embed_tokens.weight": (260, 32)},
+        {"speculators_model_type": "peagle", "mask_token_id": 258, "embed_requires_grad": True},
+    ),
+    "dflash of speculators": (
+        DFLASH | {"window": 24, "vocabulary": 64},
+        lambda n: n,
+        {"lm_head.weight": (64, 32)},
+        BLOCKS | {"speculators_model_type": "dflash", "sample_from_anchor": False, "projector_type": "dflash"},
+    ),
+    "dspark of speculators": (
+        DFLASH | {"kind": "dspark", "rank": 8, "window": 24},
+        lambda n: n,
+        {"lm_head.weight": (260, 32), "confidence_head.proj.weight": (1, 40), "confidence_head.proj.bias": (1,)},
+        BLOCKS
+        | {"speculators_model_type": "dspark", "sample_from_anchor": True, "enable_confidence_head": True}
+        | {"markov_rank": 8, "markov_head_type": "vanilla", "confidence_head_with_markov": True},
     ),
 }
 
@@ -59,6 +85,31 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
         got = speculative(loaded_target, method, prompt_of(1), sampling)
         assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sliding_window_non_causal": False}, "its blocks are causal"),
+        ({"sample_from_anchor": True}, "sample_from_anchor=True, and only False is computed here"),
+        ({"projector_type": "domino"}, "projector_type='domino'"),
+        ({"shift_label": True}, "shift_label=True"),
+        ({"aux_hidden_state_layer_ids": [0, 1]}, r"set draft.theirs.auxiliary_layers \(it is \[1, 2\]\)"),
+    ],
+)
+def test_what_a_block_of_speculators_computes_otherwise_is_refused(released, change, said):
+    config = BLOCKS | {"speculators_model_type": "dflash"} | change
+    recipe, folder, _ = released(DFLASH | {"window": 24}, **config)
+    with pytest.raises(PipelineError, match=said):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_another_head_than_the_targets_is_refused(released):
+    recipe, folder, _ = released(DFLASH | {"vocabulary": 64}, more={"lm_head.weight": (64, 32)}, **UNWINDOWED)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(PipelineError, match="is not the target's head"):
+        import_draft(folder, recipe, "theirs")
 
 
 def medusas(name):
@@ -135,7 +186,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
     torch.save(load_file(folder / "model.safetensors"), folder / file)
     (folder / "model.safetensors").unlink()
     said = import_draft(folder, recipe, "theirs")
-    assert (f"dropped {UNREAD}: its authors' code never reads it" in said) == (UNREAD in more)
+    assert (f"dropped {UNREAD}: nothing here reads it" in said) == (UNREAD in more)
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
     assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())

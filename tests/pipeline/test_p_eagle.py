@@ -80,20 +80,21 @@ def test_packed_behind_each_other_they_guess_the_same(draft):
 
 @torch.inference_mode()
 def test_decoding_in_pieces_guesses_what_training_does(draft):
-    row, state, begin = row_of(3, 14), draft.open(), 0
-    tokens, levels = row.input_ids.tolist(), draft.config.depths
-    for end, places in ((5, 2), (6, 1), (11, 4), (12, 1)):
+    """With a window inputs that no later one sees are dropped on the way."""
+    row, state, begin = row_of(3, 30), draft.open(), 0
+    tokens, levels, window = row.input_ids.tolist(), draft.config.depths, draft.config.window
+    for end, places in ((5, 2), (6, 1), (11, 4), (12, 1), (26, 3), (28, 1)):
         inputs = RoundInput(tokens[: end + 1], row.auxiliary_TKD[begin:end])
         for asked in (levels, 1):
-            some = draft.open()
-            some.cache, some.verified = state.cache, state.verified
-            answer = draft.start(some, inputs, DraftRequest(asked), places)
-            assert len(answer.logits_LWU) == asked
+            state.verified = begin
+            answer = draft.start(state, inputs, DraftRequest(asked), places)
+            assert len(answer.logits_LWU) == asked and state.verified == end
             for depth, logits_WU in enumerate(answer.logits_LWU):
                 for w, logits_U in enumerate(logits_WU):
                     want = draft.logits(alone(draft, row, end - places + w, depth))
                     assert torch.allclose(logits_U, want, atol=1e-4)
-        state.verified, begin = end, end
+        begin = end
+    assert state.gone == (26 - window + 1 if window else 0)
 
 
 def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipeline.basics.accelerator import sent
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
@@ -276,9 +277,12 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
 
 
 def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    """Their layers are counted from 0. A draft without a list reads the default ones."""
+    """Their layers are counted from 0, in speculators' form as ours. A draft without a list reads the default ones."""
+    if theirs.get("sliding_window") and theirs.get("speculators_model_type") and not theirs.get(BOTH_WAYS):
+        raise PipelineError(f"{BOTH_WAYS} is not true: its blocks are causal, and here all of a block's places see it")
     own = list(draft.needs.auxiliary)
     layers = [number + 1 for number in theirs["target_layer_ids"]] if "target_layer_ids" in theirs else own
+    layers = theirs.get(LAYERS, layers)
     sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
     found = {key: (theirs.get(their, mine), mine) for key, (their, mine) in sizes.items()}
     return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
@@ -292,16 +296,22 @@ def released_names(names: Collection[str]) -> Names:
     return {name: ours.get(name, name) for name in names}
 
 
+# speculators' form has Domino's settings, too.
+LAYERS, BOTH_WAYS = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+NOT_READ = (BOTH_WAYS, LAYERS, "auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start")
 RELEASED = Released(
     released_names,
     released_facts,
     keys=WINDOW
+    | dict.fromkeys(
+        ("block_size", MASK, "target_layer_ids", "num_target_layers", "pure_draft_prefix_len", *NOT_READ), ()
+    )
     | {
-        "block_size": (),
-        MASK: (),
-        "target_layer_ids": (),
-        "num_target_layers": (),
         "causal": (False,),
         "is_causal": (False,),
+        "projector_type": ("dflash",),
+        "sample_from_anchor": (False,),
+        "shift_label": (False,),
+        "speculators_model_type": ("dflash",),
     },
 )

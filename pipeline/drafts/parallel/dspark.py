@@ -13,7 +13,7 @@ third part is left out: a head that is trained to predict sum min(p, q) at each 
 calibration counts what a path's score is worth; vLLM loads a draft without it, and then estimates acceptance by itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
 from pipeline.drafts.parts.one_layer import DraftState
-from pipeline.drafts.parts.released import Facts, Released
+from pipeline.drafts.parts.released import Facts, Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -122,7 +122,21 @@ def released_facts(draft: DSpark, theirs: dict[str, Any], names: Mapping[str, Te
     return dflash.released_facts(draft, theirs, names) | {"rank": (rank, draft.config.rank)}
 
 
+def released_names(names: Collection[str]) -> Names:
+    """The confidence head is left out."""
+    return {name: None if name.startswith("confidence_head.") else name for name in names}
+
+
+TOLD = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
 RELEASED = Released(
-    facts=released_facts,
-    keys=dflash.RELEASED.keys | {"markov_rank": (), "markov_head_type": ("vanilla",), "sample_from_anchor": (True,)},
+    released_names,
+    released_facts,
+    keys=dflash.RELEASED.keys
+    | dict.fromkeys(TOLD, ())
+    | {
+        "markov_head_type": ("vanilla",),
+        "projector_type": ("dspark",),
+        "sample_from_anchor": (True,),
+        "speculators_model_type": ("dspark",),
+    },
 )

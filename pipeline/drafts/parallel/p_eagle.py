@@ -164,21 +164,21 @@ class PEagle(Masked, Dense, Eagle3Frame):
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         """Consumes T verified inputs and, behind each of the last `places`, guesses; these are not kept."""
-        past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
-        state.cache.keep(past)
-        further = request.levels - 1
-        guessed = torch.arange(past + count - places, past + count).repeat_interleave(further)
-        place_C = torch.cat([torch.arange(past + count), guessed])
-        depth_C = torch.cat([torch.zeros(past + count), torch.arange(1, request.levels).repeat(places)]).long()
-        to = route(self.config, depth_C[past:].numpy(), device)
+        count, device = len(inputs.states_TSD), inputs.states_TSD.device
+        cached, further = state.drop_tree(self.config.window), request.levels - 1
+        end = state.verified + count
+        guessed = torch.arange(end - places, end).repeat_interleave(further)
+        place_C = torch.cat([torch.arange(state.gone, end), guessed])
+        depth_C = torch.cat([torch.zeros(cached + count), torch.arange(1, request.levels).repeat(places)]).long()
+        to = route(self.config, depth_C[cached:].numpy(), device)
         place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
-        place_R, depth_R = place_C[past:], depth_C[past:]
+        place_R, depth_R = place_C[cached:], depth_C[cached:]
         both = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
         features_RD = torch.cat([both[:count], both[count:].expand(places * further, -1)])
         tokens_R = torch.cat([sent(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
         mask = additive(self._seen(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
         f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, to, state.cache)[0]
-        state.verified = past + count
+        state.verified = end
         ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
         f_LWD = torch.cat([f_RD[count - places : count, None], ahead_WSD], dim=1).transpose(0, 1)
         return DraftOutput(f_LWD[0], list(self.logits(f_LWD)))
@@ -216,4 +216,5 @@ def released_facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Te
     return eagle3.released_facts(draft, theirs, names) | mask_fact(draft, theirs)
 
 
-RELEASED = Released(eagle3.released_names, released_facts, eagle3.RELEASED.keys | {"pard_token": (), MASK: ()})
+MORE = {"pard_token": (), MASK: (), "speculators_model_type": ("peagle",)}
+RELEASED = Released(eagle3.released_names, released_facts, eagle3.RELEASED.keys | MORE)

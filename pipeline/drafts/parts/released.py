@@ -24,7 +24,7 @@ def no_facts(draft: DraftModule, theirs: dict[str, Any], names: Mapping[str, Ten
 class Released:
     """What a checkpoint's names and config.json mean."""
 
-    # Our name of each of its tensors; None for one that its authors' code never reads.
+    # Our name of each of its tensors; None for one that nothing here reads.
     names: Callable[[Collection[str]], Names] = same_names
     # What its config, or what tensors there are (by our names), says of the draft's settings: our key -> (its value,
     # ours).
