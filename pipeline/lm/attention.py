@@ -103,6 +103,9 @@ def use_masks(model: PreTrainedModel) -> None:
         model.set_attn_implementation(wanted if model._supports_sdpa else "eager")
 
 
+PER_HEAD = ("cpu",)  # devices whose fused kernel takes a mask and grouped heads
+
+
 def grouped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -112,7 +115,7 @@ def grouped(
     """
     groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
     other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
-    if query.device.type == "cpu" or groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or other:
+    if query.device.type in PER_HEAD or groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or other:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
     mask = attention_mask.repeat(1, 1, groups, 1)
