@@ -1,5 +1,5 @@
 """Drafts that others trained become ours: EAGLE-1/2, Jakiro, Gumiho, Medusa and Hydra as their authors released them,
-EAGLE-3 as its authors, SpecForge or speculators write it, P-EAGLE, DFlash and DSpark as speculators or engines do.
+EAGLE-3 and DFlash as their authors, SpecForge or speculators write them, P-EAGLE and DSpark as the last two do.
 
 Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
 draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.lm.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-GROUPED = "grouped"  # transformers' name of `grouped`, below
+GROUPED = f"{__name__}.grouped"  # what transformers calls `grouped`, below; a loaded release has one of its own
 _STATE = "its state holds all tokens so far in one, and cannot be taken back to before a rejected one"
 _WHY_NOT = {
     "linear_attention": _STATE,

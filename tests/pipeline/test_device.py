@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.decoding.generate import Sampling, prefill, speculative
 from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import objective_of
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import Row
-from pipeline.lm.attention import GROUPED
+from pipeline.lm import attention
 from pipeline.lm.verifier import Verifier
 from tests.kit import positions_in
 from tests.pipeline.taught import KINDS, NEVER, VARIANTS, grown, make_draft, prompt_of
@@ -124,8 +123,7 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target,
     monkeypatch.setattr("pipeline.drafts.parts.objective.chunk_rows", lambda *_: 7 if packed else 1 << 20)
     draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
-    # The device's shapes: others round otherwise on some CPUs. (A release that was loaded brings its own `grouped`.)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS[GROUPED].__globals__, "PER_HEAD", ())
+    monkeypatch.setattr(attention, "PER_HEAD", ())  # the device's shapes: others round otherwise on some CPUs
     want_loss, want_sums, want = stepped(draft, batch)
     loaded_target.unhook()
     mine = replace(embed_head, decoder=copy.deepcopy(embed_head.decoder))  # moving it would move the others'

@@ -296,16 +296,15 @@ def released_names(names: Collection[str]) -> Names:
     return {name: ours.get(name, name) for name in names}
 
 
-# speculators' form has Domino's settings, too.
-LAYERS, BOTH_WAYS = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
-NOT_READ = (BOTH_WAYS, LAYERS, "auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start")
+LAYERS, BOTH_WAYS = "aux_hidden_state_layer_ids", "sliding_window_non_causal"  # in speculators' form
+READ = ("block_size", MASK, "target_layer_ids", LAYERS, BOTH_WAYS)
+# How it was trained, and Domino's settings, which that form has at their defaults.
+NOT_READ = ("num_target_layers", "auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start")
 RELEASED = Released(
     released_names,
     released_facts,
     keys=WINDOW
-    | dict.fromkeys(
-        ("block_size", MASK, "target_layer_ids", "num_target_layers", "pure_draft_prefix_len", *NOT_READ), ()
-    )
+    | dict.fromkeys((*READ, *NOT_READ, "pure_draft_prefix_len"), ())
     | {
         "causal": (False,),
         "is_causal": (False,),
