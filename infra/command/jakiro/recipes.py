@@ -1,0 +1,37 @@
+"""The recipes that come with the project, each with its target, its drafts and what its first lines say.
+
+jakiro recipes [WORD]
+"""
+
+import argparse
+import shutil
+import textwrap
+import tomllib
+
+from pipeline.recipe.load import RECIPES, shipped
+from pipeline.running import entry
+
+
+def said(name: str) -> tuple[str, str, str]:
+    """(target, drafts, first sentence of the comment)"""
+    text = (RECIPES / f"{name}.toml").read_text()
+    tree = tomllib.loads(text)
+    comment = " ".join(line.lstrip("# ") for line in text.partition("\nname =")[0].splitlines())
+    drafts = ", ".join(dict.fromkeys(one["kind"] for one in tree["draft"].values()))
+    return tree["target"]["model"], drafts, comment.partition(". ")[0].rstrip(".")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("word", nargs="?", default="", help="only recipes with this in their name, target or drafts")
+    word = parser.parse_args().word.lower()
+    width = shutil.get_terminal_size().columns
+    for name in shipped():
+        target, drafts, comment = said(name)
+        if word in f"{name} {target} {drafts}".lower():
+            print(f"{name}: {target}; {drafts}")
+            print(textwrap.fill(comment, width, initial_indent="    ", subsequent_indent="    "))
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,243 @@
+"""`jakiro`: a wheel in a clean environment, every command's parser, completion, recipes by name, `new`, `doctor`."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import jakiro
+from jakiro import doctor, new, push, recipes
+from pipeline.artifacts.provenance import revision
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.load import load_recipe, shipped
+from tests.kit import BIN, ROOT, call, command_environment, recipe_tree, write_recipe, write_sharegpt
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """`bin` of an environment with the wheel and the packages that it needs, and nothing of the checkout."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder)
+    site = next((folder / "lib").glob("*/site-packages"))
+    (site / "needed.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files, the checkout's, are not read
+    python = str(folder / "bin/python")
+    install = ["--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    launcher = folder / "bin/deepspeed"
+    shutil.copy(BIN / "deepspeed", launcher)
+    launcher.write_text("\n".join([f"#!{python}", *launcher.read_text().splitlines()[1:]]) + "\n")
+    return folder / "bin"
+
+
+def said(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**command_environment(), "PATH": f"{installed}:/usr/bin:/bin"}
+    command = [str(installed / "jakiro"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=500)
+
+
+def test_a_wheel_drops_one_package_into_site_packages(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"jakiro"}
+    folders = ("pipeline", "preprocess", "train", "eval", "infra")
+    tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files", *folders], capture_output=True, text=True, check=True)
+    wanted = {f"jakiro/{name}" for name in tracked.stdout.split()}
+    command = "jakiro/infra/command/"
+    wanted = {name for name in wanted if not name.startswith(command)} | {
+        name.replace(f"{command}jakiro/", "jakiro/") for name in wanted if name.startswith(f"{command}jakiro/")
+    }
+    assert {name for name in names if ".dist-info/" not in name} == wanted | {"jakiro/COMMIT"}
+
+
+@pytest.mark.real
+def test_an_installed_wheel_does_a_whole_run_outside_the_checkout(installed, tiny_target, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    del tree["draft"]["eagle"]
+    recipe = write_recipe(tree, tmp_path / "tiny.toml")
+    done = said(installed, tmp_path, "run", str(recipe))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "release:" in done.stdout
+    logs = "".join(path.read_text() for path in (tmp_path / "run/logs").iterdir())
+    assert str(ROOT) not in logs
+    for made in ("features", "drafts/jakiro", "release"):
+        assert json.loads((tmp_path / "run" / made / "provenance.json").read_text())["code_revision"] == revision()
+    trained = said(installed, tmp_path, "train", str(recipe), "--draft", "jakiro")
+    assert trained.returncode == 0 and "jakiro" in trained.stdout
+    assert "done   eval" in said(installed, tmp_path, "status", str(recipe)).stdout
+    load = "import jakiro, sys; print(jakiro.load(sys.argv[1]).generate('hello', max_new_tokens=4))"
+    python = [str(installed / "python"), "-c", load, str(tmp_path / "run/release")]
+    spoken = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, env=command_environment())
+    assert spoken.returncode == 0, spoken.stderr
+
+
+def test_what_is_told_without_a_command_or_with_an_unknown_one(monkeypatch, capsys):
+    call(jakiro.main)
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown and command.does in shown for name, command in jakiro.COMMANDS.items())
+    with pytest.raises(SystemExit, match="no command 'evla': did you mean eval"):
+        call(jakiro.main, "evla")
+
+
+def test_every_command_has_a_parser_and_completion_offers_its_options(tmp_path):
+    def told(shell: str) -> str:
+        command = [sys.executable, "-c", "import jakiro; jakiro.main()", "completion", shell]
+        environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script = tmp_path / "jakiro.bash"
+    script.write_text(told("bash"))
+
+    def completed(*words: str) -> set[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        ask = (
+            f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_jakiro; echo ${{COMPREPLY[*]}}"
+        )
+        return set(subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split())
+
+    assert completed("jakiro", "") >= set(jakiro.COMMANDS)
+    assert completed("jakiro", "run", "demo") == {"demo"} and "papers/" in " ".join(completed("jakiro", "plan", "pap"))
+    assert completed("jakiro", "run", "--until", "") == {"preprocess", "train", "eval"}
+    assert {"--push", "--set", "--tuned"} <= completed("jakiro", "eval", "--")
+    assert "--draft" in completed("jakiro", "train", "--")
+    assert "#compdef jakiro" in (zsh := told("zsh")) and "compadd -- " in zsh
+
+
+def test_a_recipe_of_the_project_is_found_by_its_name_and_a_file_goes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("demo").hash == load_recipe(ROOT / "infra/recipes/demo.toml").hash
+    assert "parallel/qwen3-8b" in shipped() and load_recipe("parallel/qwen3-8b").name == "qwen3-8b-parallel"
+    with pytest.raises(PipelineError, match=r"recipe dmeo does not exist; did you mean demo\?"):
+        load_recipe("dmeo")
+    Path("demo").write_text("nonsense")
+    with pytest.raises(PipelineError, match="cannot be parsed"):
+        load_recipe("demo")
+
+
+def test_recipes_says_target_and_drafts_of_each(capsys):
+    call(recipes.main)
+    shown = capsys.readouterr().out
+    assert all(f"\n{name}: " in f"\n{shown}" for name in shipped())
+    call(recipes.main, "gpt-oss")
+    assert "parallel/gpt-oss-20b: openai/gpt-oss-20b; dflash, p-eagle\n" in (shown := capsys.readouterr().out)
+    assert "qwen" not in shown
+
+
+def asked(out: Path, target: Path, data: Path, **more: str) -> list[str]:
+    given = {"target": str(target), "data": str(data), "license": "apache-2.0", **more}
+    return [str(out), *(word for key, value in given.items() for word in (f"--{key}", value))]
+
+
+def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, tmp_path, capsys):
+    out, data = tmp_path / "my.toml", write_sharegpt(tmp_path / "data.json", 30)
+    call(new.main, *asked(out, tiny_target, data, draft="p-eagle"))
+    shown, recipe = capsys.readouterr().out, load_recipe(out)
+    assert "of its first 30 records 30 are usable: " in shown and "2 layers" in shown
+    assert (
+        recipe.draft["p-eagle"].kind == "p-eagle"
+        and recipe.target.device == "cpu"
+        and recipe.publish.draft == "p-eagle"
+    )
+    with pytest.raises(PipelineError, match="is there already"):
+        call(new.main, *asked(out, tiny_target, data))
+
+
+def test_new_leaves_no_recipe_for_data_that_it_cannot_use(tiny_target, tmp_path):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([{"id": "a", "conversations": []}] * 3))
+    with pytest.raises(PipelineError, match=r"none of the first 3 records of .* is usable"):
+        call(new.main, *asked(tmp_path / "my.toml", tiny_target, data))
+    assert not (tmp_path / "my.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "of", "weights", "share"),
+    [
+        (1, 80 * GB, 16 * GB, ("auto", 1, 1, 1)),
+        (8, 80 * GB, 16 * GB, ("auto", 8, 1, 8)),
+        (8, 80 * GB, 141 * GB, ("spread", 2, 3, 8)),  # 184 GB with room: three GPUs
+        (3, 24 * GB, 16 * GB, ("auto", 3, 1, 3)),
+    ],
+)
+def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpus, of, weights, share, tmp_path):
+    machine = new.Machine(gpus, of)
+    assert tuple(new.Share.of(machine, weights)) == share
+    config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
+    given = Namespace(target="OWNER/NAME", data="data.json", draft="eagle3", license="mit", out=tmp_path / "my.toml")
+    given.out.write_text(new.recipe_text(given, config, machine, weights))
+    recipe = load_recipe(given.out)
+    assert recipe.train.accumulation(gpus) >= 1 and recipe.data.max_length == 1024
+    assert (recipe.features.gpus_per_worker or 1) * recipe.features.workers <= gpus
+
+
+def test_new_refuses_a_target_that_the_machine_cannot_hold():
+    with pytest.raises(PipelineError, match="weights are 141 GB in bfloat16, and the 1 GPUs here have 80 GB"):
+        new.Share.of(new.Machine(1, 80 * GB), 141 * GB)
+
+
+def verdicts(part) -> dict[str, str]:
+    return {finding.what: f"{finding.verdict} {finding.remedy}" for finding in part()}
+
+
+def test_doctor_tells_what_is_missing_and_what_to_do(monkeypatch, tmp_path):
+    known = doctor.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "pyarrow":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return "9.9" if name == "scipy" else known(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    found = verdicts(doctor.packages)
+    assert found["pyarrow is not installed"].startswith("fix pip install pyarrow==")
+    assert any("scipy 9.9 (tested: " in what and told.startswith("note") for what, told in found.items())
+    monkeypatch.setattr(doctor, "SHARED", float("inf"))
+    assert any("/dev/shm" in what and "--shm-size" in told for what, told in verdicts(doctor.limits).items())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(doctor, "PORTS", {port: "Ray's head"})
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        found = verdicts(doctor.network)
+    assert found[f"port {port} (Ray's head) is taken"].startswith("note") and "secret" not in str(found)
+    monkeypatch.setattr(doctor, "DISK", float("inf"))
+    assert all(told.startswith("fix") for told in verdicts(doctor.places).values())
+
+
+def test_doctor_ends_with_status_1_where_something_is_to_fix(monkeypatch, capsys):
+    for part in ("packages", "gpus", "limits", "places", "network", "engines"):
+        monkeypatch.setattr(doctor, part, lambda: iter([doctor.Finding("ok", "fine")]))
+    with pytest.raises(SystemExit) as ended:
+        call(doctor.main)
+    assert not ended.value.code
+    monkeypatch.setattr(doctor, "gpus", lambda: iter([doctor.Finding("fix", "no driver", "install it")]))
+    with pytest.raises(SystemExit) as ended:
+        call(doctor.main)
+    assert (
+        ended.value.code == 1 and "fix   no driver\n      -> install it\n1 to fix, 0 to note" in capsys.readouterr().out
+    )
+
+
+def test_push_hands_the_repository_to_the_evaluation(monkeypatch):
+    begun = []
+    monkeypatch.setattr(push.jakiro, "begin", lambda name, arguments: begun.append((name, arguments)))
+    call(push.main, "demo", "me/draft", "--set", "output=runs/x")
+    assert begun == [("eval", ["demo", "--set", "output=runs/x", "--push", "me/draft"])]
