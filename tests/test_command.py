@@ -81,8 +81,8 @@ def test_an_installed_wheel_does_a_whole_run_outside_the_checkout(installed, tin
     trained = said(installed, tmp_path, "train", str(recipe), "--draft", "jakiro")
     assert trained.returncode == 0 and "jakiro" in trained.stdout
     assert "done   eval" in said(installed, tmp_path, "status", str(recipe)).stdout
-    load = "import jakiro, sys; print(jakiro.load(sys.argv[1]).generate('hello', max_new_tokens=4))"
-    python = [str(installed / "python"), "-c", load, str(tmp_path / "run/release")]
+    load = "import jakiro, sys; print(jakiro.load(*sys.argv[1:]).generate('hello', max_new_tokens=4))"
+    python = [str(installed / "python"), "-c", load, str(tmp_path / "run/release"), str(tiny_target)]
     spoken = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, env=command_environment())
     assert spoken.returncode == 0, spoken.stderr
 
@@ -231,9 +231,9 @@ def test_doctor_ends_with_status_1_where_something_is_to_fix(monkeypatch, capsys
     monkeypatch.setattr(doctor, "gpus", lambda: iter([doctor.Finding("fix", "no driver", "install it")]))
     with pytest.raises(SystemExit) as ended:
         call(doctor.main)
-    assert (
-        ended.value.code == 1 and "fix   no driver\n      -> install it\n1 to fix, 0 to note" in capsys.readouterr().out
-    )
+    assert ended.value.code == 1
+    shown = capsys.readouterr().out
+    assert "fix   no driver\n      -> install it\n" in shown and shown.endswith("1 to fix, 0 to note\n")
 
 
 def test_push_hands_the_repository_to_the_evaluation(monkeypatch):
