@@ -1,5 +1,6 @@
 """What a wheel holds beside the project's folders: the command's package, and the commit that it was built of."""
 
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,14 +15,18 @@ class Hook(BuildHookInterface):
             return
         self.scratch = tempfile.TemporaryDirectory()
         commit = Path(self.scratch.name) / "COMMIT"
-        commit.write_text(self._git("rev-parse", "--short=12", "HEAD"))
-        if commit.read_text() and self._git("status", "--porcelain", "--untracked-files=no"):
-            commit.write_text(commit.read_text() + "+changes")
+        commit.write_text(self._commit())
         build_data["force_include"] |= {f"{self.root}/infra/command/jakiro": "jakiro", str(commit): "jakiro/COMMIT"}
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version == "standard":
             self.scratch.cleanup()
+
+    def _commit(self) -> str:
+        if told := os.environ.get("JAKIRO_COMMIT"):  # an image is built of a copy without its history
+            return told
+        changes = self._git("status", "--porcelain", "--untracked-files=no")
+        return self._git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
 
     def _git(self, *arguments: str) -> str:
         done = subprocess.run(["git", "-C", self.root, *arguments], capture_output=True, text=True, check=False)

@@ -30,15 +30,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
     `path`: of a file; or one of `shipped`.
     """
-    path = Path(path)
-    if not path.is_file() and str(path) in shipped():
-        path = RECIPES / f"{path}.toml"
-    if path.is_dir():
-        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
-    if not path.exists():
-        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
-        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
-        raise PipelineError(f"recipe {path} does not exist; {names}")
+    path = recipe_file(path)
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -63,6 +55,20 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         raise PipelineError(f"recipe {path}:\n" + "\n".join(f"  {_explain(e)}" for e in error.errors())) from None
+
+
+def recipe_file(path: str | Path) -> Path:
+    """The file that a user means. Raises PipelineError where there is none."""
+    path = Path(path)
+    if not path.is_file() and str(path) in shipped():
+        return RECIPES / f"{path}.toml"
+    if path.is_dir():
+        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
+    if not path.exists():
+        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
+        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
+        raise PipelineError(f"recipe {path} does not exist; {names}")
+    return path
 
 
 def shipped() -> list[str]:

@@ -11,6 +11,7 @@ then the job ends. In a crew that works `all_at_once` an exception while loading
 room on the cluster may wait as long as another one works. Workers hand back small records, never tensors.
 """
 
+import json
 import logging
 import os
 import time
@@ -30,6 +31,7 @@ from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Loss, Los
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver
 LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
 log = logging.getLogger(__name__)
 
@@ -241,13 +243,20 @@ def _first_line(error: BaseException) -> str:
 # -- the cluster ---------------------------------------------------------------------------------------------------
 
 
+def _brings_code() -> bool:
+    """Whether this is a Ray job that was submitted with a copy of the code, or says itself where it is."""
+    told = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
+    return "working_dir" in told or "PYTHONPATH" in (told.get("env_vars") or {})
+
+
 def start_ray(crew: Crew) -> None:
-    """Joins the cluster that started this job, else starts Ray on this machine with all of its GPUs, reachable from it
-    alone.
+    """Joins the cluster that RAY_ADDRESS names, as a job on it does, else starts Ray on this machine with all of its
+    GPUs, reachable from it alone. Where the job brings no code, all nodes have it where it is here.
     """
     with kept_handlers():
+        here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
         if "RAY_ADDRESS" in os.environ:
-            ray.init(logging_level=logging.WARNING)
+            ray.init(logging_level=logging.WARNING, runtime_env={} if _brings_code() else here)
         else:
             require_few(f"{crew.section}.workers", crew.workers)
             workers_as_everyone()
@@ -258,5 +267,5 @@ def start_ray(crew: Crew) -> None:
                 include_dashboard=False,
                 logging_level=logging.WARNING,
                 log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": python_path(os.environ)}},
+                runtime_env=here,
             )

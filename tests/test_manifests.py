@@ -1,0 +1,232 @@
+"""`jakiro manifests`: what it writes fits the published schemas, says the recipe's numbers, and does what it says."""
+
+import json
+import random
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+from kubeflow_trainer_api import models
+
+from jakiro import manifests
+from pipeline.basics.errors import PipelineError
+from pipeline.features.shards import Manifest
+from pipeline.recipe.load import RECIPES, load_recipe
+from tests.kit import BIN, ROOT, call, command_environment, recipe_tree, write_recipe, write_sharegpt
+
+SCHEMAS = ROOT / "tests/schemas"
+OF_ALL_KINDS = ["llama3.1-instruct-8b", "llama3.3-instruct-70b", "parallel/qwen3-8b", "demo"]
+
+
+def made(place: str, out: Path, recipe: str, *more: str) -> Path:
+    call(manifests.main, recipe, "--for", place, "--out", str(out), *more)
+    return out
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def require_known(model: Any, given: dict[str, Any]) -> None:
+    """Of generated models, which pass over what they do not know: nothing may be lost on the way through one."""
+
+    def compare(one: Any, other: Any, where: str) -> None:
+        if isinstance(one, dict):
+            for key in one:
+                assert key in other, f"{where}.{key} is not known"
+                compare(one[key], other[key], f"{where}.{key}")
+        elif isinstance(one, list):
+            assert len(one) == len(other), where
+            for number, (inner, mine) in enumerate(zip(one, other, strict=True)):
+                compare(inner, mine, f"{where}[{number}]")
+        else:
+            assert one == other, where
+
+    compare(given, model.from_dict(given).to_dict(), model.__name__)
+
+
+def fits(schema: str, given: dict[str, Any]) -> None:
+    jsonschema.validate(given, json.loads((SCHEMAS / schema).read_text()))
+
+
+def require_pod(template: dict[str, Any]) -> None:
+    require_known(models.IoK8sApiCoreV1PodTemplateSpec, template)
+    spec = template["spec"]
+    volumes = {volume["name"] for volume in spec.get("volumes", [])}
+    for container in spec["containers"]:
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
+
+
+@pytest.mark.parametrize("name", OF_ALL_KINDS)
+def test_kubernetes_files_fit_the_schemas_and_the_recipe(name, tmp_path):
+    out, recipe = made("kubernetes", tmp_path, name), load_recipe(name)
+    stated, claim, policy = documents(out / "run.yaml")
+    require_known(models.IoK8sApiCoreV1ConfigMap, stated)
+    require_known(models.IoK8sApiCoreV1PersistentVolumeClaim, claim)
+    fits("networkpolicy.json", policy)
+    shown = tmp_path / "shown.toml"
+    shown.write_text(stated["data"]["recipe.toml"])
+    assert load_recipe(shown).hash == recipe.hash
+    [dump] = documents(out / "dump.yaml")
+    fits("rayjob.json", dump)
+    cluster = dump["spec"]["rayClusterSpec"]
+    for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
+        require_pod(template)
+        assert template["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
+    require_known(models.IoK8sApiCoreV1PodTemplateSpec, dump["spec"]["submitterPodTemplate"])
+    assert cluster["rayVersion"] == ray.__version__
+    wanted = recipe.features.workers * (recipe.features.gpus_per_worker or 1)
+    group = cluster["workerGroupSpecs"][0]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    had = group["replicas"] * limits.get("nvidia.com/gpu", 0)
+    assert had == 0 if recipe.target.device == "cpu" else wanted <= had < wanted + group["replicas"]
+    output = recipe.output if recipe.output.startswith("/") else f"/shared/{recipe.output}"
+    assert dump["spec"]["entrypoint"] == f"jakiro dump /recipe/recipe.toml --set output={output}"
+    [train] = documents(out / "train.yaml")
+    require_known(models.JobsetV1alpha2JobSet, train)
+    job = train["spec"]["replicatedJobs"][0]["template"]["spec"]
+    require_pod(job["template"])
+    command = job["template"]["spec"]["containers"][0]["command"][-1]
+    per_pod = int(command.partition("--nproc_per_node=")[2].split()[0])
+    assert job["parallelism"] * per_pod == (recipe.train.ranks or 8)
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+    for path in out.glob("eval.yaml"):
+        [measured] = documents(path)
+        by_ray = measured["kind"] == "RayJob"
+        assert by_ray == (recipe.eval.workers > 1)
+        fits("rayjob.json", measured) if by_ray else require_known(models.JobsetV1alpha2JobSet, measured)
+
+
+def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
+    fed = ("--set", "features.keep=window", "--nodes", "2")
+    out = made("kubernetes", tmp_path / "k", "llama3.1-instruct-8b", *fed)
+    [feed] = documents(out / "feed.yaml")
+    fits("rayjob.json", feed)
+    assert (
+        feed["spec"]["entrypoint"].startswith("jakiro feed ") and "features.keep=window" in feed["spec"]["entrypoint"]
+    )
+    assert (
+        "feed=$(submit 2 2 " in (made("slurm", tmp_path / "s", "llama3.1-instruct-8b", *fed) / "submit.sh").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        (("--set", "output=/home/me/run"), "output=/home/me/run is not below /shared, which all pods see"),
+        (("--set", "train.ranks=8", "--nodes", "3"), "train.ranks=8 do not fill 3 nodes"),
+        (("--set", "train.ranks=3"), "global_batch=16 is no multiple"),
+    ],
+)
+def test_what_cannot_be_is_refused(more, refused, tmp_path):
+    with pytest.raises(PipelineError, match=refused):
+        made("kubernetes", tmp_path, "llama3.1-instruct-8b", *more)
+
+
+def test_paths_that_only_this_machine_has_are_named(tmp_path, capsys):
+    made("docker", tmp_path, "llama3.1-instruct-8b", "--set", "data.source=/data/chat.json")
+    assert "have to be there on every node: data.source = /data/chat.json" in capsys.readouterr().out
+
+
+def test_ray_and_skypilot_files_fit_their_schemas(tmp_path):
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler/ray-schema.json").read_text())
+    for hosts in ((), ("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3")):
+        [cluster] = documents(made("ray", tmp_path, "llama3.1-instruct-8b", *hosts) / "cluster.yaml")
+        jsonschema.validate(cluster, schema)
+    assert cluster["provider"] == {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]}
+    with pytest.raises(PipelineError, match="--hosts wants a head and at least one worker"):
+        made("ray", tmp_path, "llama3.1-instruct-8b", "--hosts", "10.0.0.1")
+    for name, gpus in (("llama3.1-instruct-8b", "H100:8"), ("demo", None)):
+        [task] = documents(made("skypilot", tmp_path, name) / "run.yaml")
+        fits("skypilot-task.json", task)
+        assert task["resources"].get("accelerators") == gpus and f"jakiro run {name}" in task["run"]
+
+
+def tool(name: str, folder: Path, text: str) -> dict[str, str]:
+    """An environment in which a command of the cluster is `text`."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (folder / name).chmod(stat.S_IRWXU)
+    return command_environment(PATH=f"{folder}:{command_environment()['PATH']}", LOG=str(folder / "log"))
+
+
+def test_slurm_gets_three_jobs_each_behind_the_one_before(tmp_path):
+    more = ("--set", "train.ranks=16", "--set", "train.micro_batch=1")
+    out = made("slurm", tmp_path / "out", "llama3.1-instruct-8b", *more, "--gpus-per-node", "4")
+    sbatch = 'printf "%s\\n" "$*" >>"$LOG"; wc -l <"$LOG"'
+    environment = tool("sbatch", tmp_path / "bin", sbatch)
+    done = subprocess.run(
+        ["bash", str(out / "submit.sh"), "--partition=gpu"], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout == "submitted: dump 1, train 2, eval 3\n"
+    dump, train, measure = (tmp_path / "bin/log").read_text().splitlines()
+    common = " ".join(more)
+    assert dump.startswith("--parsable --nodes=1 ") and "--gpus-per-node=4 --partition=gpu" in dump
+    assert dump.endswith(f"ray.sbatch dump llama3.1-instruct-8b {common}") and "--dependency" not in dump
+    assert "--nodes=4 " in train and train.endswith(f"train.sbatch llama3.1-instruct-8b {common}")
+    assert "--dependency=afterok:1 " in train and "--dependency=afterok:2 " in measure
+    assert measure.endswith(f"ray.sbatch eval llama3.1-instruct-8b {common}")
+    failing = tool("sbatch", tmp_path / "bin", "echo no >&2; exit 1")
+    done = subprocess.run(["bash", str(out / "submit.sh")], capture_output=True, text=True, env=failing)
+    assert done.returncode == 1 and "submitted" not in done.stdout
+
+
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A folder whose name leaves room for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        yield folder
+
+
+@pytest.mark.real
+def test_the_slurm_script_dumps_through_a_ray_of_its_own(tiny_target, tmp_path, short):
+    """One node, which needs no srun: the cluster, the token and the job are real."""
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    recipe = write_recipe(tree, tmp_path / "tiny.toml")
+    environment = tool("scontrol", tmp_path / "bin", "echo 127.0.0.1")
+    slurm = {"JOB_ID": random.randrange(12000), "JOB_NODELIST": "x", "NNODES": 1, "CPUS_PER_TASK": 2}
+    environment = {key: value for key, value in environment.items() if not key.startswith("RAY_AUTH")}
+    environment |= {f"SLURM_{key}": str(value) for key, value in slurm.items()} | {
+        "JAKIRO_BIN": str(BIN),
+        "HOME": str(tmp_path),
+        "RAY_TMPDIR": short,
+    }
+    command = ["bash", str(ROOT / "infra/slurm/ray.sbatch"), "dump", str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / ".ray/auth_token").stat().st_size
+    assert Manifest.load(tmp_path / "run/features").complete
+
+
+def test_docker_gets_the_recipe_the_gpus_and_a_folder(tmp_path):
+    out = made("docker", tmp_path / "out", "llama3.1-instruct-8b")
+    environment = tool("docker", tmp_path / "bin", 'printf "%s\\n" "$@" >"$LOG"')
+    subprocess.run(["bash", str(out / "run.sh"), "--until", "train"], env=environment, check=True)
+    words = (tmp_path / "bin/log").read_text().splitlines()
+    assert words[:3] == ["run", "--rm", "--init"] and "--gpus" in words and f"{out}/shared:/shared" in words
+    assert words[words.index("jakiro:cuda") :] == [
+        *("jakiro:cuda", "run", "/recipe/llama3.1-instruct-8b.toml", "--set"),
+        *("output=/shared/runs/llama3.1-instruct-8b", "--until", "train"),
+    ]
+    assert (out / "llama3.1-instruct-8b.toml").read_text() == (RECIPES / "llama3.1-instruct-8b.toml").read_text()
+    assert "--gpus" not in (made("docker", tmp_path / "cpu", "demo") / "run.sh").read_text()
+
+
+def test_shell_scripts_and_the_dockerfile_are_clean(tmp_path):
+    scripts = [str(path) for path in (ROOT / "infra/slurm").glob("*.sbatch")]
+    scripts += [
+        str(made(place, tmp_path, "demo") / name) for place, name in (("slurm", "submit.sh"), ("docker", "run.sh"))
+    ]
+    for command in (
+        [str(BIN / "shellcheck"), *scripts],
+        [str(BIN / "hadolint"), str(ROOT / "infra/docker/Dockerfile")],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
