@@ -50,7 +50,7 @@ def read(runs: list[Path]) -> list[Found]:
     for run, name in zip(runs, names, strict=True):
         tables = sorted(run.rglob(f"eval/{ROWS}"))
         if not tables:
-            raise PipelineError(f"{run} holds no eval/{ROWS}: measure the run first (python eval/main.py RECIPE)")
+            raise PipelineError(f"{run} holds no eval/{ROWS}: measure the run first (jakiro eval RECIPE)")
         found = [
             Found(name, table.parent.parent.relative_to(run).as_posix(), row)
             for table in tables

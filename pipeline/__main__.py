@@ -51,7 +51,7 @@ def _import(given: argparse.Namespace) -> None:
     recipe = load_recipe(given.recipe, given.overrides)
     name = given.draft or recipe.publish.draft
     print("\n".join(import_draft(given.folder, recipe, name)))
-    print(f"{name}: in {recipe.draft_dir(name)}; measure it with python eval/main.py {given.recipe}")
+    print(f"{name}: in {recipe.draft_dir(name)}; measure it with jakiro eval {given.recipe}")
 
 
 def _chat(given: argparse.Namespace) -> None:

@@ -182,9 +182,7 @@ def verify(
         manifest = Manifest.load(folder)
         found = damaged_shards(folder, manifest, recipe.features.keep)
     if found or not manifest.complete:
-        raise PipelineError(
-            f"{folder} is not whole. Repair it: python -m preprocess.verify {folder} --recipe RECIPE --repair"
-        )
+        raise PipelineError(f"{folder} is not whole. Repair it: jakiro verify {folder} --recipe RECIPE --repair")
     if recipe and rows:
         _forward_again(folder, recipe, manifest, rows, against)
 

@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+import jakiro
 from pipeline.recipe.recipe import Recipe
 from tests.kit import ROOT
 
@@ -60,6 +61,13 @@ def test_commands_and_files_that_are_named_are_there(page):
         r"\b((?:pipeline|preprocess|train|eval|tests|infra)/[\w./-]*\.(?:py|toml|sbatch|json))\b", text
     ):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_commands_of_jakiro_are_there(page):
+    for code in re.findall(r"```.*?```|`[^`]+`", page.read_text(), re.DOTALL):
+        for name in re.findall(r"(?:^|[`/:;] ?|&& |-- )jakiro ([a-z][\w-]*)", code, re.M):
+            assert name in jakiro.COMMANDS, f"{page.name}: jakiro {name}"
 
 
 def test_each_claim_of_the_readme_names_a_test():

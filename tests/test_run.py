@@ -458,7 +458,7 @@ def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
     matrices = [x.numel() for x in load_file(run / "drafts/eagle/model.safetensors").values() if x.ndim == 2]
     assert figures["active", "eagle"] == sum(matrices) + 260 * 32  # its own, and the target's head
     (run / "eval/report.json").unlink()
-    with pytest.raises(PipelineError, match=r"report.json is missing: run python eval/main.py"):
+    with pytest.raises(PipelineError, match=r"report.json is missing: run jakiro eval"):
         call(count_reads, str(recipe), "--set", f"output={run}")
 
 

@@ -112,7 +112,7 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
         if not (source / name).is_file() or sha256(source / name) != digest:
             raise PipelineError(
                 f"{source / name} is missing, or not the plot that {REPORT} names. Restore it, or remove "
-                f"{source / REPORT} and run python eval/main.py RECIPE again: prompts that are decoded are kept"
+                f"{source / REPORT} and run jakiro eval RECIPE again: prompts that are decoded are kept"
             )
         shutil.copyfile(source / name, folder / name)
     return [folder / name for name in plots]

@@ -2,8 +2,8 @@
 
     python -m eval.studies.reads RECIPE
 
-After python eval/main.py RECIPE. A layer's weights count once for each forward that it takes part in, in evaluation's
-dtype. The rows go to results.jsonl of the run, where ``python -m eval.results`` shows them beside what was measured.
+After jakiro eval RECIPE. A layer's weights count once for each forward that it takes part in, in evaluation's
+dtype. The rows go to results.jsonl of the run, where ``jakiro compare`` shows them beside what was measured.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     path = recipe.eval_dir / REPORT
     if not path.exists():
-        raise PipelineError(f"{path} is missing: run python eval/main.py {arguments.recipe} first")
+        raise PipelineError(f"{path} is missing: run jakiro eval {arguments.recipe} first")
     found = rows(recipe, read_report(path)["drafts"])
     put_rows(recipe.eval_dir, found, whole=True)
     print(results.table(results.found_by(recipe, found)))

@@ -26,7 +26,7 @@ from pipeline.recipe.recipe import Recipe
 
 VERSION = 5
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
-UNREADABLE = "Restore the draft's folder, or remove this file and train again: deepspeed train/main.py RECIPE"
+UNREADABLE = "Restore the draft's folder, or remove this file and train again: jakiro train RECIPE"
 FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training")
 
 
@@ -141,9 +141,7 @@ def read_config(folder: Path) -> Saved:
     """Raises PipelineError when there is no checkpoint of this project in `folder`."""
     path = folder / CONFIG
     if not path.exists():
-        raise PipelineError(
-            f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: deepspeed train/main.py RECIPE"
-        )
+        raise PipelineError(f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: jakiro train RECIPE")
     raw = read_sealed(path, UNREADABLE)
     if (version := raw.get("format_version")) != VERSION:
         raise PipelineError(

@@ -18,9 +18,9 @@ from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe, digest
 
 REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
-_AGAIN = "Restore it, or remove it and run python eval/main.py RECIPE again: prompts that are decoded are kept"
-_TUNE = "Remove it, and run python eval/tune.py RECIPE again"
-_MOVE = "Move the folder away and run python eval/main.py RECIPE again"
+_AGAIN = "Restore it, or remove it and run jakiro eval RECIPE again: prompts that are decoded are kept"
+_TUNE = "Remove it, and run jakiro tune RECIPE again"
+_MOVE = "Move the folder away and run jakiro eval RECIPE again"
 _KEYS = (
     "name",
     "provenance",
@@ -112,7 +112,7 @@ def measured_rows(folder: Path, report: dict[str, Any]) -> list[Row]:
     if digest_of(rows) != report["rows"]:
         raise PipelineError(
             f"{folder / ROWS} does not hold the rows that {REPORT} was written with. Restore it, or remove both and "
-            "run python eval/main.py RECIPE again: prompts that are decoded are kept"
+            "run jakiro eval RECIPE again: prompts that are decoded are kept"
         )
     return rows
 
@@ -121,7 +121,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """What eval/main.py wrote beside its rows. Raises PipelineError."""
     found = read_sealed(path, _AGAIN)
     if missing := [key for key in _KEYS if key not in found]:
-        again = "Remove it and run python eval/main.py RECIPE again"
+        again = "Remove it and run jakiro eval RECIPE again"
         raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {again}")
     _require_methods(path, found["drafts"], _AGAIN)
     for plot in found["plots"]:  # name -> SHA-256

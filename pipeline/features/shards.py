@@ -94,10 +94,7 @@ class Manifest:
     def load(cls, folder: Path) -> "Manifest":
         path = folder / MANIFEST
         if not path.exists():
-            raise PipelineError(
-                f"{folder} has no {MANIFEST}: no features were dumped here. Run: python preprocess/dump_features.py "
-                "RECIPE"
-            )
+            raise PipelineError(f"{folder} has no {MANIFEST}: no features were dumped here. Run: jakiro dump RECIPE")
         return cls.parse(read_sealed(path, UNREADABLE), path)
 
     @classmethod
@@ -291,7 +288,7 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
     if reason := damage(folder, record, checksum=False):
         raise PipelineError(
             f"{kind_of(record)} {path}: {reason}. It can be dumped again: "
-            f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+            f"jakiro verify {folder} --recipe RECIPE --repair"
         )
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))

@@ -66,7 +66,7 @@ class Store:
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
                     f"{self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
-                    "python -m preprocess.verify OUTPUT/features --recipe RECIPE --repair"
+                    "jakiro verify OUTPUT/features --recipe RECIPE --repair"
                 )
 
     def manifest(self) -> Manifest:

@@ -5,7 +5,7 @@
 
 Dense EAGLE-1/2 and EAGLE-3 drafts; DFlash for vLLM, SGLang and transformers' own `generate`; for vLLM also DSpark,
 P-EAGLE, Medusa, small Llamas and, with infra/vllm_jakiro, drafts with experts. All draft chains (SGLang grows trees of
-its own from these weights). What an engine cannot take is refused with the reason. `python -m pipeline import` reads
+its own from these weights). What an engine cannot take is refused with the reason. `jakiro import` reads
 what was written, but for GGUF and small Llamas: a recipe calls these, as any language model, kind = "small-model".
 """
 
@@ -100,7 +100,7 @@ def tried(release: Path) -> dict[str, list[str]]:
         except PipelineError:
             continue
         more = " --llama-cpp CHECKOUT --target TARGET_FOLDER" if engine == GGUF else ""
-        command = f"python -m pipeline export PATH/TO/THIS/FOLDER --to {engine} --out {out}{more}"
+        command = f"jakiro export PATH/TO/THIS/FOLDER --to {engine} --out {out}{more}"
         found[version] = [command, *_launch(saved, engine, out)]
     return found
 

@@ -84,19 +84,17 @@ def test_a_changed_tuned_tree_is_refused(tiny_recipe):
     assert read_tuned_trees(tiny_recipe.tuned_file) == tuned
     nodes = tiny_recipe.tree("jakiro").nodes
     replace_once(tiny_recipe.tuned_file, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
-    with pytest.raises(
-        PipelineError, match=r"tuned.json was changed or damaged .*run python eval/tune.py RECIPE again"
-    ):
+    with pytest.raises(PipelineError, match=r"tuned.json was changed or damaged .*run jakiro tune RECIPE again"):
         read_tuned_trees(tiny_recipe.tuned_file)
 
 
 def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path):
     tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
     write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
-    with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run python eval/tune.py"):
+    with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run jakiro tune"):
         read_tuned_trees(tiny_recipe.tuned_file)
     change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
-    with pytest.raises(PipelineError, match=r"old is no method of this version .*run python eval/main.py"):
+    with pytest.raises(PipelineError, match=r"old is no method of this version .*run jakiro eval"):
         read_report(path)
 
 

@@ -119,7 +119,7 @@ def test_a_release_has_a_method_of_its_own(make, tmp_path):
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(PipelineError, match=r"nowhere holds no draft checkpoint .*deepspeed train/main.py"):
+    with pytest.raises(PipelineError, match=r"nowhere holds no draft checkpoint .*jakiro train"):
         load(tmp_path / "nowhere", "any")
 
 

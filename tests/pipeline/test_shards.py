@@ -300,7 +300,7 @@ def test_a_shard_that_is_missing_or_truncated_or_has_a_flipped_byte_is_refused(f
     assert damage(folder, truncated, checksum=False) == reason
     message = refusal(folder)
     assert f"feature shard {folder / truncated.name}: {reason}" in message
-    assert f"python -m preprocess.verify {folder} --recipe RECIPE --repair" in message
+    assert f"jakiro verify {folder} --recipe RECIPE --repair" in message
 
 
 # -- what was found whole is not read again while it is the same file --------------------------------------------------
@@ -379,7 +379,7 @@ def test_an_unfinished_dump_one_of_an_older_version_and_none_are_refused_with_wh
         (folder / MANIFEST).write_text(text)
         assert str(folder / MANIFEST) in refusal(folder)
     (folder / MANIFEST).unlink()
-    assert "no features were dumped here. Run: python preprocess/dump_features.py RECIPE" in refusal(folder)
+    assert "no features were dumped here. Run: jakiro dump RECIPE" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ class Engine:
 
     def _not_finite(self, what: str) -> PipelineError:
         return PipelineError(
-            f"step {self.step}: not finite: {what}. Features: dump that shard again (python -m preprocess.verify). "
+            f"step {self.step}: not finite: {what}. Features: dump that shard again (jakiro verify). "
             "Else lower train.learning_rate, or train in bfloat16 or float32 if this was float16; "
             "train.not_finite='skip' leaves such batches out. Run again to resume from the last saved state"
         )

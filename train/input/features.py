@@ -66,7 +66,7 @@ def _require_whole(recipe: Recipe) -> None:
     files = Manifest.load(folder).lasting(recipe.features.keep)  # what training is fed with it checks as it comes
     for record, reason in checked(folder, files[number::count]):
         if reason:
-            again = f"python -m preprocess.verify {folder} --recipe RECIPE --repair"
+            again = f"jakiro verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
                 f"{kind_of(record)} {folder / record.name} on {socket.gethostname()}: {reason}. "
                 + ("Remove it and run again: it is brought anew" if brought else f"It can be dumped again: {again}")
