@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo check first-tests test lint serve-test
+.PHONY: install demo check first-tests test lint serve-test site
 
 install: $(STAMP)
 
@@ -35,6 +35,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pipeline
+
+# Pages, tutorials and reference with a search, in infra/site/html; to read it:
+# .venv/bin/python -m http.server --directory infra/site/html --bind 127.0.0.1
+site: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet --config-file infra/site/mkdocs.yml
 
 # Engines run apart from the project, in a folder of their own: llama.cpp's server, its converter out of its source, vLLM
 # and our plug-in.

@@ -1,0 +1,86 @@
+"""The site: it is built without a warning, its reference is of the code, its commands are ones, it fits windows."""
+
+import functools
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jakiro
+from pipeline.drafts import DRAFTS
+from pipeline.recipe.recipe import Recipe
+from tests.eval.test_page import BROWSER
+from tests.kit import ROOT, command_environment
+
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md"), ROOT / "README.md"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    build += ["--config-file", str(ROOT / "infra/site/mkdocs.yml")]
+    done = subprocess.run(build, capture_output=True, text=True, env=command_environment(NO_MKDOCS_2_WARNING="1"))
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    return folder
+
+
+def text(site: Path, page: str) -> str:
+    return re.sub(r"<[^>]+>", "", (site / page).read_text())
+
+
+def test_the_reference_is_of_the_code(site):
+    recipe, drafts, options = (text(site, f"reference/{name}.html") for name in ("recipe", "drafts", "options"))
+    for name, field in Recipe.model_fields.items():
+        keys = getattr(field.annotation, "model_fields", {name: None})
+        assert all(key in recipe for key in keys), name
+    assert all(kind in drafts for kind in DRAFTS) and "auxiliary_layers" in drafts
+    assert all(f"usage: jakiro {name}" in options for name in jakiro.COMMANDS)
+    assert "holds no draft checkpoint" in text(site, "reference/errors.html")
+    searched = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {entry["location"].partition("#")[0] for entry in searched}
+    assert {"tutorials/laptop.html", "reference/recipe.html", "results/experts.html"} <= found
+
+
+def test_options_of_commands_in_the_pages_are_ones(site):
+    options = text(site, "reference/options.html")
+    known = {name: set() for name in jakiro.COMMANDS}
+    for part in options.split("usage: jakiro ")[1:]:
+        known[part.split()[0]] |= set(re.findall(r"--[a-z][\w-]*", part))
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if command := re.match(r"(?:\.venv/bin/)?jakiro ([a-z-]+)(.*)", line.partition("  #")[0]):
+                    used = set(re.findall(r"(?<!\S)--[a-z][\w-]*", command[2]))
+                    assert used <= known[command[1]], f"{page.name}: {line}"
+
+
+@pytest.fixture
+def served(site) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    handler.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [500, 1300])
+def test_pages_fit_a_phones_window_and_a_wide_one(site, served, width):
+    """No page is wider than the window: what is wide (tables, commands) scrolls by itself."""
+    tell = "addEventListener('load', () => document.title = 'width ' + document.documentElement.scrollWidth)"
+    for page in ("index.html", "commands.html", "reference/recipe.html", "tutorials/laptop.html"):
+        probe = (site / page).with_name("probe.html")
+        probe.write_text((site / page).read_text().replace("</body>", f"<script>{tell}</script></body>"))
+        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+        command += ["--virtual-time-budget=3000", "--dump-dom", f"{served}/{probe.relative_to(site)}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        found = re.search(r"<title>width (\d+)", done.stdout)
+        assert found and int(found[1]) <= width, f"{page}: {found and found[1]}"
