@@ -22,6 +22,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
 from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows, read_tuned_trees
 from pipeline.basics.files import sha256, write_sealed, write_text
+from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
 from pipeline.drafts import kind_of
@@ -118,6 +119,7 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.push:
         require_repository_name(arguments.push)
+    publish(recipe.run_dir, "eval")
     path = recipe.eval_dir / REPORT
     require_rows(recipe.release_dir)  # told now, not after all decoding
     job = job_of(recipe, arguments.tuned)

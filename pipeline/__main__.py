@@ -35,7 +35,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _status(given: argparse.Namespace) -> None:
-    stages.status(given.recipe, given.overrides)
+    stages.status(given.recipe, given.overrides, given.watch)
 
 
 def _plan(given: argparse.Namespace) -> None:
@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
     plan.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
     plan.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
-    command("status", _status, of_recipe=True)
+    told = command("status", _status, of_recipe=True)
+    told.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
     imported = command("import", _import)
     imported.add_argument("folder", type=Path, help="a released checkpoint: config.json and its weights")
     imported.add_argument("--recipe", required=True, help="of its target; its draft has the checkpoint's settings")

@@ -16,4 +16,4 @@ from pipeline.running import entry
 from preprocess.dump.driver import dump
 
 if __name__ == "__main__":
-    entry.run_job(__doc__, dump)
+    entry.run_job("dump", __doc__, dump)

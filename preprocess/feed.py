@@ -16,4 +16,4 @@ from pipeline.running import entry
 from preprocess.dump.feeder import feed
 
 if __name__ == "__main__":
-    entry.run_job(__doc__, feed)
+    entry.run_job("feed", __doc__, feed)

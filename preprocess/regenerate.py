@@ -157,4 +157,4 @@ def _report(folder: Path, counts: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    entry.run_job(__doc__, regenerate)
+    entry.run_job("regenerate", __doc__, regenerate)

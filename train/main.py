@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from pipeline.artifacts.features import Wanted, feature_spec, write_wanted
+from pipeline.basics.progress import publish
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
@@ -38,6 +39,7 @@ def main() -> None:
     if not recipe.to_train:
         print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
+    publish(recipe.run_dir, "train")
     embed_head = load_embed_head(recipe.target)
     expected = feature_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here

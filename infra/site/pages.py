@@ -76,8 +76,8 @@ HEADS = ("key", "type", "default", "what it is")
 
 INTRODUCTION = """# The keys of a recipe
 
-A recipe is a TOML file. `--set section.key=value` overrides a key of it. An unknown key is refused with the nearest valid
-name. `[draft.NAME]`: [the kinds of drafts](drafts.md).
+A recipe is a TOML file. `--set section.key=value` overrides a key of it. An unknown key is refused with the nearest
+valid name. `[draft.NAME]`: [the kinds of drafts](drafts.md).
 
 ## The run
 """
@@ -144,7 +144,7 @@ REFUSALS = ("PipelineError", "ValueError", "Unusable")
 
 def errors_page() -> str:
     parts = [
-        "# Errors by message\n\nSearch for some words of yours. What is filled in stands in braces. A message says what "
+        "# Errors by message\n\nSearch for some words of yours. What is filled in stands in braces. It says what "
         "was met, what is expected and what to do.\n"
     ]
     for path, tree in sources():

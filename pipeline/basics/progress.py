@@ -1,6 +1,8 @@
 """How a stage's progress is shown: by a tqdm bar where it was started by hand, by `pipeline run` as lines.
 
 A stage that `pipeline run` started appends its reports, JSON lines, to a channel, which the parent reads and shows.
+Every stage tells Prometheus, too: OUTPUT/metrics/STAGE.prom, in its text format, is written anew every few seconds.
+Node exporter's textfile collector reads such a folder, `jakiro metrics RECIPE` serves it, `jakiro status` tells it.
 """
 
 import json
@@ -8,9 +10,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 CHANNEL = "JAKIRO_PROGRESS_FILE"  # set by `pipeline run`: a file that stages append JSON lines to
@@ -21,7 +27,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str, start: int = 0, quiet: bool = False):
         self._what, self._total, self._unit, self._done = what, total, unit, start
-        self._last = 0.0
+        self._last, self._quiet = 0.0, quiet
         channel = os.environ.get(CHANNEL)
         self._channel = Path(channel) if channel and not quiet else None
         self._bar = None
@@ -31,6 +37,8 @@ class Progress:
 
     def advance(self, amount: int, **shown: Any) -> None:
         self._done += amount
+        if not self._quiet:
+            _tell(self._what, self._done, self._total, self._unit, shown)
         if self._bar is not None:
             if shown:
                 self._bar.set_postfix(shown, refresh=False)
@@ -152,3 +160,81 @@ class Display:
             if total > done:
                 words.append(f"about {duration((total - done) / speed)} left")
         return ", ".join([*words, *(f"{key} {value}" for key, value in report["shown"].items())])
+
+
+# -- what Prometheus reads of it --------------------------------------------------------------------------------------
+
+METRICS = "metrics"  # of a run
+TELL_EVERY = 5.0  # seconds
+_place: Path | None = None  # of this process, which is one stage's
+_told = 0.0
+
+
+def publish(run: Path, stage: str) -> None:
+    """From now on this process tells how far it is."""
+    global _place
+    _place = run / METRICS / f"{stage}.prom"
+
+
+def _tell(what: str, done: int, total: int, unit: str, shown: dict[str, Any]) -> None:
+    """`shown`: figures as people read them; those that are no numbers are left out. A file that cannot be written is no
+    reason to stop: what the stage writes itself will say so.
+    """
+    global _told
+    now = time.monotonic()
+    if _place is None or (now - _told < TELL_EVERY and done != total):
+        return
+    _told = now
+    registry, where = CollectorRegistry(), {"run": _place.parent.parent.name, "stage": _place.stem, "what": what}
+
+    def gauge(name: str, about: str, *labels: str) -> Callable[..., Gauge]:
+        made = Gauge(f"jakiro_{name}", about, [*where, *labels], registry=registry)
+        return lambda **more: made.labels(**where, **more)
+
+    gauge("done", "work done by the stage", "unit")(unit=unit).set(done)
+    gauge("total", "all of that work; 0 where nobody knows", "unit")(unit=unit).set(total)
+    gauge("heartbeat_seconds", "when the stage last told something, in seconds since 1970")().set(time.time())
+    figures = gauge("shown", "what the stage shows beside: loss, tau, tokens/s, waiting, ...", "name")
+    for name, value in shown.items():
+        if (number := _number(str(value))) is not None:
+            figures(name=name).set(number)
+    with suppress(OSError):
+        _place.parent.mkdir(parents=True, exist_ok=True)
+        write_to_textfile(str(_place), registry)
+
+
+def _number(text: str) -> float | None:
+    """0.346, "1,234", "12%"."""
+    try:
+        return float(text.removesuffix("%").replace(",", "")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+
+
+def told_by(run: Path) -> Iterator[Metric]:
+    """What the stages of a run last told, each metric once."""
+    found: dict[str, Metric] = {}
+    for path in sorted((run / METRICS).glob("*.prom")):
+        for family in text_string_to_metric_families(path.read_text()):
+            kept = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            kept.samples += family.samples
+    yield from found.values()
+
+
+def lines_of(run: Path) -> Iterator[str]:
+    """A line for each stage that has told something."""
+    told: dict[str, dict[str, Any]] = {}
+    for metric in told_by(run):
+        for sample in metric.samples:
+            stage = told.setdefault(sample.labels["stage"], {"shown": {}} | sample.labels)
+            if metric.name == "jakiro_shown":
+                stage["shown"][sample.labels["name"]] = sample.value
+            else:
+                stage[metric.name.removeprefix("jakiro_")] = sample.value
+            stage |= {key: value for key, value in sample.labels.items() if key == "unit"}
+    for stage, one in told.items():
+        done, total, unit = one["done"], one["total"], one["unit"]
+        share = f" of {total:,.0f} {unit} ({done / total:.0%})" if total else f" {unit}"
+        shown = "".join(f", {name} {value:,.4g}" for name, value in one["shown"].items())
+        ago = time.time() - one["heartbeat_seconds"]
+        yield f"{stage}: {one['what']}: {done:,.0f}{share}{shown}; told {ago:,.0f} s ago"

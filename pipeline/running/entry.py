@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import FULL
+from pipeline.basics.progress import publish
 from pipeline.basics.public import public_text
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -59,14 +60,16 @@ def run_rank(main: Callable[[], None]) -> None:
     _leave(status)
 
 
-def run_job(description: str | None, job: Callable[[Recipe], Iterable[str]]) -> None:
+def run_job(stage: str, description: str | None, job: Callable[[Recipe], Iterable[str]]) -> None:
     """A command that takes a recipe and nothing else, and prints the lines that `job` returns."""
 
     def main() -> None:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         add_recipe_arguments(parser)
         arguments = parser.parse_args()
-        for line in job(load_recipe(arguments.recipe, arguments.overrides)):
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        publish(recipe.run_dir, stage)
+        for line in job(recipe):
             print(line)
 
     run(main)

@@ -22,7 +22,7 @@ from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, read_sealed
-from pipeline.basics.progress import CHANNEL, Display
+from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -284,9 +284,17 @@ def _print_release(recipe: Recipe) -> None:
         print(f"plot: {recipe.release_dir / plot}")
 
 
-def status(recipe_path: str, overrides: list[str]) -> None:
+def status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
+    """`watch`: seconds after which to look again, until all is done."""
     recipe = load_recipe(recipe_path, overrides)
-    print(f"{recipe.name} ({recipe.hash}) in {recipe.output}")
-    for stage in stages(recipe_path, overrides, recipe):
-        done, state = stage.state(recipe)
-        print(f"  {'done' if done else 'to do':<6} {stage.name:<11} {state}")
+    while True:
+        lines, undone = [f"{recipe.name} ({recipe.hash}) in {recipe.output}"], False
+        for stage in stages(recipe_path, overrides, recipe):
+            done, state = stage.state(recipe)
+            undone |= not done
+            lines.append(f"  {'done' if done else 'to do':<6} {stage.name:<11} {state}")
+        lines += [f"  {line}" for line in lines_of(recipe.run_dir)] if undone else []
+        print("\x1b[H\x1b[2J" * (watch is not None and sys.stdout.isatty()) + "\n".join(lines), flush=True)
+        if watch is None or not undone:
+            return
+        time.sleep(watch)

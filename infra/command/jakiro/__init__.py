@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": Command("pipeline", "what a run will take: tokens, disk, hours, memory and GPUs"),
     "run": Command("pipeline", "everything: dump, train, measure, release; again: goes on where it stopped"),
     "status": Command("pipeline", "what of a run is done"),
+    "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus"),
     "manifests": Command("jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker, `ray up` or SkyPilot"),
     "dump": Command("preprocess.dump_features", "the target's hidden states into shards"),
     "feed": Command("preprocess.feed", "beside training: its states while it reads them"),

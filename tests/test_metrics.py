@@ -1,0 +1,129 @@
+"""What a run tells Prometheus, `jakiro metrics`, `jakiro status --watch`, and the dashboard that shows it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline.basics import progress
+from pipeline.basics.progress import METRICS, Progress, lines_of, publish, told_by
+from pipeline.running import stages
+from tests.kit import ROOT, command_environment, free_port, recipe_tree, write_recipe, write_sharegpt
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    """A run's folder; what this process tells ends with the test."""
+    for name, value in (("_place", None), ("_told", 0.0), ("TELL_EVERY", 0.0)):
+        monkeypatch.setattr(progress, name, value)
+    return tmp_path / "tiny"
+
+
+def values(run: Path) -> dict[tuple[str, str], float]:
+    """By metric (or the shown figure) and stage."""
+    found = {}
+    for metric in told_by(run):
+        for sample in metric.samples:
+            found[sample.labels.get("name", metric.name), sample.labels["stage"]] = sample.value
+    return found
+
+
+def test_numbers_that_people_read_are_numbers_there(run):
+    publish(run, "train")
+    with Progress("train eagle", 20, "steps", quiet=False) as shown:
+        shown.advance(5, **{"loss": "2.135", "tokens/s": "1,234", "waiting": "12%", "benchmark": "humaneval"})
+    found = values(run)
+    assert found["loss", "train"] == 2.135 and found["tokens/s", "train"] == 1234 and found["waiting", "train"] == 0.12
+    assert found["jakiro_done", "train"] == 5 and found["jakiro_total", "train"] == 20
+    assert ("benchmark", "train") not in found
+    [line] = lines_of(run)
+    assert line.startswith(
+        "train: train eagle: 5 of 20 steps (25%), loss 2.135, tokens/s 1,234, waiting 0.12; told 0 s"
+    )
+
+
+def test_stages_stand_side_by_side_and_each_metric_once(run):
+    for stage in ("dump", "feed"):
+        publish(run, stage)
+        with Progress(stage, 0, "tokens") as shown:
+            shown.advance(7)
+    names = [metric.name for metric in told_by(run)]
+    assert len(names) == len(set(names)) and {stage for _, stage in values(run)} == {"dump", "feed"}
+    assert next(lines_of(run)).startswith("dump: dump: 7 tokens; told")
+
+
+def test_who_is_quiet_or_has_not_said_where_tells_nothing(run):
+    with Progress("dump", 3, "tokens") as shown:
+        shown.advance(1)
+    publish(run, "train")
+    with Progress("train", 3, "steps", quiet=True) as shown:
+        shown.advance(1)
+    assert not run.exists()
+
+
+def test_a_place_that_cannot_be_written_stops_nobody(run):
+    run.write_text("a file is in the way")
+    publish(run, "dump")
+    with Progress("dump", 3, "tokens") as shown:
+        shown.advance(1)
+
+
+def test_it_is_served_on_this_machine_alone_as_prometheus_reads_it(run, tmp_path, tiny_target):
+    publish(run, "dump")
+    with Progress("dump", 10, "tokens") as shown:
+        shown.advance(4, shards=2)
+    recipe = write_recipe(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), run), tmp_path / "tiny.toml")
+    port = free_port()
+    command = [sys.executable, "-c", "import jakiro; jakiro.main()", "metrics", str(recipe), "--port", str(port)]
+    environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout.readline() == f"http://127.0.0.1:{port}/metrics\n"
+            text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+            again = subprocess.run(command, capture_output=True, text=True, env=environment)
+        finally:
+            process.terminate()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples} == {"tiny"}
+    assert [one.value for one in samples if one.labels.get("name") == "shards"] == [2]
+    assert again.returncode == 2 and f"port {port} of 127.0.0.1: Address already in use" in again.stderr
+
+
+def test_status_watches_until_all_is_done(run, tmp_path, tiny_target, monkeypatch, capsys):
+    recipe = write_recipe(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), run), tmp_path / "tiny.toml")
+    publish(run, "dump")
+    with Progress("dump", 10, "tokens") as shown:
+        shown.advance(4)
+    looks = []
+
+    def state(_: object) -> tuple[bool, str]:
+        return len(looks) >= 2, "so far"
+
+    monkeypatch.setattr(stages, "features_state", state)
+    monkeypatch.setattr(stages, "train_state", state)
+    monkeypatch.setattr(stages, "eval_state", state)
+    monkeypatch.setattr(stages.time, "sleep", looks.append)
+    stages.status(str(recipe), [], watch=3)
+    told = capsys.readouterr().out
+    assert looks == [3, 3] and told.count("to do  preprocess") == 2 and told.count("done   preprocess") == 1
+    assert told.count("dump: dump: 4 of 10 tokens (40%)") == 2
+
+
+def test_the_dashboard_asks_for_metrics_that_are_told(run):
+    publish(run, "train")
+    with Progress("train", 10, "steps") as shown:
+        shown.advance(4, **{"loss": "1", "tau": "1", "tokens/s": "1", "waiting": "1%"})
+    told = {metric.name for metric in told_by(run)}
+    names = {name for name, _ in values(run)}
+    dashboard = json.loads((ROOT / "infra/grafana/jakiro.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 6
+    for expression in asked:
+        assert set(re.findall(r"jakiro_\w+", expression)) <= told, expression
+        assert set(re.findall(r'name="([^"]+)"', expression)) <= names, expression
+    assert (run / METRICS / "train.prom").is_file()
