@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import python_path
+from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
@@ -246,7 +247,8 @@ def _first_line(error: BaseException) -> str:
 def _brings_code() -> bool:
     """Whether this is a Ray job that was submitted with a copy of the code, or says itself where it is."""
     told = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
-    return "working_dir" in told or "PYTHONPATH" in (told.get("env_vars") or {})
+    copied = "working_dir" in told and ROOT.is_relative_to(Path.cwd())
+    return copied or "PYTHONPATH" in (told.get("env_vars") or {})
 
 
 def start_ray(crew: Crew) -> None:

@@ -27,7 +27,7 @@ COMMANDS = {
     "recipes": Command("jakiro.recipes", "the recipes that come with the project, by the name that all commands take"),
     "new": Command("jakiro.new", "write a commented recipe for your target, your data and this machine's GPUs"),
     "plan": Command("pipeline", "what a run will take: tokens, disk, hours, memory and GPUs"),
-    "run": Command("pipeline", "everything: dump, train, measure, release; again: goes on where it stopped"),
+    "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on a cluster; again: goes on"),
     "status": Command("pipeline", "what of a run is done"),
     "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus"),
     "manifests": Command("jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker, `ray up` or SkyPilot"),
@@ -60,8 +60,11 @@ def load(release: str | Path, target: str | None = None, **options: Any) -> Any:
 
 
 def begin(name: str, arguments: list[str]) -> None:
-    """Runs a command in this process, as if its file had been started with these arguments."""
-    runs = COMMANDS[name].runs
+    """Runs a command in this process, as if its file had been started with these arguments. "run here": `run` as the
+    pipeline knows it.
+    """
+    name, here = name.removesuffix(" here"), name.endswith(" here")
+    runs = "pipeline" if here else COMMANDS[name].runs
     if Path(sys.path[0]) != HOME:
         sys.path.insert(0, str(HOME))
     sys.argv = ["jakiro", name, *arguments] if runs == "pipeline" else [f"jakiro {name}", *arguments]

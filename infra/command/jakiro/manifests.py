@@ -185,14 +185,8 @@ class Writer:
         return ["sky launch run.yaml, in the checkout; later sky jobs launch run.yaml, which survives a lost spot node"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_recipe_arguments(parser)
-    places: dict[str, Callable[[Writer], list[str]]] = {
-        name: getattr(Writer, name) for name in ("kubernetes", "slurm", "docker", "ray", "skypilot")
-    }
-    parser.add_argument("--for", dest="place", required=True, choices=places)
-    parser.add_argument("--out", type=Path, required=True, help="a folder; files of the same names are replaced")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What a recipe does not know of a cluster."""
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--nodes", type=int, help="of each stage; default: as few as hold its GPUs")
     parser.add_argument("--cpus-per-gpu", type=int, default=8)
@@ -205,6 +199,17 @@ def main() -> None:
     parser.add_argument("--gpu", default="H100", help="SkyPilot: which")
     parser.add_argument("--hosts", metavar="HEAD,WORKER,...", help="ray: machines that you have; default: AWS")
     parser.add_argument("--ssh-user", default="ubuntu", help="ray: on those machines")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    places: dict[str, Callable[[Writer], list[str]]] = {
+        name: getattr(Writer, name) for name in ("kubernetes", "slurm", "docker", "ray", "skypilot")
+    }
+    parser.add_argument("--for", dest="place", required=True, choices=places)
+    parser.add_argument("--out", type=Path, required=True, help="a folder; files of the same names are replaced")
+    add_options(parser)
     given = parser.parse_args()
     recipe = load_recipe(given.recipe, given.overrides)
     given.out.mkdir(parents=True, exist_ok=True)

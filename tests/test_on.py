@@ -1,0 +1,150 @@
+"""`jakiro run --on`: a real Ray cluster; stand-ins for sbatch and kubectl that record what they get."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jakiro import run
+from pipeline.basics.errors import PipelineError
+from pipeline.features.shards import Manifest
+from tests.kit import ROOT, call, recipe_tree, wait_until, write_recipe, write_sharegpt
+from tests.test_manifests import tool
+
+JAKIRO = [sys.executable, "-c", "import jakiro; jakiro.main()"]
+# Says its job's name into the log that it was given; the environment says how a stage ends.
+SBATCH = """
+printf '%s\\n' "$*" >>"$LOG"
+for word in "$@"; do case $word in --output=*) out=${word#*=} ;; --job-name=*) name=${word#*=} ;; esac; done
+echo 17
+[ -z "${HANGS:-}" ] || { touch "$LOG.hangs"; exec sleep 60; }
+echo "output of $name" >>"$out"
+case $name in *-$FAILS-*) exit 3 ;; *-feed-*) [ -z "$FAILS" ] || exec sleep 60 ;; esac
+"""
+KUBECTL = """
+printf '%s\\n' "$*" >>"$LOG"
+case $1 in
+    get)
+        [ "$(grep -c "^get $2 " "$LOG")" -ge 2 ] || exit 0 # not yet
+        case $2 in rayjob) echo "${RAYJOB:-Complete}" ;; *) echo Completed ;; esac
+        ;;
+    logs) echo "output of $3" ;;
+esac
+"""
+
+
+@pytest.fixture
+def recipe(tiny_target, tmp_path) -> Path:
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    del tree["draft"]["eagle"]
+    return write_recipe(tree, tmp_path / "tiny.toml")
+
+
+def on(place: str, recipe: Path, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess:
+    command = [*JAKIRO, "run", str(recipe), "--on", place, *more]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def scheduler(name: str, text: str, folder: Path, **more: str) -> dict[str, str]:
+    return {**tool(name, folder, text), "PYTHONPATH": str(ROOT / "infra/command"), "FAILS": "", "EVERY": "0.1", **more}
+
+
+def asked(folder: Path) -> list[str]:
+    return (folder / "log").read_text().splitlines()
+
+
+def test_slurm_runs_stage_after_stage_and_shows_their_output(recipe, tmp_path):
+    tools = tmp_path / "bin"
+    done = on("slurm", recipe, scheduler("sbatch", SBATCH, tools), "--until", "train", "--partition=gpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("output of tiny-dump-") < done.stdout.index("output of tiny-train-")
+    dump, train = asked(tools)
+    assert "--partition=gpu --wait --job-name=tiny-dump-" in dump and dump.endswith(f"ray.sbatch dump {recipe}")
+    assert f"--output={tmp_path}/run/logs/train.log" in train and train.endswith(f"train.sbatch {recipe}")
+
+
+def test_a_stage_that_fails_ends_the_run(recipe, tmp_path):
+    done = on("slurm", recipe, scheduler("sbatch", SBATCH, tmp_path / "bin", FAILS="dump"))
+    assert done.returncode == 2 and "error: dump failed (status 3): its output is above" in done.stderr
+    assert len(asked(tmp_path / "bin")) == 1
+
+
+def test_a_feeder_runs_beside_its_training_and_goes_when_that_fails(recipe, tmp_path):
+    environment = scheduler("sbatch", SBATCH, tmp_path / "bin", FAILS="train")
+    tool("scancel", tmp_path / "bin", 'printf "scancel %s\\n" "$*" >>"$LOG"')
+    done = on("slurm", recipe, environment, "--set", "features.keep=window")
+    assert done.returncode == 2 and "train, feed: starts on the cluster" in done.stdout
+    assert "feed: cancelled" in done.stdout
+    assert asked(tmp_path / "bin")[-1].startswith("scancel --me --name=tiny-feed-")
+
+
+def test_an_interrupt_says_how_to_cancel_and_leaves_the_job(recipe, tmp_path):
+    environment = scheduler("sbatch", SBATCH, tmp_path / "bin", HANGS="1")
+    command = [*JAKIRO, "run", str(recipe), "--on", "slurm"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        wait_until((tmp_path / "bin/log.hangs").exists)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "dump runs on the cluster. To cancel it: scancel --me --name=tiny-dump-" in out
+
+
+def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
+    environment = scheduler("kubectl", KUBECTL, tmp_path / "bin")
+    shared = ("--shared", str(tmp_path))
+    done = on("kubernetes", recipe, environment, *shared, "--image", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    deploy, said = tmp_path / "run/deploy", asked(tmp_path / "bin")
+    applied = [line.rpartition("/")[2] for line in said if line.startswith("apply")]
+    assert applied == ["run.yaml", "dump.yaml", "run.yaml", "train.yaml", "run.yaml", "eval.yaml"]
+    assert said.index(f"delete --ignore-not-found --filename={deploy}/dump.yaml") < said.index(
+        f"apply --filename={deploy}/dump.yaml"
+    )
+    assert "get rayjob tiny-dump --output=jsonpath={.status.jobDeploymentStatus}" in said
+    assert "get jobset tiny-train --output=jsonpath={.status.terminalState}" in said
+    assert "output of job/tiny-dump" in done.stdout and "output of job/tiny-train-pods-0" in done.stdout
+    assert "image: mine" in (deploy / "train.yaml").read_text()
+    failed = on("kubernetes", recipe, environment | {"RAYJOB": "Failed"}, *shared)
+    assert failed.returncode == 2 and "dump failed (status 1)" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "refused"),
+    [
+        ("moon", (), "--on moon: expected ray://HEAD, slurm or kubernetes"),
+        ("slurm", (), "sbatch is not here"),
+        ("ray://head", ("--set", "output=runs/tiny"), "output=runs/tiny: a job runs in a temporary folder"),
+        (
+            "ray://head",
+            ("--set", "target.device=auto", "--set", "train.ranks=16"),
+            "train.ranks=16 are more than one node",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(place, more, refused, recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    sets = ("--set", "train.micro_batch=1", "--set", "train.global_batch=16") if "train.ranks=16" in more else ()
+    with pytest.raises(PipelineError, match=refused):
+        call(run.main, str(recipe), "--on", place, *more, *sets)
+
+
+@pytest.mark.real
+def test_ray_runs_all_stages_on_a_cluster_and_again_does_nothing(recipe, tmp_path, taking_jobs):
+    """The job brings the recipe alone; the nodes have the project where it is installed."""
+    environment = scheduler("true", "", tmp_path / "bin")
+    place = f"ray://{taking_jobs.dashboard.removeprefix('http://')}"
+    done = on(place, recipe, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Manifest.load(tmp_path / "run/features").complete and (tmp_path / "run/release/release.json").exists()
+    weights = (tmp_path / "run/drafts/jakiro/model.safetensors").stat().st_mtime_ns
+    again = on(place, recipe, environment)
+    assert again.returncode == 0 and (tmp_path / "run/drafts/jakiro/model.safetensors").stat().st_mtime_ns == weights
+    failing = on(place, recipe, environment, "--set", "data.max_length=7", "--set", f"output={tmp_path}/other")
+    assert failing.returncode == 2 and "dump failed" in failing.stderr, failing.stdout
+    assert json.loads((tmp_path / "run/release/provenance.json").read_text())["recipe"] == "tiny"
