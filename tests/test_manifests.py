@@ -109,12 +109,10 @@ def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
     out = made("kubernetes", tmp_path / "k", "llama3.1-instruct-8b", *fed)
     [feed] = documents(out / "feed.yaml")
     fits("rayjob.json", feed)
-    assert (
-        feed["spec"]["entrypoint"].startswith("jakiro feed ") and "features.keep=window" in feed["spec"]["entrypoint"]
-    )
-    assert (
-        "feed=$(submit 2 2 " in (made("slurm", tmp_path / "s", "llama3.1-instruct-8b", *fed) / "submit.sh").read_text()
-    )
+    entrypoint = feed["spec"]["entrypoint"]
+    assert entrypoint.startswith("jakiro feed ") and "features.keep=window" in entrypoint
+    submit = (made("slurm", tmp_path / "s", "llama3.1-instruct-8b", *fed) / "submit.sh").read_text()
+    assert "feed=$(stage feed)" in submit and 'feed) submit 2 2 "$here/ray.sbatch" feed ' in submit
 
 
 @pytest.mark.parametrize(
