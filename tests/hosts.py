@@ -1,0 +1,122 @@
+"""Hosts on one machine: each has its own network, processes, name, /tmp, /local, /dev/shm, keys, tokens and caches, an
+ssh server, and this machine's installation. They share what lies in SHARED, and nothing else. Needs root, ip, sshd and
+pdsh.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.kit import ROOT, command_environment, wait_until
+
+SHARED = "/srv/shared"  # as the hosts see it
+GATE = "10.77.0.1"  # this machine, from the hosts
+LACKING = [name for name in ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "pdsh") if shutil.which(name) is None]
+MISSING = f"two hosts need root and {', '.join(LACKING) or 'nothing else'}" if LACKING or os.geteuid() else ""
+OWN = ("root/.ssh", "root/.ray", "root/.cache", "tmp", "local")  # the rest of /root may hold this machine's Python
+# The first process of a host: its end is the host's.
+BOOT = """
+set -e
+hostname "$1"
+mkdir -p /srv/shared /run/sshd
+mount --bind "$2/etc/hosts" /etc/hosts
+for own in ${5}; do mkdir -p "/$own" && mount --bind "$2/$own" "/$own"; done
+mount --bind "$3" /srv/shared
+mount -t tmpfs tmpfs /dev/shm
+until ip link show eth0 >/dev/null 2>&1; do sleep 0.1; done
+ip link set lo up && ip addr add "$4/24" dev eth0 && ip link set eth0 up
+exec /usr/sbin/sshd -D -e -o PermitRootLogin=yes -o StrictModes=no -o HostKey=/root/.ssh/id_ed25519 -o PidFile=none
+"""
+
+
+@dataclass
+class Host:
+    name: str
+    address: str
+    folder: Path  # what is its own
+    shared: Path
+    process: subprocess.Popen | None = None
+    log: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        boot = ["bash", "-c", BOOT, "boot", self.name, str(self.folder), str(self.shared), self.address, " ".join(OWN)]
+        spaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with (self.folder / "boot.log").open("w") as log:
+            self.process = subprocess.Popen([*spaces, *boot], stdout=log, stderr=log)
+        wait_until(lambda: self._first() is not None)
+        end = f"jk{self.address.rpartition('.')[2]}"
+        card = f"02:00:0a:4d:00:{int(end.removeprefix('jk')):02x}"  # its own again after a death: others know it
+        ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "address", card, "netns", str(self._first()))
+        ip("link", "set", end, "master", "jkbridge", "up")
+        wait_until(lambda: self.run("ssh", "-o", "ConnectTimeout=1", self.name, "true").returncode == 0)
+
+    def _first(self) -> int | None:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else None
+
+    def command(self, *words: str, **environment: str) -> list[str]:
+        """What runs a command there, from here."""
+        inside = ["nsenter", f"--target={self._first()}", "--mount", "--uts", "--net", "--pid"]
+        known = command_environment(**environment)
+        keep = ("PATH", "DS_ACCELERATOR", *environment)
+        settings = [f"{name}={known[name]}" for name in keep if name in known]
+        return [*inside, "env", "-i", "HOME=/root", *settings, "bash", "-c", 'cd /root; exec "$@"', "bash", *words]
+
+    def run(self, *words: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(self.command(*words, **environment), capture_output=True, text=True, timeout=timeout)
+
+    def start_command(self, log: Path, *words: str, **environment: str) -> subprocess.Popen:
+        with log.open("w") as out:
+            return subprocess.Popen(self.command(*words, **environment), stdout=out, stderr=subprocess.STDOUT)
+
+    def die(self) -> None:
+        """As when its power is cut: all its processes end at once."""
+        os.kill(self._first(), signal.SIGKILL)
+        self.process.wait()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def started(*names: str) -> Iterator[list[Host]]:
+    base = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
+    (base / "shared").mkdir()
+    hosts = [Host(name, f"10.77.0.{11 + number}", base / name, base / "shared") for number, name in enumerate(names)]
+    ip("link", "add", "jkbridge", "type", "bridge")
+    try:
+        ip("addr", "add", f"{GATE}/24", "dev", "jkbridge")
+        ip("link", "set", "jkbridge", "up")
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(base / "key")], check=True)
+        known = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
+        for host in hosts:
+            for name in (*OWN, "etc"):
+                (host.folder / name).mkdir(parents=True)
+            (host.folder / "etc/hosts").write_text(known)
+            ssh = host.folder / "root/.ssh"
+            shutil.copy(base / "key", ssh / "id_ed25519")
+            shutil.copy(base / "key.pub", ssh / "authorized_keys")
+            (ssh / "config").write_text("StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n")
+            host.start()
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.process is not None and host.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    host.die()
+        ip("link", "del", "jkbridge")
+        time.sleep(0.5)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def code() -> str:
+    """PYTHONPATH on each host, where the checkout is not installed."""
+    return f"{ROOT}:{ROOT / 'infra/command'}"

@@ -1,0 +1,152 @@
+"""Two hosts that share what the recipe names, and nothing else: the dump across both through an object store, training
+across both by hostfile and ssh; one dies in the middle of each, and what comes out is what one machine makes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyarrow.fs import FileSystem
+
+from pipeline.basics.files import sha256
+from pipeline.features.shards import Manifest
+from tests import hosts
+from tests.hosts import Host, code
+from tests.kit import (
+    BIN,
+    ROOT,
+    recipe_tree,
+    wait_until,
+    write_recipe,
+    write_sharegpt,
+)
+from tests.loopback import KEYS
+
+pytestmark = [pytest.mark.real, pytest.mark.skipif(bool(hosts.MISSING), reason=hosts.MISSING)]
+JAKIRO = [str(BIN / "python"), "-c", "import jakiro; jakiro.main()"]
+TOKEN = "5" * 64
+WEIGHTS = "drafts/jakiro/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    """The address of an empty bucket, as the hosts reach it through their bridge."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="0.0.0.0", port=0, verbose=False)
+    server.start()
+    where = f"endpoint_override={hosts.GATE}:{server.get_host_and_port()[1]}&scheme=http&region=us-east-1"
+    yield f"s3://shards/run?{where}&allow_bucket_creation=true"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def two(store) -> Iterator[list[Host]]:
+    with hosts.started("host-a", "host-b") as found, pytest.MonkeyPatch.context() as patch:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        FileSystem.from_uri(store)[0].create_dir("shards")
+        for host in found:
+            (host.folder / "root/.ray/auth_token").write_text(TOKEN)
+        yield found
+
+
+def settings(**more: str) -> dict[str, str]:
+    return {"PYTHONPATH": code(), "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **KEYS, **more}
+
+
+def join(host: Host, head: Host) -> None:
+    """Starts Ray on a host: one worker's room on each."""
+    if host is head:
+        where = ["--head", f"--node-ip-address={head.address}", "--port=6379", "--include-dashboard=false"]
+    else:
+        where = [f"--address={head.address}:6379", f"--node-ip-address={host.address}"]
+    done = host.run(str(BIN / "ray"), "start", "--num-cpus=2", "--disable-usage-stats", *where, **settings())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def recipe(two, tiny_target, store) -> Path:
+    """In the shared folder, with the target and the data beside it."""
+    shared = two[0].shared
+    shutil.copytree(tiny_target, shared / "target")
+    write_sharegpt(shared / "data.json", 2400)
+    there = Path(hosts.SHARED)
+    tree = recipe_tree(there / "target", there / "data.json", there / "run")
+    del tree["draft"]["eagle"]
+    tree["features"] |= {"workers": 2, "cpus_per_worker": 2, "hang_seconds": 60}
+    tree["features"]["store"] = store
+    tree["train"] |= {"epochs": 1, "ranks": 2, "micro_batch": 2, "checkpoint_every": 1}
+    tree["train"] |= {"shards": "/local/shards", "resume": f"{there}/resume"}
+    return write_recipe(tree, shared / "tiny.toml")
+
+
+def here(recipe: Path) -> str:
+    return f"{hosts.SHARED}/{recipe.name}"
+
+
+def test_a_dump_across_two_hosts_outlives_one_of_them(two, recipe):
+    a, b = two
+    join(a, a)
+    join(b, a)
+    environment = settings(RAY_ADDRESS=f"{a.address}:6379")
+    log = a.folder / "dump.log"
+    process = a.start_command(log, *JAKIRO, "dump", here(recipe), **environment)
+    manifest = a.shared / "run/features"
+    wait_until(lambda: process.poll() is not None or f"ip={b.address}" in log.read_text())  # its worker loads
+    first = shards_of(manifest)
+    wait_until(lambda: process.poll() is not None or shards_of(manifest) >= first + 6)
+    assert process.poll() is None, log.read_text()
+    b.die()
+    assert process.wait(300) == 0, log.read_text()
+    assert Manifest.load(manifest).complete and "was lost" in log.read_text(), log.read_text()
+
+
+def shards_of(features: Path) -> int:
+    return len(Manifest.load(features).shards) if (features / "manifest.json").exists() else 0
+
+
+@pytest.fixture(scope="module")
+def alone(two, recipe) -> Path:
+    """The folder of a run by one of the hosts, without a store: a dump, and a training of two ranks."""
+    tree = json.loads(recipe.read_text())
+    tree["output"], tree["features"]["store"] = f"{hosts.SHARED}/alone", None
+    tree["train"] |= {"shards": None, "resume": None}
+    mine = here(write_recipe(tree, recipe.with_name("alone.toml")))
+    for command in ([*JAKIRO, "dump", mine], [*JAKIRO, "train", mine]):
+        done = two[0].run(*command, **settings())
+        assert done.returncode == 0, done.stdout + done.stderr
+    return two[0].shared / "alone"
+
+
+def test_its_shards_are_those_of_one_host(two, recipe, alone):
+    found = [
+        {shard.name: shard.sha256 for shard in Manifest.load(output / "features").shards}
+        for output in (two[0].shared / "run", alone)
+    ]
+    assert found[0] == found[1] and len(found[0]) > 4
+
+
+def test_training_across_two_hosts_goes_on_after_one_has_died(two, recipe, alone):
+    a, b = two
+    b.start()
+    told = settings(DS_ACCELERATOR="cpu", PATH=os.environ["PATH"])
+    for host in two:
+        (host.folder / "root/.ssh/deepspeed_env").write_text("".join(f"{name}={told[name]}\n" for name in told))
+    (a.shared / "hostfile").write_text("host-a slots=1\nhost-b slots=1\n")
+    launch = [str(BIN / "deepspeed"), "--hostfile", f"{hosts.SHARED}/hostfile", "--master_addr", a.address]
+    launch += [str(ROOT / "train/main.py"), here(recipe)]
+    environment = settings(DS_ENV_FILE="/root/.ssh/deepspeed_env")
+    log, resume = a.folder / "train.log", a.shared / "resume"
+    process = a.start_command(log, *launch, **environment)
+    wait_until(lambda: process.poll() is not None or any(resume.rglob("resume.json")))
+    assert process.poll() is None, log.read_text()
+    b.die()
+    assert process.wait(300) != 0
+    b.start()
+    again = a.run(*launch, **environment)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert sha256(a.shared / "run" / WEIGHTS) == sha256(alone / WEIGHTS)
