@@ -27,8 +27,11 @@ case $name in *-$FAILS-*) exit 3 ;; *-feed-*) [ -z "$FAILS" ] || exec sleep 60 ;
 KUBECTL = """
 printf '%s\\n' "$*" >>"$LOG"
 case $1 in
+    apply) touch "$LOG.$(basename "${2#*=}" .yaml)" ;;
     get)
-        [ "$(grep -c "^get $2 " "$LOG")" -ge 2 ] || exit 0 # not yet
+        [ -e "$LOG.${3#tiny-}" ] || exit 0 # not found
+        case $* in *--output=name) echo "$2/$3" && exit ;; esac
+        [ "$(grep -c "^get $2 $3 .*jsonpath" "$LOG")" -ge 2 ] || exit 0 # no state yet
         case $2 in rayjob) echo "${RAYJOB:-Complete}" ;; *) echo Completed ;; esac
         ;;
     logs) echo "output of $3" ;;
@@ -104,12 +107,17 @@ def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
     assert applied == ["run.yaml", "dump.yaml", "train.yaml", "eval.yaml"]
     asks = [said.index(f"{what} --filename={deploy}/dump.yaml") for what in ("delete --ignore-not-found", "apply")]
     assert asks == sorted(asks)
-    assert "get rayjob tiny-dump --output=jsonpath={.status.jobDeploymentStatus}" in said
-    assert "get jobset tiny-train --output=jsonpath={.status.terminalState}" in said
+    known = "--ignore-not-found --output=jsonpath="
+    assert f"get rayjob tiny-dump {known}{{.status.jobDeploymentStatus}}" in said
+    assert f"get jobset tiny-train {known}{{.status.terminalState}}" in said
     assert "output of job/tiny-dump" in done.stdout and "output of job/tiny-train-pods-0" in done.stdout
     assert "image: mine" in (deploy / "train.yaml").read_text()
     failed = on("kubernetes", recipe, environment | {"RAYJOB": "Failed"}, *shared)
     assert failed.returncode == 2 and "dump failed (status 1)" in failed.stderr
+    (tmp_path / "bin/log").write_text("")  # as if it had begun just now: there it is, and has no state yet
+    joined = on("kubernetes", recipe, environment, *shared, "--until", "preprocess")
+    assert joined.returncode == 0 and "tiny-dump runs already" in joined.stdout
+    assert not any(line.startswith(("apply", "delete")) for line in asked(tmp_path / "bin"))
 
 
 @pytest.mark.parametrize(
