@@ -48,7 +48,7 @@ def recipe(tiny_target, tmp_path) -> Path:
 
 def on(place: str, recipe: Path, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess:
     command = [*JAKIRO, "run", str(recipe), "--on", place, *more]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=recipe.parent)
 
 
 def scheduler(name: str, text: str, folder: Path, **more: str) -> dict[str, str]:
@@ -102,7 +102,7 @@ def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
     shared = ("--shared", str(tmp_path))
     done = on("kubernetes", recipe, environment, *shared, "--image", "mine")
     assert done.returncode == 0, done.stdout + done.stderr
-    deploy, said = tmp_path / "run/deploy", asked(tmp_path / "bin")
+    deploy, said = Path("deploy/tiny"), asked(tmp_path / "bin")
     applied = [line.rpartition("/")[2] for line in said if line.startswith("apply")]
     assert applied == ["run.yaml", "dump.yaml", "train.yaml", "eval.yaml"]
     asks = [said.index(f"{what} --filename={deploy}/dump.yaml") for what in ("delete --ignore-not-found", "apply")]
@@ -111,7 +111,7 @@ def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
     assert f"get rayjob tiny-dump {known}{{.status.jobDeploymentStatus}}" in said
     assert f"get jobset tiny-train {known}{{.status.terminalState}}" in said
     assert "output of job/tiny-dump" in done.stdout and "output of job/tiny-train-pods-0" in done.stdout
-    assert "image: mine" in (deploy / "train.yaml").read_text()
+    assert "image: mine" in (tmp_path / deploy / "train.yaml").read_text()
     failed = on("kubernetes", recipe, environment | {"RAYJOB": "Failed"}, *shared)
     assert failed.returncode == 2 and "dump failed (status 1)" in failed.stderr
     (tmp_path / "bin/log").write_text("")  # as if it had begun just now: there it is, and has no state yet

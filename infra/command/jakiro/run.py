@@ -25,6 +25,7 @@ from jakiro import manifests
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
 from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments, recipe_file
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry
 
 STAGES = {"preprocess": "dump", "train": "train", "eval": "eval"}  # as `--until` calls them
@@ -55,7 +56,7 @@ def jobs_on(place: str, given: argparse.Namespace, more: list[str]) -> list[list
 
 
 def _folder(given: argparse.Namespace) -> Path:
-    folder = load_recipe(given.recipe, given.overrides).run_dir / "deploy"
+    folder = Path("deploy") / load_recipe(given.recipe, given.overrides).name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -118,7 +119,7 @@ def _by_ray(place: str, given: argparse.Namespace) -> Callable[[str], Job]:
 
     def make(stage: str) -> Job:
         name = f"{recipe.name}-{stage}-{os.getpid()}"
-        gpus = 0 if recipe.target.device == "cpu" or stage == "dump" else _gpus_of(stage, recipe, given)
+        gpus = _gpus_of(stage, recipe, given)
         where = ["--address", address, "--submission-id", name, "--working-dir", str(sent)]
         where += ["--entrypoint-num-gpus", str(gpus)] if gpus else []
         arguments = [recipe_file(given.recipe).name, *override_arguments(given.overrides)]
@@ -128,13 +129,14 @@ def _by_ray(place: str, given: argparse.Namespace) -> Callable[[str], Job]:
     return make
 
 
-def _gpus_of(stage: str, recipe: manifests.Recipe, given: argparse.Namespace) -> int:
-    nodes = getattr(manifests.Stages.of(recipe, given), stage)
-    if stage == "train" and nodes.nodes > 1:
-        raise PipelineError(
-            f"train.ranks={nodes.nodes * nodes.gpus} are more than one node has: --on slurm or kubernetes"
-        )
-    return nodes.gpus
+def _gpus_of(stage: str, recipe: Recipe, given: argparse.Namespace) -> int:
+    """What a job asks for itself; the workers that it starts ask for theirs."""
+    stages = manifests.Stages.of(recipe, given)
+    if stage == "train" and stages.train.nodes > 1:
+        ranks = stages.train.nodes * stages.train.gpus
+        raise PipelineError(f"train.ranks={ranks} are more than one node has: --on slurm or kubernetes")
+    alone = {"train": stages.train.gpus, "eval": 0 if stages.eval_by_ray else stages.eval.gpus}
+    return 0 if recipe.target.device == "cpu" else alone.get(stage, 0)
 
 
 def follow(together: list[Job]) -> None:
