@@ -97,11 +97,10 @@ def test_kubernetes_files_fit_the_schemas_and_the_recipe(name, tmp_path):
     per_pod = int(command.partition("--nproc_per_node=")[2].split()[0])
     assert job["parallelism"] * per_pod == (recipe.train.ranks or 8)
     subprocess.run(["bash", "-n", "-c", command], check=True)
-    for path in out.glob("eval.yaml"):
-        [measured] = documents(path)
-        by_ray = measured["kind"] == "RayJob"
-        assert by_ray == (recipe.eval.workers > 1)
-        fits("rayjob.json", measured) if by_ray else require_known(models.JobsetV1alpha2JobSet, measured)
+    [measured] = documents(out / "eval.yaml")
+    by_ray = measured["kind"] == "RayJob"
+    assert by_ray == (recipe.eval.workers > 1)
+    fits("rayjob.json", measured) if by_ray else require_known(models.JobsetV1alpha2JobSet, measured)
 
 
 def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
@@ -118,7 +117,7 @@ def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
 @pytest.mark.parametrize(
     ("more", "refused"),
     [
-        (("--set", "output=/home/me/run"), "output=/home/me/run is not below /shared, which all pods see"),
+        (("--set", "output=/home/me/run"), "output=/home/me/run is not below /shared, which all nodes see"),
         (("--set", "train.ranks=8", "--nodes", "3"), "train.ranks=8 do not fill 3 nodes"),
         (("--set", "train.ranks=3"), "global_batch=16 is no multiple"),
     ],
@@ -135,10 +134,13 @@ def test_paths_that_only_this_machine_has_are_named(tmp_path, capsys):
 
 def test_ray_and_skypilot_files_fit_their_schemas(tmp_path):
     schema = json.loads((Path(ray.__file__).parent / "autoscaler/ray-schema.json").read_text())
-    for hosts in ((), ("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3")):
+    aws = ("--set", "features.store=s3://bucket/run")
+    for hosts in (aws, ("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3")):
         [cluster] = documents(made("ray", tmp_path, "llama3.1-instruct-8b", *hosts) / "cluster.yaml")
         jsonschema.validate(cluster, schema)
     assert cluster["provider"] == {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]}
+    with pytest.raises(PipelineError, match="machines of AWS share no folder"):
+        made("ray", tmp_path, "llama3.1-instruct-8b")
     with pytest.raises(PipelineError, match="--hosts wants a head and at least one worker"):
         made("ray", tmp_path, "llama3.1-instruct-8b", "--hosts", "10.0.0.1")
     for name, gpus in (("llama3.1-instruct-8b", "H100:8"), ("demo", None)):
@@ -218,7 +220,7 @@ def test_docker_gets_the_recipe_the_gpus_and_a_folder(tmp_path):
 
 
 def test_shell_scripts_and_the_dockerfile_are_clean(tmp_path):
-    scripts = [str(path) for path in (ROOT / "infra/slurm").glob("*.sbatch")]
+    scripts = [str(path) for path in [*(ROOT / "infra/slurm").glob("*.sbatch"), ROOT / "infra/kubernetes/follow.sh"]]
     scripts += [
         str(made(place, tmp_path, "demo") / name) for place, name in (("slurm", "submit.sh"), ("docker", "run.sh"))
     ]

@@ -1,5 +1,6 @@
 """`jakiro run --on`: a real Ray cluster; stand-ins for sbatch and kubectl that record what they get."""
 
+import argparse
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from jakiro import run
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import Manifest
+from pipeline.recipe.recipe import Recipe
 from tests.kit import ROOT, call, recipe_tree, wait_until, write_recipe, write_sharegpt
 from tests.test_manifests import tool
 
@@ -32,9 +34,9 @@ case $1 in
         [ -e "$LOG.${3#tiny-}" ] || exit 0 # not found
         case $* in *--output=name) echo "$2/$3" && exit ;; esac
         [ "$(grep -c "^get $2 $3 .*jsonpath" "$LOG")" -ge 2 ] || exit 0 # no state yet
-        case $2 in rayjob) echo "${RAYJOB:-Complete}" ;; *) echo Completed ;; esac
+        case $2 in rayjob) echo "${RAYJOB:-Complete/SUCCEEDED}" ;; *) echo Completed ;; esac
         ;;
-    logs) echo "output of $3" ;;
+    logs) echo "output of $4" ;;
 esac
 """
 
@@ -102,18 +104,20 @@ def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
     shared = ("--shared", str(tmp_path))
     done = on("kubernetes", recipe, environment, *shared, "--image", "mine")
     assert done.returncode == 0, done.stdout + done.stderr
-    deploy, said = Path("deploy/tiny"), asked(tmp_path / "bin")
+    deploy, said = tmp_path / "deploy/tiny", asked(tmp_path / "bin")
     applied = [line.rpartition("/")[2] for line in said if line.startswith("apply")]
     assert applied == ["run.yaml", "dump.yaml", "train.yaml", "eval.yaml"]
     asks = [said.index(f"{what} --filename={deploy}/dump.yaml") for what in ("delete --ignore-not-found", "apply")]
     assert asks == sorted(asks)
     known = "--ignore-not-found --output=jsonpath="
-    assert f"get rayjob tiny-dump {known}{{.status.jobDeploymentStatus}}" in said
+    assert f"get rayjob tiny-dump {known}{{.status.jobDeploymentStatus}}/{{.status.jobStatus}}" in said
     assert f"get jobset tiny-train {known}{{.status.terminalState}}" in said
     assert "output of job/tiny-dump" in done.stdout and "output of job/tiny-train-pods-0" in done.stdout
-    assert "image: mine" in (tmp_path / deploy / "train.yaml").read_text()
-    failed = on("kubernetes", recipe, environment | {"RAYJOB": "Failed"}, *shared)
-    assert failed.returncode == 2 and "dump failed (status 1)" in failed.stderr
+    assert "image: mine" in (deploy / "train.yaml").read_text()
+    for state in ("Failed/FAILED", "Complete/STOPPED", "ValidationFailed/"):
+        failed = on("kubernetes", recipe, environment | {"RAYJOB": state}, *shared)
+        assert failed.returncode == 2 and "dump failed (status 1)" in failed.stderr
+        assert f"tiny-dump ended as {state}" in failed.stderr
     (tmp_path / "bin/log").write_text("")  # as if it had begun just now: there it is, and has no state yet
     joined = on("kubernetes", recipe, environment, *shared, "--until", "preprocess")
     assert joined.returncode == 0 and "tiny-dump runs already" in joined.stdout
@@ -125,6 +129,7 @@ def test_kubernetes_gets_each_file_and_is_watched_to_its_end(recipe, tmp_path):
     [
         ("moon", (), "--on moon: expected ray://HEAD, slurm or kubernetes"),
         ("slurm", (), "sbatch is not here"),
+        ("ray://head", ("--untill", "train"), "--untill: no option of jakiro run"),
         ("ray://head", ("--set", "output=runs/tiny"), "output=runs/tiny: a job runs in a temporary folder"),
         (
             "ray://head",
@@ -139,6 +144,20 @@ def test_what_cannot_be_is_refused(place, more, refused, recipe, tmp_path, monke
     sets = ("--set", "train.micro_batch=1", "--set", "train.global_batch=16") if "train.ranks=16" in more else ()
     with pytest.raises(PipelineError, match=refused):
         call(run.main, str(recipe), "--on", place, *more, *sets)
+
+
+def test_gpus_that_a_ray_job_asks_for_are_its_own(tiny_target, tmp_path):
+    """Workers ask for theirs; how many ranks a node takes has to be said."""
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", "/shared/run")
+    tree["target"]["device"], tree["eval"]["workers"], tree["train"]["ranks"] = "auto", 4, 8
+    tree["train"] |= {"global_batch": 8, "micro_batch": 1}
+    given = argparse.Namespace(nodes=None, gpus_per_node=8)
+    recipe = Recipe.model_validate(tree)
+    asked = {stage: run._gpus_of(stage, recipe, given) for stage in ("dump", "feed", "train", "eval")}
+    assert asked == {"dump": 0, "feed": 0, "train": 8, "eval": 0}
+    del tree["train"]["ranks"]
+    with pytest.raises(PipelineError, match=r"train.ranks is not set"):
+        run._gpus_of("train", Recipe.model_validate(tree), given)
 
 
 @pytest.mark.real

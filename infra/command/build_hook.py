@@ -29,5 +29,8 @@ class Hook(BuildHookInterface):
         return self._git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
 
     def _git(self, *arguments: str) -> str:
-        done = subprocess.run(["git", "-C", self.root, *arguments], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", "-C", self.root, *arguments], capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # no git in an image
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -168,12 +168,14 @@ METRICS = "metrics"  # of a run
 TELL_EVERY = 5.0  # seconds
 _place: Path | None = None  # of this process, which is one stage's
 _told = 0.0
+_works: dict[str, tuple[int, int, str, dict[str, Any]]] = {}  # of the stage, each as it was last told
 
 
 def publish(run: Path, stage: str) -> None:
     """From now on this process tells how far it is."""
     global _place
     _place = run / METRICS / f"{stage}.prom"
+    _works.clear()
 
 
 def _tell(what: str, done: int, total: int, unit: str, shown: dict[str, Any]) -> None:
@@ -182,22 +184,26 @@ def _tell(what: str, done: int, total: int, unit: str, shown: dict[str, Any]) ->
     """
     global _told
     now = time.monotonic()
+    _works[what] = done, total, unit, shown
     if _place is None or (now - _told < TELL_EVERY and done != total):
         return
     _told = now
-    registry, where = CollectorRegistry(), {"run": _place.parent.parent.name, "stage": _place.stem, "what": what}
+    registry, stage = CollectorRegistry(), {"run": _place.parent.parent.name, "stage": _place.stem}
 
     def gauge(name: str, about: str, *labels: str) -> Callable[..., Gauge]:
-        made = Gauge(f"jakiro_{name}", about, [*where, *labels], registry=registry)
-        return lambda **more: made.labels(**where, **more)
+        made = Gauge(f"jakiro_{name}", about, [*stage, *labels], registry=registry)
+        return lambda **more: made.labels(**stage, **more)
 
-    gauge("done", "work done by the stage", "unit")(unit=unit).set(done)
-    gauge("total", "all of that work; 0 where nobody knows", "unit")(unit=unit).set(total)
     gauge("heartbeat_seconds", "when the stage last told something, in seconds since 1970")().set(time.time())
-    figures = gauge("shown", "what the stage shows beside: loss, tau, tokens/s, waiting, ...", "name")
-    for name, value in shown.items():
-        if (number := _number(str(value))) is not None:
-            figures(name=name).set(number)
+    work = gauge("done", "work done by the stage", "what", "unit")
+    whole = gauge("total", "all of that work; 0 where nobody knows", "what", "unit")
+    figures = gauge("shown", "what the stage shows beside: loss, tau, tokens/s, waiting, ...", "what", "name")
+    for one, (did, of, in_units, beside) in _works.items():
+        work(what=one, unit=in_units).set(did)
+        whole(what=one, unit=in_units).set(of)
+        for name, value in beside.items():
+            if (number := _number(str(value))) is not None:
+                figures(what=one, name=name).set(number)
     with suppress(OSError):
         _place.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(_place), registry)
@@ -222,19 +228,22 @@ def told_by(run: Path) -> Iterator[Metric]:
 
 
 def lines_of(run: Path) -> Iterator[str]:
-    """A line for each stage that has told something."""
-    told: dict[str, dict[str, Any]] = {}
+    """A line for each work that a stage has told of."""
+    beats: dict[str, float] = {}
+    works: dict[tuple[str, str], dict[str, Any]] = {}
     for metric in told_by(run):
         for sample in metric.samples:
-            stage = told.setdefault(sample.labels["stage"], {"shown": {}} | sample.labels)
+            label = sample.labels
+            if metric.name == "jakiro_heartbeat_seconds":
+                beats[label["stage"]] = sample.value
+                continue
+            work = works.setdefault((label["stage"], label["what"]), {"shown": {}})
             if metric.name == "jakiro_shown":
-                stage["shown"][sample.labels["name"]] = sample.value
+                work["shown"][label["name"]] = sample.value
             else:
-                stage[metric.name.removeprefix("jakiro_")] = sample.value
-            stage |= {key: value for key, value in sample.labels.items() if key == "unit"}
-    for stage, one in told.items():
-        done, total, unit = one["done"], one["total"], one["unit"]
+                work |= {metric.name.removeprefix("jakiro_"): sample.value, "unit": label["unit"]}
+    for (stage, what), work in works.items():
+        done, total, unit = work["done"], work["total"], work["unit"]
         share = f" of {total:,.0f} {unit} ({done / total:.0%})" if total else f" {unit}"
-        shown = "".join(f", {name} {value:,.4g}" for name, value in one["shown"].items())
-        ago = time.time() - one["heartbeat_seconds"]
-        yield f"{stage}: {one['what']}: {done:,.0f}{share}{shown}; told {ago:,.0f} s ago"
+        shown = "".join(f", {name} {value:,.4g}" for name, value in work["shown"].items())
+        yield f"{stage}: {what}: {done:,.0f}{share}{shown}; told {time.time() - beats[stage]:,.0f} s ago"

@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from pipeline.basics import embedded
 from pipeline.basics.accelerator import accelerator, kind
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_json
+from pipeline.basics.files import ROOT, read_json
 from pipeline.lm.attention import require_tree_attention, use_masks
 from pipeline.lm.chat import require_template
 from pipeline.lm.config import TargetConfig
@@ -101,9 +101,10 @@ def load_tokenizer(config: TargetConfig) -> Any:
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
     if config.chat_template:
-        template = Path(config.chat_template).expanduser()
+        named = Path(config.chat_template).expanduser()
+        template = named if named.is_file() else ROOT / named  # a recipe's that comes with the project
         if not template.is_file():
-            raise PipelineError(f"target.chat_template {template} does not exist: expected a Jinja file")
+            raise PipelineError(f"target.chat_template {named} does not exist: expected a Jinja file")
         tokenizer.chat_template = template.read_text().rstrip("\n")
     require_template(tokenizer, config.model)
     apply_settings(tokenizer, config)

@@ -94,6 +94,11 @@ class Recipe(Section):
         return [name for name in self.trained if name not in self.published]
 
     @property
+    def fed(self) -> bool:
+        """Whether the states are made while training reads them."""
+        return self.features.keep == "window" and bool(self.to_train)
+
+    @property
     def _dumped_for(self) -> list[AnyDraft]:
         """The drafts whose wants the dump holds: a published one is not trained from it."""
         return [config for name, config in self.draft.items() if name not in self.published]

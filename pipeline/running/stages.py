@@ -106,7 +106,7 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
         "eval": ([sys.executable, str(ROOT / "eval/main.py")], eval_state),
     }
     feeders = {"train": [*making, str(ROOT / "preprocess/feed.py"), *arguments]}
-    feeders = feeders if recipe.features.keep == "window" and recipe.to_train else {}
+    feeders = feeders if recipe.fed else {}
     return [
         Stage(name, [*command, *arguments], environment, state, feeders.get(name, []))
         for name, (command, state) in commands.items()

@@ -8,6 +8,7 @@ place where they lie on the path. Each command of `jakiro` is a file of theirs, 
 import runpy
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,9 @@ COMMANDS = {
 
 def load(release: str | Path, target: str | None = None, **options: Any) -> Any:
     """A release with its target: `pipeline.serving.load.load`, which says what it takes and gives."""
+    found = find_spec("pipeline")
+    if found is None or not str(found.origin).startswith(str(HOME)):
+        raise ImportError(f"a module `pipeline` of yours ({found and found.origin}) hides jakiro's: rename it")
     from pipeline.serving.load import load as load_release
 
     return load_release(Path(release), target, **options)

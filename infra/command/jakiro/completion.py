@@ -33,20 +33,22 @@ class _Asked(BaseException):
 
 @contextmanager
 def _asking() -> Iterator[list[argparse.ArgumentParser]]:
-    """In the block, a command that parses its arguments ends there, and its parser is in the list."""
+    """In the block, a command that parses its arguments ends there, and its parser is in the list. (`parse_args` asks
+    `parse_known_args`.)
+    """
     found: list[argparse.ArgumentParser] = []
 
     def asked(parser: argparse.ArgumentParser, *_: object) -> None:
         found.append(parser)
         raise _Asked
 
-    kept, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, asked
+    kept, argparse.ArgumentParser.parse_known_args = argparse.ArgumentParser.parse_known_args, asked
     try:
         yield found
     except _Asked:
         pass
     finally:
-        argparse.ArgumentParser.parse_args = kept
+        argparse.ArgumentParser.parse_known_args = kept
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

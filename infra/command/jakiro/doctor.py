@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import get_token
 
 import jakiro
 from pipeline.basics import embedded
@@ -143,8 +144,7 @@ def network() -> Iterator[Finding]:
             yield Finding("ok", "the Hub can be reached")
         except OSError:
             yield Finding("note", "the Hub cannot be reached", "targets and data have to be folders of this machine")
-    stored = Path(os.environ.get("HF_TOKEN_PATH", Path.home() / ".cache/huggingface/token"))
-    known = bool(os.environ.get("HF_TOKEN")) or stored.is_file()
+    known = get_token() is not None
     yield _judged(
         known, "a Hub token is set" if known else "no Hub token", "gated models want one: hf auth login", "note"
     )

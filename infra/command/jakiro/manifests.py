@@ -31,7 +31,6 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
 INFRA = jakiro.HOME / "infra"
-RECIPE = "/recipe/recipe.toml"  # where pods find it
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,18 @@ class Stages:
         )
 
 
+def copy(recipe: Path, folder: Path) -> None:
+    """The recipe goes along."""
+    if recipe.resolve() != (folder / recipe.name).resolve():
+        shutil.copyfile(recipe, folder / recipe.name)
+
+
 class Writer:
     def __init__(self, recipe: Recipe, given: argparse.Namespace):
         self.recipe, self.given, self.stages = recipe, given, Stages.of(recipe, given)
         self.accelerated = recipe.target.device != "cpu"
-        self.run = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:40].rstrip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:40].rstrip("-")
+        self.run = name if name[0].isalpha() else f"run-{name}"  # Kubernetes: a label of DNS that begins with a letter
         self._environment = Environment(
             loader=FileSystemLoader(INFRA), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=False
         )
@@ -91,8 +97,14 @@ class Writer:
         write_text(self.given.out / name, text)
 
     def output(self, shared: str) -> list[str]:
-        """The overrides of a run in a cluster, where `shared` is what all nodes see."""
-        place = self.recipe.output if Path(self.recipe.output).is_absolute() else f"{shared}/{self.recipe.output}"
+        """The overrides of a run in a cluster, where `shared` is what all nodes see. Raises PipelineError for an output
+        elsewhere.
+        """
+        place = self.recipe.output
+        if not Path(place).is_absolute():
+            place = f"{shared}/{place}"
+        elif not place.startswith(f"{shared}/"):
+            raise PipelineError(f"output={place} is not below {shared}, which all nodes see: change one of them")
         return override_arguments([*self.given.overrides, f"output={place}"])
 
     def asked(self, nodes: Nodes) -> dict[str, Any]:
@@ -103,19 +115,17 @@ class Writer:
 
     def kubernetes(self) -> list[str]:
         shared, stages = self.given.shared.rstrip("/"), self.stages
-        if Path(self.recipe.output).is_absolute() and not self.recipe.output.startswith(f"{shared}/"):
-            raise PipelineError(
-                f"output={self.recipe.output} is not below {shared}, which all pods see: change one of them"
-            )
         common = {
             "image": self.given.image,
             "shared": shared,
             "claim": self.given.claim or self.run,
             "gpu_resource": self.given.gpu_resource,
         }
-        arguments = [RECIPE, *self.output(shared)]
-        text = recipe_file(self.given.recipe).read_text().rstrip("\n")
-        self.put("run.yaml", "kubernetes/run.yaml.jinja", recipe=text, storage=self.given.storage, **common)
+        recipe = recipe_file(self.given.recipe)
+        file = f"recipe{recipe.suffix}"
+        arguments = [f"/recipe/{file}", *self.output(shared)]
+        facts = {"recipe": recipe.read_text().rstrip("\n"), "file": file, "own_claim": self.given.claim is None}
+        self.put("run.yaml", "kubernetes/run.yaml.jinja", storage=self.given.storage, **facts, **common)
         ray = {"ray_version": importlib.metadata.version("ray"), "head_cpus": 8, "head_memory": "32Gi"}
 
         def by_ray(stage: str, nodes: Nodes) -> None:
@@ -134,7 +144,7 @@ class Writer:
             f" --node_rank=$JOB_COMPLETION_INDEX --master_addr={first} --master_port=29500 --no_python jakiro rank"
         )
         by_pods("train", stages.train, ["bash", "-c", f"exec {launch} {shlex.join(arguments)}"])
-        if self.recipe.features.keep == "window":
+        if self.recipe.fed:
             by_ray("feed", stages.dump)
         if stages.eval_by_ray:
             by_ray("eval", stages.eval)
@@ -154,7 +164,7 @@ class Writer:
             cpus_per_gpu=self.given.cpus_per_gpu,
             memory_per_gpu=self.given.memory_per_gpu,
             bin=Path(sys.executable).parent,
-            fed=self.recipe.features.keep == "window",
+            fed=self.recipe.fed,
             **facts,
         )
         (self.given.out / "submit.sh").chmod(0o755)
@@ -164,7 +174,7 @@ class Writer:
         recipe = recipe_file(self.given.recipe)
         arguments = shlex.join([f"/recipe/{recipe.name}", *self.output("/shared")])
         self.put("run.sh", "docker/run.sh.jinja", image=self.given.image, arguments=arguments)
-        shutil.copyfile(recipe, self.given.out / recipe.name)
+        copy(recipe, self.given.out)
         (self.given.out / "run.sh").chmod(0o755)
         return ["bash run.sh, beside a folder `shared` for what the run reads and leaves"]
 
@@ -172,17 +182,26 @@ class Writer:
         hosts = (self.given.hosts or "").split(",") if self.given.hosts else []
         if hosts and len(hosts) < 2:
             raise PipelineError("--hosts wants a head and at least one worker: HEAD,WORKER[,WORKER...]")
-        facts = {"hosts": hosts, "image": self.given.image, "user": self.given.ssh_user}
+        if not hosts and not self.recipe.features.store:
+            raise PipelineError("machines of AWS share no folder: set features.store, or give --hosts that share one")
+        shared = self.given.shared.rstrip("/")
+        facts = {"hosts": hosts, "image": self.given.image, "user": self.given.ssh_user, "shared": shared}
         self.put("cluster.yaml", "ray/cluster.yaml.jinja", **facts, **vars(self.stages.dump))
-        job = shlex.join(["jakiro", "dump", self.given.recipe, *self.output(self.given.shared.rstrip("/"))])
+        job = shlex.join(["jakiro", "dump", self.given.recipe, *self.output(shared)])
         return [f"ray up cluster.yaml; ray dashboard cluster.yaml; ray job submit --working-dir . -- {job}"]
 
     def skypilot(self) -> list[str]:
-        gpus = max(self.stages.dump.gpus, self.stages.train.gpus) if self.accelerated else 0
+        stages = (self.stages.dump, self.stages.train, self.stages.eval)
+        most = max(stage.nodes for stage in stages)
+        if most > 1:
+            raise PipelineError(f"a stage takes {most} nodes, and this file has one: raise --gpus-per-node")
+        gpus = max(stage.gpus for stage in stages) if self.accelerated else 0
         arguments = shlex.join([self.given.recipe, *self.output("/shared")])
         facts = {"gpus": gpus, "kind": self.given.gpu, "arguments": arguments, **self.asked(Nodes(1, gpus))}
+        facts["bucket"] = self.given.bucket or f"jakiro-{self.run}"
         self.put("run.yaml", "skypilot/run.yaml.jinja", **facts)
-        return ["sky launch run.yaml, in the checkout; later sky jobs launch run.yaml, which survives a lost spot node"]
+        file = self.given.out / "run.yaml"
+        return [f"in the checkout: sky launch --secret HF_TOKEN {file}; sky jobs launch survives a lost spot node"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +216,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--claim", help="Kubernetes: the name of its volume claim; default: the run's")
     parser.add_argument("--gpu-resource", default="nvidia.com/gpu", help="Kubernetes; AMD: amd.com/gpu")
     parser.add_argument("--gpu", default="H100", help="SkyPilot: which")
+    parser.add_argument("--bucket", help="SkyPilot: its name, which nobody else has; default: jakiro- and the run's")
     parser.add_argument("--hosts", metavar="HEAD,WORKER,...", help="ray: machines that you have; default: AWS")
     parser.add_argument("--ssh-user", default="ubuntu", help="ray: on those machines")
 
@@ -215,15 +235,22 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for line in places[given.place](Writer(recipe, given)):
         print(f"{given.out}: {line}")
+    say_paths(recipe)
+
+
+def say_paths(recipe: Recipe) -> None:
     local = [f"{key} = {value}" for key, value in paths_in(recipe).items()]
     if local:
-        print(f"paths of the recipe, which have to be there on every node: {', '.join(local)}")
+        print(f"paths of the recipe, which have to be there on every node: {', '.join(local)}", flush=True)
 
 
 def paths_in(recipe: Recipe) -> dict[str, str]:
     """Keys that name a file or folder rather than an address."""
-    found = {"target.model": recipe.target.model, "data.source": recipe.data.source}
-    return {key: value for key, value in found.items() if value.startswith((".", "/", "~"))}
+    target = recipe.target
+    found = {"target.model": target.model, "target.chat_template": target.chat_template}
+    found["data.source"] = recipe.data.source
+    known = {key: value for key, value in found.items() if value and not (jakiro.HOME / value).is_file()}
+    return {key: value for key, value in known.items() if value.startswith((".", "/", "~")) or Path(value).exists()}
 
 
 if __name__ == "__main__":

@@ -43,20 +43,22 @@ class Job:
 
 def jobs_on(place: str, given: argparse.Namespace, more: list[str]) -> list[list[Job]]:
     """Jobs that run at once, one list after the other."""
+    if more and place != "slurm":
+        raise PipelineError(f"{more[0]}: no option of jakiro run, and only sbatch is given what it does not know")
     if place.startswith(RAY):
         make = _by_ray(place, given)
     elif place in ("slurm", "kubernetes"):
         make = {"slurm": _by_slurm, "kubernetes": _by_kubectl}[place](given, more)
     else:
         raise PipelineError(f"--on {place}: expected {RAY}HEAD, slurm or kubernetes")
-    fed = load_recipe(given.recipe, given.overrides).features.keep == "window"
+    fed = load_recipe(given.recipe, given.overrides).fed
     last = list(STAGES).index(given.until)
     names = list(STAGES.values())[: last + 1]
     return [[make(name), make("feed")] if name == "train" and fed else [make(name)] for name in names]
 
 
 def _folder(given: argparse.Namespace) -> Path:
-    folder = Path("deploy") / load_recipe(given.recipe, given.overrides).name
+    folder = Path.cwd() / "deploy" / load_recipe(given.recipe, given.overrides).name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -83,8 +85,6 @@ def _by_slurm(given: argparse.Namespace, more: list[str]) -> Callable[[str], Job
 
 def _by_kubectl(given: argparse.Namespace, more: list[str]) -> Callable[[str], Job]:
     _require("kubectl")
-    if more:
-        raise PipelineError(f"{more[0]}: no option of jakiro run; kubectl is given none")
     folder, recipe = _folder(given), load_recipe(given.recipe, given.overrides)
     writer = manifests.Writer(recipe, argparse.Namespace(**vars(given) | {"out": folder}))
     writer.kubernetes()
@@ -101,8 +101,8 @@ def _by_kubectl(given: argparse.Namespace, more: list[str]) -> Callable[[str], J
 
 
 def _by_ray(place: str, given: argparse.Namespace) -> Callable[[str], Job]:
-    """Jobs bring the recipe alone: the nodes have the project installed where the head has it. Training goes to the
-    head's GPUs.
+    """Jobs bring the recipe alone: the nodes have the project installed where the head has it. Training goes to one
+    node, which Ray chooses.
     """
     host, _, port = place.removeprefix(RAY).partition(":")
     address = f"http://{host}:{port or 8265}"
@@ -123,7 +123,9 @@ def _by_ray(place: str, given: argparse.Namespace) -> Callable[[str], Job]:
         where = ["--address", address, "--submission-id", name, "--working-dir", str(sent)]
         where += ["--entrypoint-num-gpus", str(gpus)] if gpus else []
         arguments = [recipe_file(given.recipe).name, *override_arguments(given.overrides)]
-        start = [*ray, "submit", *where, "--", "jakiro", stage, *arguments]
+        submit = [*ray, "submit", *where, "--", "jakiro", stage, *arguments]
+        ask = [*ray, "status", "--address", address, name]  # for a job that somebody stopped, submit ends well, too
+        start = ["bash", "-c", f"{shlex.join(submit)} && {shlex.join(ask)} 2>&1 | grep --quiet succeeded"]
         return Job(stage, start, [*ray, "stop", "--address", address, name])
 
     return make
@@ -132,6 +134,8 @@ def _by_ray(place: str, given: argparse.Namespace) -> Callable[[str], Job]:
 def _gpus_of(stage: str, recipe: Recipe, given: argparse.Namespace) -> int:
     """What a job asks for itself; the workers that it starts ask for theirs."""
     stages = manifests.Stages.of(recipe, given)
+    if recipe.target.device != "cpu" and not recipe.train.ranks:
+        raise PipelineError("train.ranks is not set: how many GPUs has a node of that cluster? --set train.ranks=...")
     if stage == "train" and stages.train.nodes > 1:
         ranks = stages.train.nodes * stages.train.gpus
         raise PipelineError(f"train.ranks={ranks} are more than one node has: --on slurm or kubernetes")
@@ -178,15 +182,23 @@ def _cancel(jobs: list[Job]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --mem is sbatch's
+    )
     add_recipe_arguments(parser)
     parser.add_argument("--until", choices=list(STAGES), default="eval", help="the last stage")
     parser.add_argument("--on", metavar="PLACE", help="ray://HEAD, slurm or kubernetes; default: this machine")
     manifests.add_options(parser)
     given, more = parser.parse_known_args()
     if given.on is None:
+        idle = [key for key, value in vars(given).items() if value != parser.get_default(key)]
+        if odd := set(idle) - {"recipe", "overrides", "until"}:
+            parser.error(f"--{odd.pop().replace('_', '-')}: an option of --on")
         jakiro.begin("run here", [given.recipe, *override_arguments(given.overrides), "--until", given.until, *more])
         return
+    manifests.say_paths(load_recipe(given.recipe, given.overrides))
     for together in jobs_on(given.on, given, more):
         follow(together)
     print("all is done; jakiro status, where the output can be seen, says what")
