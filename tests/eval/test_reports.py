@@ -47,7 +47,7 @@ def test_a_report_comes_back(path):
 
 def test_a_changed_word_of_a_report_is_refused(path):
     replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"')
-    with pytest.raises(PipelineError, match=r"report.json was changed or damaged .*eval/main.py RECIPE again"):
+    with pytest.raises(PipelineError, match=r"report.json was changed or damaged .*jakiro eval RECIPE again"):
         read_report(path)
 
 
