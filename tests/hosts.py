@@ -104,7 +104,10 @@ def started(*names: str) -> Iterator[list[Host]]:
             ssh = host.folder / "root/.ssh"
             shutil.copy(base / "key", ssh / "id_ed25519")
             shutil.copy(base / "key.pub", ssh / "authorized_keys")
-            (ssh / "config").write_text("StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n")
+            options = ("StrictHostKeyChecking no", "UserKnownHostsFile /dev/null", "LogLevel ERROR")
+            (ssh / "config").write_text(
+                "\n".join((*options, "ServerAliveInterval 15", ""))
+            )  # else ssh waits for the dead
             host.start()
         yield hosts
     finally:

@@ -144,7 +144,9 @@ def is_key(name: str) -> bool:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_keys_that_a_page_names_are_a_recipes(page):
     for piece in shown(page.read_text())[1]:
-        for name in re.findall(rf"^((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]+)(?<!\.py)(?<!\.yaml)(?= ?=|$)", piece):
+        for name in re.findall(
+            rf"^((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]+)(?<!\.py)(?<!\.yaml)(?= ?=|$)", piece
+        ):
             module = ROOT / name.replace(".", "/")
             if not (module.with_suffix(".py").exists() or module.parent.with_suffix(".py").exists() or module.exists()):
                 assert is_key(name), f"{page.name}: {piece}"

@@ -73,13 +73,13 @@ def recipe(two, tiny_target, store) -> Path:
     """In the shared folder, with the target and the data beside it."""
     shared = two[0].shared
     shutil.copytree(tiny_target, shared / "target")
-    write_sharegpt(shared / "data.json", 2400)
+    write_sharegpt(shared / "data.json", 1200)
     there = Path(hosts.SHARED)
     tree = recipe_tree(there / "target", there / "data.json", there / "run")
     del tree["draft"]["eagle"]
     tree["features"] |= {"workers": 2, "cpus_per_worker": 2, "hang_seconds": 60}
     tree["features"]["store"] = store
-    tree["train"] |= {"epochs": 1, "ranks": 2, "micro_batch": 2, "checkpoint_every": 1}
+    tree["train"] |= {"epochs": 1, "ranks": 2, "micro_batch": 2, "checkpoint_every": 50}
     tree["train"] |= {"shards": "/local/shards", "resume": f"{there}/resume"}
     return write_recipe(tree, shared / "tiny.toml")
 
@@ -96,7 +96,10 @@ def test_a_dump_across_two_hosts_outlives_one_of_them(two, recipe):
     log = a.folder / "dump.log"
     process = a.start_command(log, *JAKIRO, "dump", here(recipe), **environment)
     manifest = a.shared / "run/features"
-    wait_until(lambda: process.poll() is not None or f"ip={b.address}" in log.read_text())  # its worker loads
+    wait_until(lambda: process.poll() is not None or shards_of(manifest))
+    a.run("pkill", "-STOP", "-f", "^ray::WorkerActor")  # else it may be done before the other has come up
+    wait_until(lambda: process.poll() is not None or f"ip={b.address}" in log.read_text())  # which now loads
+    a.run("pkill", "-CONT", "-f", "^ray::WorkerActor")
     first = shards_of(manifest)
     wait_until(lambda: process.poll() is not None or shards_of(manifest) >= first + 6)
     assert process.poll() is None, log.read_text()

@@ -22,6 +22,7 @@ from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from train.engine.engine import start_distributed
+from train.engine.pulse import leave_distributed
 from train.input.features import bring, open_checked
 from train.input.stream import remove_copies
 from train.loop import train
@@ -55,7 +56,7 @@ def main() -> None:
         remove_copies(recipe, set())
         if rank == 0:
             write_wanted(recipe, Wanted([]))
-    dist.destroy_process_group()
+    leave_distributed()
 
 
 if __name__ == "__main__":

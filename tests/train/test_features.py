@@ -185,9 +185,8 @@ def test_checksums_are_read_once_a_run_and_only_where_something_is_to_be_trained
     """Of two drafts, and of none."""
     calls = []
     monkeypatch.setattr(main, "start_distributed", lambda: None)
-    monkeypatch.setattr(main, "dist", SimpleNamespace(**{
-        "get_rank": lambda: 0, "get_world_size": lambda: 1, "destroy_process_group": lambda: None,
-    }))  # fmt: skip
+    monkeypatch.setattr(main, "leave_distributed", lambda: None)
+    monkeypatch.setattr(main, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
     monkeypatch.setattr(main, "open_checked", lambda *_: calls.append("checked"))
     monkeypatch.setattr("sys.argv", ["train/main.py", str(dumped[0])])
     monkeypatch.setattr(main, "train", lambda _, names, __, features, *___: calls.append(names) or features() or names)

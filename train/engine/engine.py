@@ -25,11 +25,13 @@ from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine.config import deepspeed_config
+from train.engine.pulse import start_pulse
 from train.engine.ranks import fail_together, place_on_host
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
-PATIENCE = timedelta(minutes=30)  # for a rank that does not answer; one that died ends the others through the launcher
+# For a rank that does not answer. One that died ends the others through the launcher, or by its pulse on another host.
+PATIENCE = timedelta(minutes=30)
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -50,6 +52,8 @@ def start_distributed() -> None:
             os.environ.update({key: str(value) for key, value in alone.items()})
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
         deepspeed.init_distributed(timeout=PATIENCE)
+        if place_on_host()[1] < dist.get_world_size():
+            start_pulse()
     if get_accelerator().device_name() == "cpu":
         torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
 
