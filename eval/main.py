@@ -15,9 +15,10 @@ if __name__ == "__main__":
 from eval.measure import plots, report
 from eval.measure.harness import pooled
 from eval.measure.tasks import Job, decode_all, job_of
+from eval.release.hub import require_repository_name
 from eval.release.page import samples
 from eval.release.publish import build_release, require_rows
-from eval.release.push import push, require_repository_name
+from eval.release.push import push
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
 from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows, read_tuned_trees

@@ -1,9 +1,12 @@
-"""A Hub on the loopback interface: just what huggingface_hub asks of the real one when it uploads a folder."""
+"""A Hub on the loopback interface: just what huggingface_hub asks of the real one when it uploads a folder, lists it
+and reads from it.
+"""
 
 import base64
 import hashlib
 import json
 from threading import Event
+from urllib.parse import unquote
 
 from tests.loopback import Handler, Loopback
 
@@ -11,13 +14,16 @@ from tests.loopback import Handler, Loopback
 class Hub(Loopback):
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
-    `faults`: part of a request's path -> what it is answered: a status, "hang" (nothing), "html" (a web page, status
-    200), "drop" (the connection is closed) or "cut" (closed amid what is sent). `exists`: the repository is there.
-    `private`: what the Hub says of it, None: nothing.
+    `commits`: what each said, changed, and whether it was a pull request. `faults`: part of a request's path -> what
+    it is answered: a status, "hang" (nothing), "html" (a web page, status 200), "drop" (the connection is closed) or
+    "cut" (closed amid what is sent). `exists`: the repository is there. `private`: what the Hub says of it, None:
+    nothing.
     """
 
     def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):
         self.files: dict[str, bytes] = {}
+        self.large: set[str] = set()  # of them, those that came as objects of their own (LFS)
+        self.commits: list[dict] = []
         self.faults: dict[str, int | str] = {}
         self.exists, self.private, self._over = exists, private, Event()
         self.created: list[dict] = []
@@ -54,8 +60,39 @@ class Hub(Loopback):
                     return
                 if not hub.exists:
                     self.answer({"error": "Repository not found"}, 404)
+                elif "/tree/" in self.path:
+                    self.answer([self.entry(name) for name in sorted(hub.files)])
+                elif "/resolve/" in self.path:
+                    self.give(unquote(self.path.partition("/resolve/")[2].partition("/")[2]))
                 else:
                     self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": [], **said})
+
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def entry(self, name: str) -> dict:
+                content = hub.files[name]
+                found = {"type": "file", "path": name, "size": len(content)}
+                found["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+                if name in hub.large:
+                    sha = hashlib.sha256(content).hexdigest()
+                    found["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
+                return found
+
+            def give(self, name: str) -> None:
+                """A file, or the part of it that is asked for."""
+                if name not in hub.files:
+                    self.answer({"error": "Entry not found"}, 404)
+                    return
+                first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+                content = hub.files[name][int(first) : int(last) + 1 if last else None]
+                self.send_response(206 if "Range" in self.headers else 200)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("ETag", '"x"')
+                self.send_header("X-Repo-Commit", "0" * 40)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(content)
 
             def do_PUT(self) -> None:
                 hub.requests.append(f"PUT {self.path}")
@@ -92,7 +129,7 @@ class Hub(Loopback):
                     self.answer({"error": f"not taught: {self.path}"}, 404)
 
             def mode(self, file: dict) -> dict:
-                large = file["path"].endswith((".safetensors", ".png"))
+                large = file["path"].endswith((".safetensors", ".png", ".arrow"))
                 return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
 
             def lfs(self, item: dict) -> dict:
@@ -102,16 +139,26 @@ class Hub(Loopback):
                 return {"oid": item["oid"], "size": item["size"], "actions": {"upload": upload}}
 
             def commit(self, body: bytes) -> None:
+                asked = self.path.endswith("create_pr=1")
+                hub.commits.append({"pull_request": asked, "changes": []})
                 for line in body.decode().splitlines():
                     entry = json.loads(line)
                     value = entry["value"]
-                    if entry["key"] == "file":
+                    hub.commits[-1]["changes"] += [value["path"]] if "path" in value else []
+                    if entry["key"] == "header":
+                        hub.commits[-1]["said"] = value["summary"]
+                    elif entry["key"] == "deletedFile":
+                        del hub.files[value["path"]]
+                        hub.large.discard(value["path"])
+                    elif entry["key"] == "file":
                         hub.files[value["path"]] = base64.b64decode(value["content"])
                     elif entry["key"] == "lfsFile":
                         content = hub._objects[value["oid"]]
                         assert hashlib.sha256(content).hexdigest() == value["oid"]
                         hub.files[value["path"]] = content
+                        hub.large.add(value["path"])
                 sha = "1" * 40
-                self.answer({"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True})
+                found = {"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True}
+                self.answer(found | ({"pullRequestUrl": f"{hub.url}/me/draft/discussions/1"} if asked else {}))
 
         return HubHandler

@@ -24,8 +24,8 @@ from eval.measure.report import by_place, usual_said
 from eval.measure.tasks import make_harness, methods_of
 from eval.release import publish
 from eval.release.folder import files_in
+from eval.release.hub import require_repository_name
 from eval.release.publish import build_release
-from eval.release.push import require_repository_name
 from eval.results import main as show_results
 from eval.studies.reads import main as count_reads
 from eval.tune import main as tune

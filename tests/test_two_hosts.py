@@ -148,7 +148,7 @@ def test_training_across_two_hosts_goes_on_after_one_has_died(two, recipe, alone
     wait_until(lambda: process.poll() is not None or any(resume.rglob("resume.json")))
     assert process.poll() is None, log.read_text()
     b.die()
-    assert process.wait(300) != 0
+    assert process.wait(300) != 0 and "rank 1 on host-b has given no sign of life" in log.read_text(), log.read_text()
     b.start()
     again = a.run(*launch, **environment)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -8,6 +8,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
+from eval.release.features import features_on_hub
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.regenerated import are_of
 from pipeline.artifacts.reports import Row, method_of
@@ -114,6 +115,7 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
         "training": training,
         "max_length": recipe.data.max_length,
         "chain": training.get("validation", {}).get("estimated_chain_tau"),
+        "features": features_on_hub(recipe),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
-from eval.release import push as pushing
+from eval.release import hub as asking
 from eval.release.folder import install
 from eval.release.push import push
 from pipeline.artifacts.reports import REPORT
@@ -42,7 +42,9 @@ def hub(monkeypatch):
 
 def reach(monkeypatch, url: str) -> None:
     """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
-    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}.items():
+    settings = {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in settings.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     hurry(monkeypatch, 60)
@@ -50,7 +52,7 @@ def reach(monkeypatch, url: str) -> None:
 
 def hurry(monkeypatch, seconds: float) -> None:
     """So long an answer is waited for: short only where none will come."""
-    monkeypatch.setattr(pushing, "TIMEOUT", httpx2.Timeout(seconds, connect=5))
+    monkeypatch.setattr(asking, "TIMEOUT", httpx2.Timeout(seconds, connect=5))
 
 
 def refusal(release: Path) -> str:

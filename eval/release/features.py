@@ -1,0 +1,168 @@
+"""Uploads a run's features to a dataset repository on the Hub, a part at a time, so that others train on them.
+
+Guarantees: shards are read from disk as they are sent, or come from the recipe's store a part at a time; none is sent
+whose content is not the manifest's. The manifest comes last, and goes first where another dump's is there: what it
+names is there as a whole. Broken off, the same command sends what is not there yet.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jinja2
+from huggingface_hub.hf_api import RepoFile
+
+from eval.release.hub import Repository
+from pipeline.artifacts.provenance import RECIPE, revision
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed, sha256, write_sealed
+from pipeline.basics.progress import Progress
+from pipeline.basics.public import public_name
+from pipeline.features.shards import (
+    ANSWERS,
+    HELDOUT_PROMPTS,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    Record,
+    damage,
+    kind_of,
+)
+from pipeline.features.store import Store
+from pipeline.recipe.recipe import Recipe, digest
+
+CARD, TEMPLATE = "README.md", Path(__file__).with_name("features.md.jinja")
+PART_FILES, PART_BYTES = 50, 5 * 2**30  # of one commit: what the Hub advises; and of the disk, where a store is read
+
+
+@dataclass(frozen=True)
+class OnHub:
+    """Where a run's features are."""
+
+    repository: str
+    revision: str  # the commit
+    manifest: str  # its digest
+
+
+def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
+    """Returns lines for the user, and writes down where the features are, for the release. Raises PipelineError for
+    features that are not finished, damaged, or come and go.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        source = _Source(recipe, Path(place))
+        manifest = source.manifest
+        manifest.require_complete(recipe.features_dir)
+        if manifest.fed:
+            raise PipelineError(
+                f"{recipe.features_dir}: the shards of a run with features.keep = 'window' come and go, so there are "
+                "none to upload: dump with features.keep = 'all'"
+            )
+        there = Repository(repository, "dataset", "Run the same command again: it sends what is not there yet")
+        seen = there.create(private)
+        held, listed = there.files(), source.get(MANIFEST, None)
+        known = {name: found.lfs.sha256 for name, found in held.items() if found.lfs}
+        lacking = [record for record in manifest.files if known.get(record.name) != record.sha256]
+        if not lacking and MANIFEST in held and _holds(held[MANIFEST], listed):
+            commit, said = there.head(), "there already, nothing to send"
+        else:
+            gone = [MANIFEST] if MANIFEST in held else []
+            sizes = sum(record.bytes for record in lacking)
+            with Progress("upload", sizes, "bytes", quiet=not lacking) as progress:
+                for part in _parts(lacking):
+                    files = {record.name: source.get(record.name, record) for record in part}
+                    there.commit(f"{len(part)} files of the features", files, gone)
+                    progress.advance(sum(record.bytes for record in part))
+                    source.forget()
+                    gone = []
+            listed_there = {record.name for record in manifest.files}
+            stale = sorted(name for name in held.keys() - listed_there if name.endswith(".arrow"))  # of another dump
+            last = {name: source.get(name, None) for name in (HELDOUT_PROMPTS, RECIPE, MANIFEST)}
+            found = there.commit(
+                f"Features of {recipe.name}: {len(manifest.files)} files",
+                {**last, CARD: _card(recipe, repository, manifest).encode()},
+                stale,
+            )
+            commit, said = found.oid, f"{len(lacking)} of {len(manifest.files)} tables and shards sent"
+        write_sealed(_note(recipe), asdict(OnHub(repository, commit, digest(asdict(manifest)))))
+    return [f"features: https://huggingface.co/datasets/{repository}, revision {commit}{seen}: {said}"]
+
+
+def features_on_hub(recipe: Recipe) -> OnHub | None:
+    """Where the features of this run were uploaded to, as long as they are those."""
+    note = _note(recipe)
+    if not note.exists() or not (recipe.features_dir / MANIFEST).exists():
+        return None
+    found = OnHub(**read_sealed(note, "Remove it, and upload the features again"))
+    return found if found.manifest == digest(asdict(Manifest.load(recipe.features_dir))) else None
+
+
+def _note(recipe: Recipe) -> Path:
+    return recipe.run_dir / "features-on-hub.json"
+
+
+class _Source:
+    """The features' files: in the run's folder; from a store brought to `place`, until they are forgotten."""
+
+    def __init__(self, recipe: Recipe, place: Path):
+        self._store = Store(recipe.features.store) if recipe.features.store else None
+        self._folder, self._brought = (place if self._store else recipe.features_dir), list[Path]()
+        if self._store:
+            self._store.get(MANIFEST, place)
+        self.manifest = Manifest.load(self._folder)
+
+    def get(self, name: str, record: Record | None) -> Path:
+        """Raises PipelineError for a file that is not the record's."""
+        path = self._folder / name
+        if self._store and name != MANIFEST:
+            self._store.get(name, self._folder, record.sha256 if record else None)
+            self._brought.append(path)
+        elif record and (reason := damage(self._folder, record)):
+            raise PipelineError(
+                f"{kind_of(record)} {path}: {reason}. Nothing of this part was sent. It can be dumped again: "
+                f"jakiro verify {self._folder} --recipe RECIPE --repair"
+            )
+        return path
+
+    def forget(self) -> None:
+        while self._brought:
+            self._brought.pop().unlink()
+
+
+def _parts(records: list[Record]) -> Iterator[list[Record]]:
+    """At most PART_FILES each, and PART_BYTES unless one is larger."""
+    part: list[Record] = []
+    for record in records:
+        if part and (len(part) == PART_FILES or sum(one.bytes for one in part) + record.bytes > PART_BYTES):
+            yield part
+            part = []
+        part.append(record)
+    if part:
+        yield part
+
+
+def _holds(found: RepoFile, path: Path) -> bool:
+    """Whether what is there is this file, by what the Hub says of it."""
+    if found.lfs:
+        return found.lfs.sha256 == sha256(path)
+    content = path.read_bytes()
+    return found.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _card(recipe: Recipe, repository: str, manifest: Manifest) -> str:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
+    return environment.from_string(TEMPLATE.read_text()).render(
+        repository=repository,
+        target=public_name(recipe.target.model),
+        target_revision=recipe.target.revision,
+        source=public_name(recipe.data.source),
+        own_answers=recipe.data.answers == "target",
+        max_length=recipe.data.max_length,
+        spec=manifest.spec,
+        sets={name: manifest.of(name) for name in (*SPLITS, ANSWERS)},
+        total=manifest.total,
+        bytes=sum(record.bytes for record in manifest.files),
+        code=revision(),
+        recipe_hash=recipe.hash,
+    )

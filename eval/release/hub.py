@@ -1,0 +1,168 @@
+"""A repository on the Hub that files are committed to. Every request has a time-out, and every failure is one line that
+says what is there now. The token is huggingface_hub's own (HF_TOKEN or its login).
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    is_offline_mode,
+    set_client_factory,
+)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import logging, validate_repo_id
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import public_name
+
+TIMEOUT = httpx2.Timeout(60, connect=15)  # seconds without a byte; huggingface_hub's own client waits for ever
+_FAILED = (HfHubHTTPError, httpx2.HTTPError, httpx2.InvalidURL, ConnectionError, ValueError, KeyError)
+
+
+def require_repository_name(repository: str, option: str = "--push") -> None:
+    """Raises PipelineError when `repository` is no OWNER/NAME that the Hub can hold; asks nobody."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise PipelineError(f"{option} {repository!r}: {error}") from None
+    if repository.count("/") != 1:
+        raise PipelineError(f"{option} {repository!r}: expected OWNER/NAME")
+
+
+class Repository:
+    """One of models or datasets. Every method raises PipelineError."""
+
+    def __init__(self, name: str, kind: str, again: str):
+        """`kind`: "model" or "dataset"; `again`: how its messages end."""
+        self.name, self._kind, self._again = name, kind, again
+        self._asked, self._there, self._commits = _Asked(), None, 0
+        set_client_factory(self._asked.client)
+        # That one uploads through a client of its own, with its own patience and errors.
+        constants.HF_HUB_DISABLE_XET = True
+        logging.set_verbosity_error()  # warnings of each try name addresses that are signed
+        self._api = HfApi()
+
+    def create(self, private: bool) -> str:
+        """Makes it, unless it is there: then it is left as private or public as it is. Who sees it, in words."""
+        with self._told():
+            self._there = str(self._api.create_repo(self.name, repo_type=self._kind, private=private, exist_ok=True))
+            hidden = self._api.repo_info(self.name, repo_type=self._kind).private
+        if hidden is None:  # the Hub did not say
+            return ""
+        said = f" (a {'private' if hidden else 'public'} repository"
+        return said + (")" if hidden == private else "; it was so before, and --push changes no existing repository)")
+
+    def head(self) -> str:
+        """Its last commit."""
+        with self._told():
+            return str(self._api.repo_info(self.name, repo_type=self._kind).sha)
+
+    def files(self) -> dict[str, RepoFile]:
+        """By path."""
+        with self._told():
+            tree = self._api.list_repo_tree(self.name, repo_type=self._kind, recursive=True)
+            return {found.path: found for found in tree if isinstance(found, RepoFile)}
+
+    def commit(
+        self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = (), pull_request: bool = False
+    ) -> CommitInfo:
+        """One commit that brings these files, by path there, and removes others: it arrives as a whole or not at all.
+        Contents are read from disk as they are sent; those that the Hub has are not sent.
+        """
+        changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
+        changes += [CommitOperationDelete(path_in_repo=name) for name in gone]
+        with self._told():
+            found = self._api.create_commit(
+                self.name, changes, commit_message=message, repo_type=self._kind, create_pr=pull_request
+            )
+        self._commits += 1
+        return found
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (*_FAILED, RuntimeError) as caught:  # huggingface_hub hides a file's failed upload in a RuntimeError
+            error = caught if isinstance(caught, _FAILED) else caught.__cause__
+            if not isinstance(error, _FAILED):
+                raise
+            raise PipelineError(
+                f"{_why(error, self.name, public_name(self._api.endpoint), self._asked.last)}. {self._state(error)} "
+                f"{self._again}"
+            ) from None
+
+    def _state(self, error: Exception) -> str:
+        """What the Hub holds now."""
+        if self._commits:
+            return f"The repository {self._there} holds what was committed before, and it is not sent again."
+        if self._there is not None:
+            return (
+                f"The repository {self._there} is there; the upload into it did not end, and arrives as a whole or not "
+                "at all."
+            )
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+        return (
+            "Nothing was created."
+            if refused
+            else "Nothing was uploaded; whether the repository was created is not known."
+        )
+
+
+class _Asked:
+    """What huggingface_hub asks through."""
+
+    def __init__(self) -> None:
+        self.last: httpx2.Response | None = None
+
+    def client(self) -> httpx2.Client:
+        hooks = {"request": [self._refuse_offline], "response": [self._remember]}
+        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT)
+
+    def _refuse_offline(self, _: httpx2.Request) -> None:
+        if is_offline_mode():
+            raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+
+    def _remember(self, response: httpx2.Response) -> None:
+        self.last = response
+
+
+def _why(error: Exception, repository: str, endpoint: str, last: httpx2.Response | None) -> str:
+    """What went wrong, and whose fault it is."""
+    answer = error.response if isinstance(error, HfHubHTTPError) else last
+    status = answer.status_code if answer is not None else None
+    if isinstance(error, HfHubHTTPError | ValueError | KeyError) and status is not None and status >= 500:
+        return f"the Hub at {endpoint} failed ({status}): that is its own fault, not your token's; try again later"
+    if isinstance(error, HfHubHTTPError):
+        refused = f"the Hub refused the upload to {repository} ({status})"
+        if status in (401, 403):
+            return f"{refused}: check that HF_TOKEN is valid and may write there"
+        if status == 404:
+            return (
+                f"{refused}: it knows no such owner or repository, or does not show it to this token: check the "
+                "name and HF_TOKEN"
+            )
+        return f"{refused}: {' '.join(str(error.server_message or 'without a reason').split())}"
+    if isinstance(error, httpx2.TimeoutException):
+        return (
+            f"the Hub at {endpoint} did not answer in time ({TIMEOUT.connect:g} s to connect, {TIMEOUT.read:g} s "
+            "for an answer)"
+        )
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | KeyError):
+        kind = answer.headers.get("content-type", "nothing") if answer is not None else "nothing"
+        return (
+            f"{endpoint} answered {status} with {kind}, which is no answer of a Hub: check HF_ENDPOINT, and any "
+            "proxy on the way"
+        )
+    if isinstance(error, ValueError):
+        return f"the upload to {repository} was refused: {' '.join(str(error).split())}"
+    reason = f": {error}" if isinstance(error, OfflineModeIsEnabled) else ""
+    return f"the Hub cannot be reached at {endpoint} ({type(error).__name__}{reason})"

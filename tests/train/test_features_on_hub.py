@@ -1,0 +1,142 @@
+"""Features go to a dataset repository in parts, the manifest last; broken off they go on; a training reads them."""
+
+import shutil
+
+import pytest
+from huggingface_hub import HfFileSystem, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from eval.release import features as uploading
+from eval.release.features import features_on_hub, push_features
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest
+from pipeline.features.store import Store
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
+from tests.eval.test_push import reach
+from tests.hub import Hub
+from tests.loopback import object_store
+from tests.train.runs import train_here
+
+WEIGHTS = "drafts/jakiro/model.safetensors"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with Hub() as hub:
+        reach(monkeypatch, hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setattr(uploading, "PART_FILES", 3)
+        HfFileSystem.clear_instance_cache()
+        yield hub
+        set_client_factory(default_client_factory)
+        HfFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def recipe(dumped, tmp_path) -> Recipe:
+    """Of a copy of the dump."""
+    shutil.copytree(dumped[1], tmp_path / "run/features")
+    return load_recipe(dumped[0], [f"output={tmp_path / 'run'}"])
+
+
+def push(recipe: Recipe) -> str:
+    (line,) = push_features(recipe, "me/states", private=True)
+    return line
+
+
+def names(recipe: Recipe) -> set[str]:
+    listed = {record.name for record in Manifest.load(recipe.features_dir).files}
+    return listed | {MANIFEST, HELDOUT_PROMPTS, "recipe.json", "README.md"}
+
+
+def test_they_go_in_parts_and_the_manifest_last(recipe, hub):
+    line = push(recipe)
+    (created,) = hub.created
+    assert (created["name"], created["type"], created["visibility"]) == ("states", "dataset", "private")
+    assert set(hub.files) == names(recipe)
+    parts = [commit["changes"] for commit in hub.commits]
+    assert len(parts) > 2 and all(len(part) <= 3 for part in parts[:-1])
+    assert MANIFEST in parts[-1] and not any(MANIFEST in part for part in parts[:-1])
+    for record in Manifest.load(recipe.features_dir).files:
+        assert hub.files[record.name] == (recipe.features_dir / record.name).read_bytes()
+    assert f"{len(names(recipe)) - 4} of {len(names(recipe)) - 4} tables and shards sent" in line and "private" in line
+    found = features_on_hub(recipe)
+    assert (found.repository, found.revision) == ("me/states", "1" * 40)
+    card = hub.files["README.md"].decode()
+    total = Manifest.load(recipe.features_dir).total("train", "tokens")
+    assert f"| {total:,} |" in card and 'store = "hf://datasets/me/states"' in card and str(recipe.run_dir) not in card
+    sent = list(hub.requests)
+    assert push(recipe).endswith("there already, nothing to send")
+    assert not [request for request in hub.requests[len(sent) :] if "/commit/" in request or "PUT" in request]
+
+
+def test_broken_off_they_go_on_where_they_were(recipe, hub):
+    hub.faults["/commit/"] = 504
+    with pytest.raises(PipelineError, match=r"arrives as a whole or not at all\. Run the same command again"):
+        push(recipe)
+    hub.faults.clear()
+    (last,) = [record.name for record in Manifest.load(recipe.features_dir).files[-1:]]
+    shard = recipe.features_dir / last
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(PipelineError, match=f"{last}: its SHA-256 is .* Nothing of this part was sent"):
+        push(recipe)
+    before = set(hub.files)
+    assert before and last not in before and MANIFEST not in before
+    shard.write_bytes(content)
+    sent = len(hub.commits)
+    push(recipe)
+    assert set(hub.files) == names(recipe)
+    assert not before & {name for commit in hub.commits[sent:] for name in commit["changes"]}
+
+
+def test_another_dump_takes_the_place_of_the_one_that_is_there(recipe, hub):
+    """Its manifest goes before the first of its shards does."""
+    push(recipe)
+    hub.files |= {MANIFEST: b"another one", "features-train-000999.arrow": b"old", "notes.md": b"mine"}
+    hub.files["features-train-000000.arrow"] = b"other states"
+    sent = len(hub.commits)
+    push(recipe)
+    first, last = hub.commits[sent:]
+    assert first["changes"] == ["features-train-000000.arrow", MANIFEST] or first["changes"][-1] == MANIFEST
+    assert "features-train-000999.arrow" in last["changes"]
+    assert set(hub.files) == names(recipe) | {"notes.md"}
+
+
+def test_what_is_not_whole_is_not_uploaded(recipe, hub):
+    manifest = Manifest.load(recipe.features_dir)
+    manifest.complete = False
+    manifest.save(recipe.features_dir)
+    with pytest.raises(PipelineError, match="the dump is not finished"):
+        push(recipe)
+    manifest.complete, manifest.fed = True, True
+    manifest.save(recipe.features_dir)
+    with pytest.raises(PipelineError, match="come and go, so there are none to upload"):
+        push(recipe)
+    assert not hub.requests and features_on_hub(recipe) is None
+
+
+def test_from_a_store_a_part_at_a_time_is_on_disk(recipe, hub, monkeypatch):
+    with object_store() as url:
+        for path in recipe.features_dir.iterdir():
+            Store(url).put(path)
+        there = recipe.with_features(store=url)
+        held = []
+        forget = uploading._Source.forget
+        monkeypatch.setattr(
+            uploading._Source, "forget", lambda self: held.append(len(list(self._folder.iterdir()))) or forget(self)
+        )
+        push(there)
+    assert set(hub.files) == names(recipe) and max(held) <= 3 + 1  # with the manifest
+
+
+@pytest.mark.real
+def test_a_training_reads_them_there(dumped, undisturbed, recipe, hub, tmp_path):
+    """Its weights are those of the dump itself."""
+    push(recipe)
+    output = tmp_path / "elsewhere"
+    (output / "features").mkdir(parents=True)
+    train_here((dumped[0], output / "features"), output, "features.store=hf://datasets/me/states")
+    assert sha256(output / WEIGHTS) == sha256(undisturbed / WEIGHTS)
