@@ -1,6 +1,7 @@
 """Measures the recipe's drafts beside plain decoding, writes the report and the release folder; uploads only on --push.
 
 python eval/main.py RECIPE [--tuned] [--push OWNER/NAME]
+python eval/main.py OWNER/NAME[@REVISION] [--pull-request]       (a published release of ours, on this machine)
 """
 
 import argparse
@@ -15,6 +16,7 @@ if __name__ == "__main__":
 from eval.measure import plots, report
 from eval.measure.harness import pooled
 from eval.measure.tasks import Job, decode_all, job_of
+from eval.published import propose, recipe_of
 from eval.release.hub import require_repository_name
 from eval.release.page import samples
 from eval.release.publish import build_release, require_rows
@@ -116,8 +118,14 @@ def main() -> None:
     parser.add_argument("--tuned", action="store_true", help="leave out the recipe's tree where eval/tune.py chose one")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the release folder to this Hub repository")
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
+    parser.add_argument("--pull-request", action="store_true", help="offer a published release's owner these figures")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    theirs = recipe_of(arguments.recipe)
+    if arguments.pull_request and not theirs:
+        parser.error("--pull-request goes with OWNER/NAME, a published release")
+    path, said = theirs or (arguments.recipe, [])
+    print("\n".join(said), end="\n" if said else "")
+    recipe = load_recipe(path, arguments.overrides)
     if arguments.push:
         require_repository_name(arguments.push)
     publish(recipe.run_dir, "eval")
@@ -133,6 +141,8 @@ def main() -> None:
     if arguments.push:
         print(f"uploading to {arguments.push} ...", flush=True)
         print("\n".join(push(release, arguments.push, private=not arguments.public)))
+    if arguments.pull_request:
+        print(propose(recipe, release))
 
 
 if __name__ == "__main__":

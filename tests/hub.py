@@ -10,6 +10,8 @@ from urllib.parse import unquote
 
 from tests.loopback import Handler, Loopback
 
+HEAD = "a" * 40  # the commit that it says it has
+
 
 class Hub(Loopback):
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
@@ -65,7 +67,8 @@ class Hub(Loopback):
                 elif "/resolve/" in self.path:
                     self.give(unquote(self.path.partition("/resolve/")[2].partition("/")[2]))
                 else:
-                    self.answer({"id": "me/draft", "sha": "0" * 40, "siblings": [], **said})
+                    files = [{"rfilename": name} for name in sorted(hub.files)]
+                    self.answer({"id": "me/draft", "sha": HEAD, "siblings": files, **said})
 
             def do_HEAD(self) -> None:
                 self.do_GET()
@@ -88,8 +91,8 @@ class Hub(Loopback):
                 content = hub.files[name][int(first) : int(last) + 1 if last else None]
                 self.send_response(206 if "Range" in self.headers else 200)
                 self.send_header("Content-Length", str(len(content)))
-                self.send_header("ETag", '"x"')
-                self.send_header("X-Repo-Commit", "0" * 40)
+                self.send_header("ETag", f'"{hashlib.sha1(hub.files[name]).hexdigest()}"')
+                self.send_header("X-Repo-Commit", HEAD)
                 self.end_headers()
                 if self.command == "GET":
                     self.wfile.write(content)

@@ -195,17 +195,33 @@ def hub_name(model: str) -> str | None:
     return model if model.count("/") == 1 and public_name(model) == model else None
 
 
-def by_origin(rows: list[Row]) -> list[Facts]:
-    """What was measured on each machine, with each settings and code: a line of Markdown a benchmark, temperature,
-    method and tree.
+def by_origin(rows: list[Row]) -> list[str]:
+    """What was measured on each machine, with each settings and code, as a section of a card: a line a benchmark,
+    temperature, method and tree.
     """
     sections: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
         section = json.dumps([row.origin[key] for key in ("hardware", "settings", "code_revision")], sort_keys=True)
         line = json.dumps([row.benchmark, row.temperature, row.method, row.origin["tree"]], sort_keys=True)
         sections.setdefault(section, {}).setdefault(line, {})[row.figure] = row
-    lines = [list(section.values()) for section in sections.values()]
-    return [{**found[0]["tau"].origin, "rows": list(map(_shown, found))} for found in lines]
+    return [_section(list(lines.values())) for lines in sections.values()]
+
+
+def _section(found: list[dict[str, Row]]) -> str:
+    origin = found[0]["tau"].origin
+    return "\n".join(
+        [
+            f"### Also measured on {origin['hardware']}, {origin['settings']['dtype']}",
+            "",
+            "| benchmark | T | method | tree | prompts | tau | speed-up |",
+            "|---|---|---|---|---|---|---|",
+            *map(_shown, found),
+            "",
+            f"The same weights, with code `{origin['code_revision']}` and answers of up to "
+            f"{origin['settings']['max_new_tokens']} tokens.",
+            "",
+        ]
+    )
 
 
 def _shown(found: dict[str, Row]) -> str:

@@ -80,6 +80,7 @@ class Repository:
         """
         changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
         changes += [CommitOperationDelete(path_in_repo=name) for name in gone]
+        self._there = self._there or self.name
         with self._told():
             found = self._api.create_commit(
                 self.name, changes, commit_message=message, repo_type=self._kind, create_pr=pull_request

@@ -69,13 +69,14 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
 
 def download(repository: str, revision: str) -> Path:
     """A folder of the cache. Raises PipelineError where the Hub does not give it."""
-    found = _fetched(repository, revision, ["*.json", ROWS, *WEIGHTS])
+    found = fetched(repository, revision, ["*.json", ROWS, *WEIGHTS])
     if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):
         return found
-    return _fetched(repository, revision, names)
+    return fetched(repository, revision, names)
 
 
-def _fetched(repository: str, revision: str, names: list[str]) -> Path:
+def fetched(repository: str, revision: str, names: list[str]) -> Path:
+    """A folder of the cache with the files of these names that are there. Raises PipelineError."""
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=names))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -1,28 +1,33 @@
 """Published drafts are fetched by repository and commit and measured beside ours; figures of other machines stay."""
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.release.card import by_origin
 from eval.release.publish import earlier, released_method
-from pipeline.artifacts import checkpoint
+from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
+from tests.eval.test_push import reach
+from tests.hub import Hub
 from tests.kit import call, change_sealed, recipe_tree, write_recipe
 from tests.pipeline.taught import make_draft
 
@@ -161,7 +166,7 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     call(evaluation.main, str(path))
     first = tmp_path / "run/release"
     card = (first / "README.md").read_text()
-    assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Measured before on" not in card
+    assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Also measured on" not in card
     assert "Each input sees the last 5 inputs of its text" in card and "tau by context length was not measured" in card
 
     theirs = tmp_path / "theirs-release"
@@ -173,19 +178,20 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     for _ in range(2):  # building it again adds nothing
         call(evaluation.main, str(path))
         card = (tmp_path / "run2/release/README.md").read_text()
-        assert card.count("### Measured before on a large GPU, float32") == 1
+        assert card.count("### Also measured on a large GPU, float32") == 1
     released = read_rows(tmp_path / "run2/release")
     kept = [row for row in released if row.origin["hardware"] == "a large GPU"]
     saved = checkpoint.require_trained_under(load_recipe(str(path), []), "jakiro")
     assert {row.origin["weights_sha256"] for row in released} == {saved.weights_sha256}
     assert len(kept) == len(released) / 2 and not any(row.counts or row.answers for row in released)
-    row = next(line for line in card.split("### Measured before")[1].splitlines() if line.startswith("| b | 0 |"))
+    row = next(line for line in card.split("### Also measured")[1].splitlines() if line.startswith("| b | 0 |"))
     assert row.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
 def released(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
     folder.mkdir()
-    origin = {"hardware": hardware, "code_revision": folder.name, "settings": {"dtype": "float32"} | settings}
+    settings = {"dtype": "float32", "max_new_tokens": 9} | settings
+    origin = {"hardware": hardware, "code_revision": folder.name, "settings": settings}
     origin |= {"tree": {"depth": 1, "nodes": 2}}
     rows = []
     for method, of in (("mine", weights), ("other", "other")):
@@ -204,7 +210,8 @@ def test_only_the_same_measurement_is_replaced(tmp_path):
     now = read_rows(here)
     found = earlier([new, old, other, half, here, foreign, tmp_path / "nothing"], "w", now)
     assert [row.value for row in found if row.figure == "tau"] == [2.0, 1.4, 1.3]
-    assert [one["rows"] for one in by_origin(found)] == [
+    rows = [[line for line in one.splitlines() if " mine " in line] for one in by_origin(found)]
+    assert rows == [
         [f"| {benchmark} | 0 | mine | depth 1, 2 nodes | 3 | {tau} | withheld |"]
         for benchmark, tau in (("b", "2.00"), ("c", "1.40"), ("b", "1.30"))
     ]
@@ -254,3 +261,63 @@ def test_a_training_that_was_broken_off_is_not_mixed_with_a_published_draft(tree
     (recipe.draft_dir("jakiro") / checkpoint.METRICS).write_text("")
     with pytest.raises(PipelineError, match="holds a training that was broken off"):
         fetch(recipe)
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A Hub that is asked, and its cache."""
+    with Hub(exists=True) as hub:
+        reach(monkeypatch, hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.chdir(tmp_path)
+        yield hub
+        set_client_factory(default_client_factory)
+
+
+def measure(tiny_target, *arguments: str) -> None:
+    """At the least: two prompts that come with the project."""
+    settings = [f"target.model={tiny_target}", "eval.benchmarks.humaneval.prompts=2", "eval.max_new_tokens=4"]
+    call(evaluation.main, *arguments, *override_arguments(settings))
+
+
+@pytest.mark.real
+def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figures(
+    tiny_target, release, there, tmp_path, capsys
+):
+    """Its makers' figures stay, and so does the rest of the card."""
+    card = "# A draft\n\n## Measured\n\n2.5 on a large GPU\n\n## Use\n\nAs you like.\n"
+    (release / "README.md").write_text(card)
+    released(tmp_path / "before", "a large GPU", 2.5, weights=sha256(release / checkpoint.WEIGHTS))
+    shutil.copyfile(tmp_path / "before/results.jsonl", release / "results.jsonl")
+    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
+    measure(tiny_target, "me/draft", "--pull-request")
+    said = capsys.readouterr().out
+    assert f"me/draft, revision {COMMIT}: measured as runs/draft/recipe.json says" in said
+    assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in said
+    assert f"pull request: {there.url}/me/draft/discussions/1" in said
+    (commit,) = there.commits
+    assert commit["pull_request"] and sorted(commit["changes"]) == ["README.md", "results.jsonl"]
+    (tmp_path / "results.jsonl").write_bytes(there.files["results.jsonl"])
+    rows = [row for row in read_rows(tmp_path) if row.figure == "tau"]
+    assert {(row.origin["hardware"], row.benchmark, row.method) for row in rows} == {
+        ("a large GPU", "b", "mine"), (provenance.hardware("cpu"), "humaneval", "jakiro"),
+    }  # fmt: skip
+    first, new, rest = re.split(r"(?s)(### Also measured on .*?tokens\.\n)", there.files["README.md"].decode())
+    assert (
+        first.endswith("a large GPU\n\n") and rest.strip().startswith("## Use") and "| humaneval | 0 | jakiro |" in new
+    )
+    assert card.startswith(first) and card.endswith(rest.strip() + "\n")
+
+
+def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, there, tmp_path):
+    there.files = {"config.json": b'{"architectures": ["TheirDraft"]}'}
+    with pytest.raises(PipelineError, match="me/draft is no release of this project: name its kind and settings in"):
+        measure(tiny_target, "me/draft")
+    there.exists = False
+    with pytest.raises(PipelineError, match="me/draft: neither a recipe here nor a model that the Hub shows"):
+        measure(tiny_target, "me/draft")
+    with pytest.raises(PipelineError, match=r"recipe me/draft\.toml does not exist"):
+        measure(tiny_target, "me/draft.toml")
+    with pytest.raises(SystemExit):
+        measure(tiny_target, str(tmp_path / "b.jsonl"), "--pull-request")
