@@ -80,3 +80,10 @@ def on_cluster(started_cluster, monkeypatch) -> cluster.Cluster:
     """Jobs of this process, and commands that it starts, join the session's cluster."""
     monkeypatch.setenv("RAY_ADDRESS", started_cluster.address)
     return started_cluster
+
+
+@pytest.fixture(scope="module")
+def taking_jobs(rays_python) -> Iterator[cluster.Cluster]:
+    """A cluster with a dashboard."""
+    with cluster.started(rays_python, dashboard=True) as found:
+        yield found

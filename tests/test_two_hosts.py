@@ -1,10 +1,13 @@
-"""Two hosts that share what the recipe names, and nothing else: the dump across both through an object store, training
-across both by hostfile and ssh; one dies in the middle of each, and what comes out is what one machine makes.
+"""Hosts that share what the recipe names, and nothing else: a dump across two through an object store, as a job of a
+Ray cluster with a third for its head; training across two by hostfile and ssh. One dies in the middle of each, and what
+comes out is what one machine makes.
 """
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from tests.hosts import Host, code
 from tests.kit import (
     BIN,
     ROOT,
+    command_environment,
     recipe_tree,
     wait_until,
     write_recipe,
@@ -44,34 +48,38 @@ def store() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def two(store) -> Iterator[list[Host]]:
-    with hosts.started("host-a", "host-b") as found, pytest.MonkeyPatch.context() as patch:
+def three(store) -> Iterator[list[Host]]:
+    with hosts.started("host-a", "host-b", "host-c") as found, pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
         FileSystem.from_uri(store)[0].create_dir("shards")
         for host in found:
             (host.folder / "root/.ray/auth_token").write_text(TOKEN)
+            (host.folder / "local/jakiro").write_text(f'#!/bin/sh\nexec {shlex.join(JAKIRO)} "$@"\n')
+            (host.folder / "local/jakiro").chmod(0o755)
         yield found
 
 
 def settings(**more: str) -> dict[str, str]:
-    return {"PYTHONPATH": code(), "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **KEYS, **more}
+    ray = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "RAY_DEDUP_LOGS": "0"}
+    return {"PYTHONPATH": code(), "PATH": f"/local:{BIN}:{os.environ['PATH']}", **ray, **KEYS, **more}
 
 
 def join(host: Host, head: Host) -> None:
-    """Starts Ray on a host: one worker's room on each."""
+    """Starts Ray on a host: one worker's room on each, none on the head, which takes jobs."""
     if host is head:
-        where = ["--head", f"--node-ip-address={head.address}", "--port=6379", "--include-dashboard=false"]
+        where = ["--head", "--port=6379", f"--dashboard-host={head.address}", "--num-cpus=0"]
     else:
-        where = [f"--address={head.address}:6379", f"--node-ip-address={host.address}"]
-    done = host.run(str(BIN / "ray"), "start", "--num-cpus=2", "--disable-usage-stats", *where, **settings())
+        where = [f"--address={head.address}:6379", "--num-cpus=2"]
+    where += [f"--node-ip-address={host.address}", "--disable-usage-stats"]
+    done = host.run(str(BIN / "ray"), "start", *where, **settings())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def recipe(two, tiny_target, store) -> Path:
+def recipe(three, tiny_target, store) -> Path:
     """In the shared folder, with the target and the data beside it."""
-    shared = two[0].shared
+    shared = three[0].shared
     shutil.copytree(tiny_target, shared / "target")
     write_sharegpt(shared / "data.json", 1200)
     there = Path(hosts.SHARED)
@@ -88,20 +96,25 @@ def here(recipe: Path) -> str:
     return f"{hosts.SHARED}/{recipe.name}"
 
 
-def test_a_dump_across_two_hosts_outlives_one_of_them(two, recipe):
-    a, b = two
-    join(a, a)
-    join(b, a)
-    environment = settings(RAY_ADDRESS=f"{a.address}:6379")
-    log = a.folder / "dump.log"
-    process = a.start_command(log, *JAKIRO, "dump", here(recipe), **environment)
-    manifest = a.shared / "run/features"
+def test_a_dump_across_two_hosts_outlives_one_of_them(three, recipe, tmp_path):
+    """Started from a fourth, which sees nothing of theirs but the cluster's port."""
+    a, b, c = three
+    for host in three:
+        join(host, a)
+    log, manifest = tmp_path / "dump.log", a.shared / "run/features"
+    command = [*JAKIRO, "run", str(recipe), "--on", f"ray://{a.address}", "--until", "preprocess"]
+    environment = command_environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN, PYTHONPATH=code())
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path)
     wait_until(lambda: process.poll() is not None or shards_of(manifest))
-    a.run("pkill", "-STOP", "-f", "^ray::WorkerActor")  # else it may be done before the other has come up
-    wait_until(lambda: process.poll() is not None or f"ip={b.address}" in log.read_text())  # which now loads
-    a.run("pkill", "-CONT", "-f", "^ray::WorkerActor")
-    first = shards_of(manifest)
-    wait_until(lambda: process.poll() is not None or shards_of(manifest) >= first + 6)
+    early = [host for host in (b, c) if f"ip={host.address}" in log.read_text()]
+    for host in early:  # else it may be done before the other has come up
+        host.run("pkill", "-STOP", "-f", "^ray::WorkerActor")
+    wait_until(lambda: process.poll() is not None or all(f"ip={host.address}" in log.read_text() for host in (b, c)))
+    for host in early:
+        host.run("pkill", "-CONT", "-f", "^ray::WorkerActor")
+    known = shards_of(manifest)
+    wait_until(lambda: process.poll() is not None or shards_of(manifest) >= known + 6)
     assert process.poll() is None, log.read_text()
     b.die()
     assert process.wait(300) == 0, log.read_text()
@@ -113,31 +126,31 @@ def shards_of(features: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def alone(two, recipe) -> Path:
+def alone(three, recipe) -> Path:
     """The folder of a run by one of the hosts, without a store: a dump, and a training of two ranks."""
     tree = json.loads(recipe.read_text())
     tree["output"], tree["features"]["store"] = f"{hosts.SHARED}/alone", None
     tree["train"] |= {"shards": None, "resume": None}
     mine = here(write_recipe(tree, recipe.with_name("alone.toml")))
     for command in ([*JAKIRO, "dump", mine], [*JAKIRO, "train", mine]):
-        done = two[0].run(*command, **settings())
+        done = three[0].run(*command, **settings())
         assert done.returncode == 0, done.stdout + done.stderr
-    return two[0].shared / "alone"
+    return three[0].shared / "alone"
 
 
-def test_its_shards_are_those_of_one_host(two, recipe, alone):
+def test_its_shards_are_those_of_one_host(three, recipe, alone):
     found = [
         {shard.name: shard.sha256 for shard in Manifest.load(output / "features").shards}
-        for output in (two[0].shared / "run", alone)
+        for output in (three[0].shared / "run", alone)
     ]
     assert found[0] == found[1] and len(found[0]) > 4
 
 
-def test_training_across_two_hosts_goes_on_after_one_has_died(two, recipe, alone):
-    a, b = two
+def test_training_across_two_hosts_goes_on_after_one_has_died(three, recipe, alone):
+    a, b, _ = three
     b.start()
     told = settings(DS_ACCELERATOR="cpu", PATH=os.environ["PATH"])
-    for host in two:
+    for host in three[:2]:
         (host.folder / "root/.ssh/deepspeed_env").write_text("".join(f"{name}={told[name]}\n" for name in told))
     (a.shared / "hostfile").write_text("host-a slots=1\nhost-b slots=1\n")
     launch = [str(BIN / "deepspeed"), "--hostfile", f"{hosts.SHARED}/hostfile", "--master_addr", a.address]

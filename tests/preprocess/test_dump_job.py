@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,12 +208,6 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
         done = run_warm(dump_command(recipe, *sets))
         assert done.returncode == 2
         assert message in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def taking_jobs(rays_python) -> Iterator[cluster.Cluster]:
-    with cluster.started(rays_python, dashboard=True) as found:
-        yield found
 
 
 def test_workers_that_fit_no_node_are_refused(job, tmp_path, taking_jobs, monkeypatch):
