@@ -47,8 +47,8 @@ def _plot_depth(found: dict[Place, dict[str, Row]], parallel: dict[str, int], fo
     figure.set_layout_engine("constrained")
     for axis, benchmark in zip(axes[0], benchmarks, strict=True):
         for method in [name for where, t, name in found if (where, t) == (benchmark, lowest)]:
-            shown, colour = rates(found[benchmark, lowest, method]), COLOURS[methods.index(method) % 6]
-            axis.plot(range(1, len(shown) + 1), shown, "o-", label=method, color=colour)
+            shown, (line, colour) = rates(found[benchmark, lowest, method]), _look(methods.index(method))
+            axis.plot(range(1, len(shown) + 1), shown, line, label=method, color=colour)
             free = range(parallel.get(method, len(shown)) + 1, len(shown) + 1)
             axis.plot(free, [shown[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
         axis.set(title=f"{benchmark}, T = {lowest:g}", xlabel="depth in the tree", ylim=(0, 1.05))
@@ -74,7 +74,7 @@ def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
             bounds = [row.interval or [height, height] for row, height in zip(chosen, heights, strict=True)]
             errors = np.maximum((np.array(bounds) - np.array(heights)[:, None]).T * [[-1], [1]], 0)
             places = np.arange(len(groups)) + number * width
-            axis.bar(places, heights, width * 0.92, label=method, color=COLOURS[number % 6])
+            axis.bar(places, heights, width * 0.92, label=method, color=COLOURS[number % 6], hatch="/" * (number // 6))
             axis.errorbar(places, heights, errors, fmt="none", ecolor="black", capsize=3, lw=1)
         axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
         axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(methods) - 1) / 2)
@@ -87,13 +87,13 @@ def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path) -> Path
     """tau by context length, with its interval: a line a method, a panel a temperature."""
     found = by_place(row for row in rows if row.benchmark in contexts)
     methods, temperatures = (sorted({place[at] for place in found}) for at in (2, 1))
-    figure, axes = plt.subplots(1, len(temperatures), figsize=(5.5 * len(temperatures), 4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(7 * len(temperatures), 4), sharey=True, squeeze=False)
     figure.set_layout_engine("constrained")
     for axis, temperature in zip(axes[0], temperatures, strict=True):
         for number, method in enumerate(methods):
             of = {contexts[place[0]]: one["tau"] for place, one in found.items() if place[1:] == (temperature, method)}
-            lengths, colour = sorted(of), COLOURS[number % 6]
-            axis.plot(lengths, [of[tokens].value for tokens in lengths], "o-", label=method, color=colour)
+            lengths, (line, colour) = sorted(of), _look(number)
+            axis.plot(lengths, [of[tokens].value for tokens in lengths], line, label=method, color=colour)
             bounds = [of[tokens].interval or [of[tokens].value] * 2 for tokens in lengths]
             axis.vlines(lengths, *zip(*bounds, strict=True), color=colour, lw=1)
         axis.set_xscale("log", base=2)
@@ -106,12 +106,17 @@ def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path) -> Path
     return _save(figure, path)
 
 
+def _look(number: int) -> tuple[str, str]:
+    """Of the line with this number: its style and colour. Six colours, and another style for each six more."""
+    return ("o-", "s--", "^:", "D-.")[number // 6 % 4], COLOURS[number % 6]
+
+
 def _legend_above(figure, axis) -> None:
-    """Where it covers nothing."""
+    """Where it covers nothing; the figure grows by its lines."""
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=max(int(figure.get_figwidth() / 1.6), 1), frameon=False
-    )
+    columns = max(int(figure.get_figwidth() / (0.7 + 0.085 * max(map(len, labels)))), 1)
+    figure.set_figheight(figure.get_figheight() + 0.22 * (-(-len(labels) // columns) - 1))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> Path:
