@@ -28,7 +28,7 @@ ABOVE = ("`report.html` shows all this", "## Use")  # in a card: the first of th
 
 
 def recipe_of(address: str) -> tuple[Path, list[str]] | None:
-    """Writes runs/NAME/recipe.json for a release of ours, OWNER/NAME[@REVISION]: its target, its draft, its methods and
+    """Writes runs/OWNER/NAME/recipe.json for a release of ours, OWNER/NAME[@REVISION]: its target, its draft, its methods and
     those of its benchmarks that are no file of its makers. Returns it, and what the user should know; None for what is
     no such address. Raises PipelineError.
     """
@@ -44,9 +44,9 @@ def recipe_of(address: str) -> tuple[Path, list[str]] | None:
         )
     again = "Give another revision of the repository"
     config, tree = read_sealed(folder / checkpoint.CONFIG, again), read_sealed(folder / RECIPE, again)
-    name, method = repository.partition("/")[2], config["method"]
-    draft, secondary = method["draft"], config.get("secondary", {})
-    tree |= {"name": name, "output": f"runs/{name}"}
+    method, secondary = config["method"], config.get("secondary", {})
+    draft = method["draft"]
+    tree |= {"name": repository.partition("/")[2], "output": f"runs/{repository}"}
     tree["draft"] = {draft: checkpoint.read_config(folder).config.to_json(), **secondary}
     tree["published"] = {draft: {"repository": repository, "revision": revision}}
     tree["publish"] |= {"draft": draft}
@@ -56,7 +56,7 @@ def recipe_of(address: str) -> tuple[Path, list[str]] | None:
     alone = {key: value for key, value in method.items() if key not in ("secondary", "calibration")}
     methods = {draft: alone} | ({"-".join([draft, *secondary]): method} if secondary else {})
     tree["eval"] |= {"benchmarks": kept or DEFAULT, "contexts": [], "methods": methods, "tree": method["tree"]}
-    path = Path("runs") / name / RECIPE
+    path = Path(tree["output"]) / RECIPE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, tree)
     said = [f"{repository}, revision {revision}: measured as {path} says"]

@@ -50,7 +50,8 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
     """Returns lines for the user, and writes down where the features are, for the release. Raises PipelineError for
     features that are not finished, damaged, or come and go.
     """
-    with tempfile.TemporaryDirectory() as place:
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".upload-", dir=recipe.run_dir) as place:
         source = _Source(recipe, Path(place))
         manifest = source.manifest
         manifest.require_complete(recipe.features_dir)

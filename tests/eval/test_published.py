@@ -293,7 +293,7 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
     measure(tiny_target, "me/draft", "--pull-request")
     said = capsys.readouterr().out
-    assert f"me/draft, revision {COMMIT}: measured as runs/draft/recipe.json says" in said
+    assert f"me/draft, revision {COMMIT}: measured as runs/me/draft/recipe.json says" in said
     assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in said
     assert f"pull request: {there.url}/me/draft/discussions/1" in said
     (commit,) = there.commits
