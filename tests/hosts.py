@@ -21,13 +21,14 @@ GATE = "10.77.0.1"  # this machine, from the hosts
 LACKING = [name for name in ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "pdsh") if shutil.which(name) is None]
 MISSING = f"two hosts need root and {', '.join(LACKING) or 'nothing else'}" if LACKING or os.geteuid() else ""
 OWN = ("root/.ssh", "root/.ray", "root/.cache", "tmp", "local")  # the rest of /root may hold this machine's Python
-# The first process of a host: its end is the host's.
+# The first process of a host: its end is the host's. A checkout in /tmp is seen there, too.
 BOOT = """
 set -e
 hostname "$1"
 mkdir -p /srv/shared /run/sshd
 mount --bind "$2/etc/hosts" /etc/hosts
-for own in ${5}; do mkdir -p "/$own" && mount --bind "$2/$own" "/$own"; done
+case $6 in /tmp/*) mkdir -p "$2$6" && mount --bind "$6" "$2$6" ;; esac
+for own in ${5}; do mkdir -p "/$own" && mount --rbind "$2/$own" "/$own"; done
 mount --bind "$3" /srv/shared
 mount -t tmpfs tmpfs /dev/shm
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.1; done
@@ -46,7 +47,8 @@ class Host:
     log: list[str] = field(default_factory=list)
 
     def start(self) -> None:
-        boot = ["bash", "-c", BOOT, "boot", self.name, str(self.folder), str(self.shared), self.address, " ".join(OWN)]
+        own = self.name, str(self.folder), str(self.shared), self.address, " ".join(OWN), str(ROOT)
+        boot = ["bash", "-c", BOOT, "boot", *own]
         spaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self.folder / "boot.log").open("w") as log:
             self.process = subprocess.Popen([*spaces, *boot], stdout=log, stderr=log)

@@ -282,7 +282,7 @@ def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released)
     assert saved.training_said == "imported from released"
     text = (ROOT / "eval/release/card.md.jinja").read_text()
     begin = text.index('{% elif "imported" in training %}')
-    part = text[begin : text.index("{% endif %}", begin)].replace("elif", "if", 1) + "{% endif %}"
+    part = text[begin : text.index("{% else %}", begin)].replace("elif", "if", 1) + "{% endif %}"
     body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part)
     assert saved.training["imported"]["sha256"] in body.render(training=saved.training)
 
