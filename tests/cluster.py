@@ -30,7 +30,7 @@ class Cluster:
 
     def raylets(self) -> list[int]:
         """The process of each node, in the order in which they were started."""
-        found = [pid for pid, words in self._processes() if "/raylet " in words]
+        found = [pid for pid, words in self._processes() if words.partition(" ")[0].endswith("/raylet")]
         return sorted(found, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # numbers are given out anew
 
     def stop(self) -> None:
