@@ -79,7 +79,8 @@ class Host:
             return subprocess.Popen(self.command(*words, **environment), stdout=out, stderr=subprocess.STDOUT)
 
     def die(self) -> None:
-        """As when its power is cut: all its processes end at once."""
+        """As when its power is cut: nothing comes from it any more, and all its processes end at once."""
+        ip("link", "set", f"jk{self.address.rpartition('.')[2]}", "down")
         os.kill(self._first(), signal.SIGKILL)
         self.process.wait()
 

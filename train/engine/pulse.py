@@ -1,5 +1,5 @@
 """The pulse of ranks on several hosts. A collective waits for a rank whose host has gone as for one that is slow, and
-half an hour is not too long for that; a pulse tells them apart within a minute.
+half an hour is not too long for that; a pulse tells them apart in about a minute.
 """
 
 import itertools
@@ -18,46 +18,63 @@ _stopped = threading.Event()
 
 def start_pulse() -> None:
     """Every rank calls it. From then on each tells the others every BEAT seconds that it lives, through the store of
-    their process group, and ends its process, with one message, when it has not heard one of them for SILENCE.
+    their process group (rank 0's), and ends its process, with one message, when it has not heard one of them for
+    SILENCE. Time in which this process was itself suspended does not count.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    store = _get_default_store().clone()  # a connection of its own: nothing else waits on it
+    store = _get_default_store()
     keys = [f"pulse-{other}" for other in range(ranks)]
     hosts: list = [None] * ranks
+    store.set(keys[rank], "begun")  # before all meet: reading a key waits for it
     dist.all_gather_object(hosts, socket.gethostname())
     heard = [time.monotonic()] * ranks
+    _stopped.clear()
 
-    def beat() -> None:
+    def talk() -> None:
         seen = [b""] * ranks
+        own = None
         for number in itertools.count():
-            store.set(keys[rank], str(number))
-            for other, value in enumerate(store.multi_get(keys)):
-                if value != seen[other]:
-                    seen[other], heard[other] = value, time.monotonic()
+            try:
+                own = own or store.clone()  # a connection of its own: nothing else waits on it
+                own.set(keys[rank], str(number))
+                for other, value in enumerate(own.multi_get(keys)):
+                    if value != seen[other]:
+                        seen[other], heard[other] = value, time.monotonic()
+            except dist.DistError:  # the connection is lost: a new one is tried until `listen` gives up
+                own = None
             if _stopped.wait(BEAT):
                 return
 
-    def talk() -> None:
-        try:
-            beat()
-        except dist.DistError:  # the store's host has gone, or its process: nobody is heard any more
-            _stopped.wait()
-
     def listen() -> None:
+        looked = time.monotonic()
         while not _stopped.wait(BEAT):
-            silent = [other for other in range(ranks) if time.monotonic() - heard[other] > SILENCE]
+            now = time.monotonic()
+            if now - looked > 2 * BEAT + 1:  # this process was suspended, and maybe they were, too
+                heard[:] = [now] * ranks
+            looked = now
+            silent = [other for other in range(ranks) if now - heard[other] > SILENCE]
             if silent and not _stopped.is_set():
-                # The store is rank 0's: without its host none is heard.
-                lost = silent[0] if len(silent) < ranks else 0
-                sys.stderr.write(
-                    f"error: rank {lost} on {hosts[lost]} has given no sign of life for {SILENCE:.0f} s: its host or "
-                    "the network has gone. Run the same command again: training goes on from its last saved state\n"
-                )
-                sys.stderr.flush()
-                os._exit(1)
+                _leave(_said(silent, rank, hosts))
 
     for work in (talk, listen):
         threading.Thread(target=work, daemon=True, name=f"pulse-{work.__name__}").start()
+
+
+def _said(silent: list[int], rank: int, hosts: list[str]) -> str:
+    if rank in silent:  # not even itself: the store is out of reach
+        lost = f"rank 0 on {hosts[0]} cannot be reached from {hosts[rank]}"
+    else:
+        lost = f"rank {silent[0]} on {hosts[silent[0]]} has given no sign of life"
+    return (
+        f"{lost} for {SILENCE:.0f} s: it has ended, or its host or the network has gone. Look at what it said last; if "
+        "it said nothing, run the same command again: training goes on from its last saved state"
+    )
+
+
+def _leave(why: str) -> None:
+    sys.stderr.write(f"error: {why}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def leave_distributed() -> None:
