@@ -62,6 +62,9 @@ class Hub(Loopback):
                     return
                 if not hub.exists:
                     self.answer({"error": "Repository not found"}, 404)
+                elif "/discussions" in self.path:
+                    made = [commit for commit in hub.commits if commit["pull_request"]]
+                    self.answer({"discussions": list(map(self.discussion, made)), "count": len(made), "start": 0})
                 elif "/tree/" in self.path:
                     self.answer([self.entry(name) for name in sorted(hub.files)])
                 elif "/resolve/" in self.path:
@@ -72,6 +75,11 @@ class Hub(Loopback):
 
             def do_HEAD(self) -> None:
                 self.do_GET()
+
+            def discussion(self, commit: dict) -> dict:
+                by = {"name": "me"}
+                found = {"title": commit["said"], "num": 1, "author": by, "repo": {"name": "me/draft", "type": "model"}}
+                return found | {"isPullRequest": True, "status": "open", "createdAt": "2026-01-01T00:00:00.000Z"}
 
             def entry(self, name: str) -> dict:
                 content = hub.files[name]
@@ -149,7 +157,7 @@ class Hub(Loopback):
                     value = entry["value"]
                     hub.commits[-1]["changes"] += [value["path"]] if "path" in value else []
                     if entry["key"] == "header":
-                        hub.commits[-1]["said"] = value["summary"]
+                        hub.commits[-1] |= {"said": value["summary"], "parent": value.get("parentCommit")}
                     elif entry["key"] == "deletedFile":
                         del hub.files[value["path"]]
                         hub.large.discard(value["path"])

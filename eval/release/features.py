@@ -9,6 +9,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jinja2
@@ -22,6 +23,7 @@ from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
 from pipeline.features.shards import (
     ANSWERS,
+    FILES,
     HELDOUT_PROMPTS,
     MANIFEST,
     SPLITS,
@@ -29,6 +31,7 @@ from pipeline.features.shards import (
     Record,
     damage,
     kind_of,
+    prompts_damage,
 )
 from pipeline.features.store import Store
 from pipeline.recipe.recipe import Recipe, digest
@@ -60,13 +63,20 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
                 f"{recipe.features_dir}: the shards of a run with features.keep = 'window' come and go, so there are "
                 "none to upload: dump with features.keep = 'all'"
             )
+        source.require_whole()
         there = Repository(repository, "dataset", "Run the same command again: it sends what is not there yet")
         seen = there.create(private)
         held, listed = there.files(), source.get(MANIFEST, None)
+        others = sorted(name for name in held.keys() - {".gitattributes", CARD} if not _is_ours(name))
+        if others and not any(map(_is_ours, held)):
+            raise PipelineError(
+                f"{repository} holds {', '.join(others[:3])}{', ...' if others[3:] else ''} and no features: name an "
+                "empty repository, or one that is not there yet"
+            )
         known = {name: found.lfs.sha256 for name, found in held.items() if found.lfs}
         lacking = [record for record in manifest.files if known.get(record.name) != record.sha256]
         if not lacking and MANIFEST in held and _holds(held[MANIFEST], listed):
-            commit, said = there.head(), "there already, nothing to send"
+            commit, said = there.commit_of(), "there already, nothing to send"
         else:
             gone = [MANIFEST] if MANIFEST in held else []
             sizes = sum(record.bytes for record in lacking)
@@ -78,7 +88,7 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
                     source.forget()
                     gone = []
             listed_there = {record.name for record in manifest.files}
-            stale = sorted(name for name in held.keys() - listed_there if name.endswith(".arrow"))  # of another dump
+            stale = sorted(name for name in held.keys() - listed_there if _is_ours(name))  # of another dump
             last = {name: source.get(name, None) for name in (HELDOUT_PROMPTS, RECIPE, MANIFEST)}
             found = there.commit(
                 f"Features of {recipe.name}: {len(manifest.files)} files",
@@ -87,7 +97,7 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
             )
             commit, said = found.oid, f"{len(lacking)} of {len(manifest.files)} tables and shards sent"
         write_sealed(_note(recipe), asdict(OnHub(repository, commit, digest(asdict(manifest)))))
-    return [f"features: https://huggingface.co/datasets/{repository}, revision {commit}{seen}: {said}"]
+    return [f"features: hf://datasets/{repository}, revision {commit}{seen}: {said}"]
 
 
 def features_on_hub(recipe: Recipe) -> OnHub | None:
@@ -113,12 +123,21 @@ class _Source:
             self._store.get(MANIFEST, place)
         self.manifest = Manifest.load(self._folder)
 
+    def require_whole(self) -> None:
+        """Raises PipelineError where what goes with the shards is not there, or not the dump's."""
+        self.get(RECIPE, None)
+        self.get(HELDOUT_PROMPTS, None)
+        if reason := prompts_damage(self._folder, self.manifest):
+            raise PipelineError(f"{self._folder / HELDOUT_PROMPTS}: {reason}. Run the dump again: it writes it anew")
+
     def get(self, name: str, record: Record | None) -> Path:
         """Raises PipelineError for a file that is not the record's."""
         path = self._folder / name
         if self._store and name != MANIFEST:
             self._store.get(name, self._folder, record.sha256 if record else None)
             self._brought.append(path)
+        elif not record and not path.is_file():
+            raise PipelineError(f"{path} is missing. Run the dump again: it writes it anew, and keeps the shards")
         elif record and (reason := damage(self._folder, record)):
             raise PipelineError(
                 f"{kind_of(record)} {path}: {reason}. Nothing of this part was sent. It can be dumped again: "
@@ -143,6 +162,11 @@ def _parts(records: list[Record]) -> Iterator[list[Record]]:
         yield part
 
 
+def _is_ours(name: str) -> bool:
+    """Whether a path in a repository is that of a table or shard."""
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in FILES)
+
+
 def _holds(found: RepoFile, path: Path) -> bool:
     """Whether what is there is this file, by what the Hub says of it."""
     if found.lfs:
@@ -160,6 +184,8 @@ def _card(recipe: Recipe, repository: str, manifest: Manifest) -> str:
         source=public_name(recipe.data.source),
         own_answers=recipe.data.answers == "target",
         max_length=recipe.data.max_length,
+        calibration_prompts=recipe.data.calibration_prompts,
+        answer_tokens=recipe.features.answer_tokens,
         spec=manifest.spec,
         sets={name: manifest.of(name) for name in (*SPLITS, ANSWERS)},
         total=manifest.total,

@@ -61,50 +61,69 @@ class Repository:
         said = f" (a {'private' if hidden else 'public'} repository"
         return said + (")" if hidden == private else "; it was so before, and --push changes no existing repository)")
 
-    def head(self) -> str:
-        """Its last commit."""
-        with self._told():
-            return str(self._api.repo_info(self.name, repo_type=self._kind).sha)
+    def commit_of(self, revision: str | None = None) -> str:
+        """The commit of a branch or tag; default: the last one."""
+        with self._told(reading=True):
+            return str(self._api.repo_info(self.name, repo_type=self._kind, revision=revision).sha)
+
+    def open_pull_request(self, title: str) -> str | None:
+        """The address of one with this title."""
+        with self._told(reading=True):
+            found = self._api.get_repo_discussions(
+                self.name, repo_type=self._kind, discussion_type="pull_request", discussion_status="open"
+            )
+            return next((one.url for one in found if one.title == title), None)
 
     def files(self) -> dict[str, RepoFile]:
         """By path."""
-        with self._told():
+        with self._told(reading=True):
             tree = self._api.list_repo_tree(self.name, repo_type=self._kind, recursive=True)
             return {found.path: found for found in tree if isinstance(found, RepoFile)}
 
     def commit(
-        self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = (), pull_request: bool = False
+        self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = (), proposed_to: str | None = None
     ) -> CommitInfo:
         """One commit that brings these files, by path there, and removes others: it arrives as a whole or not at all.
-        Contents are read from disk as they are sent; those that the Hub has are not sent.
+        Contents are read from disk as they are sent; those that the Hub has are not sent. `proposed_to`: the commit
+        that it changes, in a pull request.
         """
-        changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
-        changes += [CommitOperationDelete(path_in_repo=name) for name in gone]
-        self._there = self._there or self.name
         with self._told():
+            changes: list = [
+                CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()
+            ]
+            changes += [CommitOperationDelete(path_in_repo=name) for name in gone]
             found = self._api.create_commit(
-                self.name, changes, commit_message=message, repo_type=self._kind, create_pr=pull_request
+                self.name,
+                changes,
+                commit_message=message,
+                repo_type=self._kind,
+                create_pr=proposed_to is not None,
+                parent_commit=proposed_to,
             )
         self._commits += 1
         return found
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, reading: bool = False) -> Iterator[None]:
         try:
             yield
         except (*_FAILED, RuntimeError) as caught:  # huggingface_hub hides a file's failed upload in a RuntimeError
             error = caught if isinstance(caught, _FAILED) else caught.__cause__
             if not isinstance(error, _FAILED):
                 raise
+            asked = f"{'the reading of' if reading else 'the upload to'} {self.name}"
+            why = _why(error, asked, public_name(self._api.endpoint), self._asked.last)
             raise PipelineError(
-                f"{_why(error, self.name, public_name(self._api.endpoint), self._asked.last)}. {self._state(error)} "
-                f"{self._again}"
+                " ".join([f"{why}.", "" if reading else self._state(error), self._again]).strip()
             ) from None
 
     def _state(self, error: Exception) -> str:
         """What the Hub holds now."""
         if self._commits:
-            return f"The repository {self._there} holds what was committed before, and it is not sent again."
+            return (
+                f"The repository {self._there or self.name} holds what was committed before, and that is not sent "
+                "again; the rest arrives as a whole or not at all."
+            )
         if self._there is not None:
             return (
                 f"The repository {self._there} is there; the upload into it did not end, and arrives as a whole or not "
@@ -136,16 +155,16 @@ class _Asked:
         self.last = response
 
 
-def _why(error: Exception, repository: str, endpoint: str, last: httpx2.Response | None) -> str:
-    """What went wrong, and whose fault it is."""
+def _why(error: Exception, asked: str, endpoint: str, last: httpx2.Response | None) -> str:
+    """What went wrong, and whose fault it is. `asked`: what it was that failed."""
     answer = error.response if isinstance(error, HfHubHTTPError) else last
     status = answer.status_code if answer is not None else None
     if isinstance(error, HfHubHTTPError | ValueError | KeyError) and status is not None and status >= 500:
         return f"the Hub at {endpoint} failed ({status}): that is its own fault, not your token's; try again later"
     if isinstance(error, HfHubHTTPError):
-        refused = f"the Hub refused the upload to {repository} ({status})"
+        refused = f"the Hub refused {asked} ({status})"
         if status in (401, 403):
-            return f"{refused}: check that HF_TOKEN is valid and may write there"
+            return f"{refused}: check that HF_TOKEN is valid and may do that"
         if status == 404:
             return (
                 f"{refused}: it knows no such owner or repository, or does not show it to this token: check the "
@@ -164,6 +183,6 @@ def _why(error: Exception, repository: str, endpoint: str, last: httpx2.Response
             "proxy on the way"
         )
     if isinstance(error, ValueError):
-        return f"the upload to {repository} was refused: {' '.join(str(error).split())}"
+        return f"{asked} was refused: {' '.join(str(error).split())}"
     reason = f": {error}" if isinstance(error, OfflineModeIsEnabled) else ""
     return f"the Hub cannot be reached at {endpoint} ({type(error).__name__}{reason})"

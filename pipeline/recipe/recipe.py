@@ -128,6 +128,7 @@ class Recipe(Section):
         measuring = {"workers", "gpus_per_worker", "hang_seconds", "contexts"}  # the last one: they are benchmarks
         apart: Any = {"name": True, "output": True, "train": {"together", *WHERE} | self._unset, "eval": measuring}
         apart["features"] = {"gpus", "store", "disk_bytes"} | (set() if self.answers_streamed else {"keep"})
+        apart["features"] |= set() if self.features.dump else {"dump"}
         apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
         if self.data.answers == "source":
             apart["data"] = {"answers"}
@@ -185,7 +186,18 @@ class Recipe(Section):
         """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that
         changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
         """
-        how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
+        if self.features.dump:
+            return self.features.dump
+        how = {
+            "dump",
+            "workers",
+            "planners",
+            "cpus_per_worker",
+            "gpus_per_worker",
+            "batch_tokens",
+            "store",
+            "hang_seconds",
+        }
         how |= {"gpus", "keep", "disk_bytes"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
         if self.features.auxiliary_layers is None:  # which of a target's layers a default is, its fingerprint says

@@ -74,6 +74,8 @@ class FeaturesConfig(Section):
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
     store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
+    # The hash of somebody's dump in `store`, as its card gives it: what it was dumped from is then not asked.
+    dump: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
     hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
     # "window": training's shards are made while it reads them, and go (preprocess/feed.py).
     keep: Literal["all", "window"] = "all"
@@ -83,6 +85,8 @@ class FeaturesConfig(Section):
     def _sound(self):
         if self.disk_bytes and self.keep == "all":
             raise ValueError("disk_bytes bounds what keep='window' leaves on the disk, but keep='all'")
+        if self.dump and (not self.store or self.keep == "window"):
+            raise ValueError(f"dump={self.dump!r} is somebody's whole dump in a store: set store, and keep='all'")
         if self.auxiliary_layers is not None and self.auxiliary_layers != sorted(set(self.auxiliary_layers)):
             raise ValueError(f"auxiliary_layers={self.auxiliary_layers} must be different layers in rising order")
         if (self.gpus_per_worker or 0) > 1 and self.gpus_per_worker % 1:

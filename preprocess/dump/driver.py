@@ -67,6 +67,12 @@ def dump(recipe: Recipe) -> list[str]:
             manifest.complete = False
         if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
             manifest.complete = False
+        if recipe.features.dump and not manifest.complete:
+            raise PipelineError(
+                f"{recipe.features.store} is somebody's dump (features.dump={recipe.features.dump!r}): nothing can be "
+                "added to it, and it is not whole, or holds answers of other lengths or to other calibration prompts: "
+                "set data.calibration_prompts and features.answer_tokens as its card says"
+            )
         if not manifest.complete:
             _run(recipe, folder, manifest, store)
         return _report(recipe, manifest)

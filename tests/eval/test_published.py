@@ -14,13 +14,14 @@ from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
+from eval.published import recipe_of
 from eval.release.card import by_origin
 from eval.release.publish import earlier, released_method
 from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256
+from pipeline.basics.files import read_sealed, sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.recipe.load import load_recipe, override_arguments
@@ -293,11 +294,15 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
     measure(tiny_target, "me/draft", "--pull-request")
     said = capsys.readouterr().out
-    assert f"me/draft, revision {COMMIT}: measured as runs/me/draft/recipe.json says" in said
+    assert f"me/draft, revision {COMMIT}: measured as runs/me/draft/{COMMIT[:12]}/recipe.json says" in said
     assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in said
     assert f"pull request: {there.url}/me/draft/discussions/1" in said
     (commit,) = there.commits
-    assert commit["pull_request"] and sorted(commit["changes"]) == ["README.md", "results.jsonl"]
+    assert (
+        commit["pull_request"]
+        and commit["parent"] == COMMIT
+        and sorted(commit["changes"]) == ["README.md", "results.jsonl"]
+    )
     (tmp_path / "results.jsonl").write_bytes(there.files["results.jsonl"])
     rows = [row for row in read_rows(tmp_path) if row.figure == "tau"]
     assert {(row.origin["hardware"], row.benchmark, row.method) for row in rows} == {
@@ -308,6 +313,13 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
         first.endswith("a large GPU\n\n") and rest.strip().startswith("## Use") and "| humaneval | 0 | jakiro |" in new
     )
     assert card.startswith(first) and card.endswith(rest.strip() + "\n")
+    shutil.rmtree(tmp_path / "hub")  # what is cached of it
+    measure(tiny_target, "me/draft", "--pull-request")
+    assert "me/draft has these figures already" in capsys.readouterr().out  # it was merged
+    there.files["README.md"] = card.encode()
+    shutil.rmtree(tmp_path / "hub")
+    measure(tiny_target, "me/draft", "--pull-request")
+    assert "a pull request is open: " in capsys.readouterr().out and len(there.commits) == 1
 
 
 def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, there, tmp_path):
@@ -315,9 +327,23 @@ def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, 
     with pytest.raises(PipelineError, match="me/draft is no release of this project: name its kind and settings in"):
         measure(tiny_target, "me/draft")
     there.exists = False
-    with pytest.raises(PipelineError, match="me/draft: neither a recipe here nor a model that the Hub shows"):
+    with pytest.raises(PipelineError, match=r"refused the reading of me/draft \(404\).* It is no recipe here, either"):
         measure(tiny_target, "me/draft")
     with pytest.raises(PipelineError, match=r"recipe me/draft\.toml does not exist"):
         measure(tiny_target, "me/draft.toml")
     with pytest.raises(SystemExit):
         measure(tiny_target, str(tmp_path / "b.jsonl"), "--pull-request")
+
+
+def test_nothing_of_a_stranger_is_trusted(release, there, tmp_path):
+    """Nor do their machine and how they trained matter here."""
+    recipe = read_sealed(release / "recipe.json", "")
+    recipe["target"] |= {"trust_remote_code": True, "device": "cuda", "chat_template": "t.jinja"}
+    recipe["train"]["learning_rates"] = {"jakiro": 1e-3, "eagle": 1e-3}
+    write_sealed(release / "recipe.json", recipe)
+    (release / "chat_template.jinja").write_text("{{ messages }}")
+    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
+    path, _ = recipe_of("me/draft")
+    found = load_recipe(path, ["target.model=me/target"])
+    assert not found.target.trust_remote_code and found.target.device == "auto"
+    assert Path(found.target.chat_template).read_text() == "{{ messages }}"

@@ -1,6 +1,9 @@
 """Features go to a dataset repository in parts, the manifest last; broken off they go on; a training reads them."""
 
+import json
+import re
 import shutil
+import tomllib
 
 import pytest
 from huggingface_hub import HfFileSystem, set_client_factory
@@ -14,6 +17,7 @@ from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest
 from pipeline.features.store import Store
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
+from preprocess.dump.driver import dump
 from tests.eval.test_push import reach
 from tests.hub import Hub
 from tests.loopback import object_store
@@ -95,14 +99,38 @@ def test_broken_off_they_go_on_where_they_were(recipe, hub):
 def test_another_dump_takes_the_place_of_the_one_that_is_there(recipe, hub):
     """Its manifest goes before the first of its shards does."""
     push(recipe)
-    hub.files |= {MANIFEST: b"another one", "features-train-000999.arrow": b"old", "notes.md": b"mine"}
+    mine = {"notes.md": b"mine", "more/features-train-000999.arrow": b"mine"}
+    hub.files |= {MANIFEST: b"another one", "features-train-000999.arrow": b"old", **mine}
     hub.files["features-train-000000.arrow"] = b"other states"
     sent = len(hub.commits)
     push(recipe)
     first, last = hub.commits[sent:]
-    assert first["changes"] == ["features-train-000000.arrow", MANIFEST] or first["changes"][-1] == MANIFEST
+    assert sorted(first["changes"]) == ["features-train-000000.arrow", MANIFEST]
     assert "features-train-000999.arrow" in last["changes"]
-    assert set(hub.files) == names(recipe) | {"notes.md"}
+    assert set(hub.files) == names(recipe) | set(mine)
+
+
+def test_a_repository_of_other_things_is_left_alone(recipe, hub):
+    hub.exists, hub.files = (
+        True,
+        {"data-00000-of-00001.arrow": b"x", "README.md": b"x", "train/features-train-0.arrow": b"x"},
+    )
+    with pytest.raises(
+        PipelineError, match=r"me/states holds data-00000-of-00001\.arrow, train/.* and no features: name"
+    ):
+        push(recipe)
+    assert not hub.commits
+
+
+def test_what_goes_with_the_shards_is_looked_at_first(recipe, hub):
+    prompts = recipe.features_dir / HELDOUT_PROMPTS
+    prompts.write_text(prompts.read_text() + "{}\n")
+    with pytest.raises(PipelineError, match=f"{HELDOUT_PROMPTS}: its SHA-256 is not the manifest's"):
+        push(recipe)
+    prompts.unlink()
+    with pytest.raises(PipelineError, match=f"{HELDOUT_PROMPTS} is missing"):
+        push(recipe)
+    assert not hub.requests
 
 
 def test_what_is_not_whole_is_not_uploaded(recipe, hub):
@@ -129,14 +157,22 @@ def test_from_a_store_a_part_at_a_time_is_on_disk(recipe, hub, monkeypatch):
             uploading._Source, "forget", lambda self: held.append(len(list(self._folder.iterdir()))) or forget(self)
         )
         push(there)
-    assert set(hub.files) == names(recipe) and max(held) <= 3 + 1  # with the manifest
+    assert set(hub.files) == names(recipe) and max(held) <= 3 + 3  # with manifest, prompts and recipe
 
 
 @pytest.mark.real
 def test_a_training_reads_them_there(dumped, undisturbed, recipe, hub, tmp_path):
-    """Its weights are those of the dump itself."""
+    """By a recipe of other data, as the card says: its weights are those of the dump itself."""
     push(recipe)
+    card = hub.files["README.md"].decode()
+    keys = tomllib.loads(re.search("(?s)```toml\n(.*?)```", card)[1])
+    sets = [f"{section}.{key}={json.dumps(value)}" for section in keys for key, value in keys[section].items()]
     output = tmp_path / "elsewhere"
     (output / "features").mkdir(parents=True)
-    train_here((dumped[0], output / "features"), output, "features.store=hf://datasets/me/states")
-    assert sha256(output / WEIGHTS) == sha256(undisturbed / WEIGHTS)
+    other = load_recipe(dumped[0], [*sets, f"output={output}"])
+    sent = len(hub.commits)
+    assert "shards" in "".join(dump(other))  # there is nothing to do
+    train_here((dumped[0], output / "features"), output, *sets)
+    assert sha256(output / WEIGHTS) == sha256(undisturbed / WEIGHTS) and len(hub.commits) == sent
+    with pytest.raises(PipelineError, match="nothing can be added to it"):
+        dump(load_recipe(dumped[0], [*sets, f"output={tmp_path / 'more'}", "features.answer_tokens=3"]))

@@ -1,4 +1,4 @@
-"""Ranks hear each other: a healthy run is left alone, and one that was suspended; one that is alone says so and ends."""
+"""Ranks hear each other: a healthy run is left alone, one that was suspended as well; one that is alone says so."""
 
 import os
 import re
