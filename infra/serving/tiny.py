@@ -1,5 +1,6 @@
-"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers; one also with
-an EAGLE draft that has a window, Medusa and a small Llama, which would take long to train for the embedded one.
+"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers, and with drafts
+that would take long to train for the embedded one: P-EAGLE, DFlash, Medusa, a small Llama; EAGLE and DFlash with a
+window.
 
 RoPE that is scaled from 64 positions on, as Llama 3.1 and YaRN do it; auxiliary layers that are no engine's default, so
 that one which reads others accepts less; a prompt that goes through an engine in several batches. Weights are random,
@@ -46,7 +47,7 @@ DRAFTS = {  # by the target's RoPE
         "medusa": '{kind="medusa", heads=3}',
         "small": SMALL,
     },
-    "yarn": {"eagle3": EAGLE_3},
+    "yarn": {"eagle3": EAGLE_3, "dflash": DFLASH.replace("}", ", window=16}")},
 }
 
 
