@@ -123,9 +123,10 @@ def main() -> None:
     theirs = recipe_of(arguments.recipe)
     if arguments.pull_request and not theirs:
         parser.error("--pull-request goes with OWNER/NAME, a published release")
-    path, said = theirs or (arguments.recipe, [])
-    print("\n".join(said), end="\n" if said else "")
-    recipe = load_recipe(path, arguments.overrides)
+    recipe_file, said = theirs or (arguments.recipe, [])
+    for line in said:
+        print(line)
+    recipe = load_recipe(recipe_file, arguments.overrides)
     if arguments.push:
         require_repository_name(arguments.push)
     publish(recipe.run_dir, "eval")

@@ -188,17 +188,8 @@ class Recipe(Section):
         """
         if self.features.dump:
             return self.features.dump
-        how = {
-            "dump",
-            "workers",
-            "planners",
-            "cpus_per_worker",
-            "gpus_per_worker",
-            "batch_tokens",
-            "store",
-            "hang_seconds",
-        }
-        how |= {"gpus", "keep", "disk_bytes"}
+        how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
+        how |= {"gpus", "keep", "disk_bytes", "dump"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
         if self.features.auxiliary_layers is None:  # which of a target's layers a default is, its fingerprint says
             wanted = {layer for config in self._dumped_for for layer in config.auxiliary}
