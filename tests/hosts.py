@@ -53,11 +53,16 @@ class Host:
         with (self.folder / "boot.log").open("w") as log:
             self.process = subprocess.Popen([*spaces, *boot], stdout=log, stderr=log)
         wait_until(lambda: self._first() is not None)
-        end = f"jk{self.address.rpartition('.')[2]}"
-        card = f"02:00:0a:4d:00:{int(end.removeprefix('jk')):02x}"  # its own again after a death: others know it
-        ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "address", card, "netns", str(self._first()))
-        ip("link", "set", end, "master", "jkbridge", "up")
+        card = f"02:00:0a:4d:00:{int(self.end.removeprefix('jk')):02x}"  # its own again after a death: others know it
+        there = ("peer", "name", "eth0", "address", card, "netns", str(self._first()))
+        ip("link", "add", self.end, "type", "veth", *there)
+        ip("link", "set", self.end, "master", "jkbridge", "up")
         wait_until(lambda: self.run("ssh", "-o", "ConnectTimeout=1", self.name, "true").returncode == 0)
+
+    @property
+    def end(self) -> str:
+        """Its cable's, on this side."""
+        return f"jk{self.address.rpartition('.')[2]}"
 
     def _first(self) -> int | None:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -80,7 +85,7 @@ class Host:
 
     def die(self) -> None:
         """As when its power is cut: nothing comes from it any more, and all its processes end at once."""
-        ip("link", "set", f"jk{self.address.rpartition('.')[2]}", "down")
+        ip("link", "del", self.end)
         os.kill(self._first(), signal.SIGKILL)
         self.process.wait()
 
@@ -94,6 +99,8 @@ def started(*names: str) -> Iterator[list[Host]]:
     base = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
     (base / "shared").mkdir()
     hosts = [Host(name, f"10.77.0.{11 + number}", base / name, base / "shared") for number, name in enumerate(names)]
+    for left in ("jkbridge", *(host.end for host in hosts)):  # by a session that was killed
+        subprocess.run(["ip", "link", "del", left], capture_output=True, check=False)
     ip("link", "add", "jkbridge", "type", "bridge")
     try:
         ip("addr", "add", f"{GATE}/24", "dev", "jkbridge")
@@ -116,7 +123,7 @@ def started(*names: str) -> Iterator[list[Host]]:
     finally:
         for host in hosts:
             if host.process is not None and host.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, subprocess.CalledProcessError):
                     host.die()
         ip("link", "del", "jkbridge")
         time.sleep(0.5)
