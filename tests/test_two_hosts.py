@@ -37,13 +37,15 @@ WEIGHTS = "drafts/jakiro/model.safetensors"
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
-    """The address of an empty bucket, as the hosts reach it through their bridge."""
+    """The address of an empty bucket, as the hosts reach it through their bridge. Its name is its own: what other tests
+    left in theirs moto keeps as long as this process lives.
+    """
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="0.0.0.0", port=0, verbose=False)
     server.start()
     where = f"endpoint_override={hosts.GATE}:{server.get_host_and_port()[1]}&scheme=http&region=us-east-1"
-    yield f"s3://shards/run?{where}&allow_bucket_creation=true"
+    yield f"s3://hosts/run?{where}&allow_bucket_creation=true"
     server.stop()
 
 
@@ -52,7 +54,7 @@ def three(store) -> Iterator[list[Host]]:
     with hosts.started("host-a", "host-b", "host-c") as found, pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
-        FileSystem.from_uri(store)[0].create_dir("shards")
+        FileSystem.from_uri(store)[0].create_dir("hosts")
         for host in found:
             (host.folder / "root/.ray/auth_token").write_text(TOKEN)
             (host.folder / "local/jakiro").write_text(f'#!/bin/sh\nexec {shlex.join(JAKIRO)} "$@"\n')
