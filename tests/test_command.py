@@ -17,8 +17,8 @@ import jakiro
 from jakiro import doctor, new, push, recipes
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
-from pipeline.recipe.load import load_recipe, shipped
-from tests.kit import BIN, ROOT, call, command_environment, recipe_tree, write_recipe, write_sharegpt
+from pipeline.recipe.load import load_recipe, override_arguments, shipped
+from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
 GB = 10**9
 
@@ -68,21 +68,23 @@ def test_a_wheel_drops_one_package_into_site_packages(wheel):
 
 @pytest.mark.real
 def test_an_installed_wheel_does_a_whole_run_outside_the_checkout(installed, tiny_target, tmp_path):
-    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
-    del tree["draft"]["eagle"]
-    recipe = write_recipe(tree, tmp_path / "tiny.toml")
-    done = said(installed, tmp_path, "run", str(recipe))
+    """By the recipe that `new` writes, made small."""
+    recipe, data, run = tmp_path / "tiny.toml", write_sharegpt(tmp_path / "data.json", 600), tmp_path / "runs/tiny"
+    written = said(installed, tmp_path, "new", *asked(recipe, tiny_target, data, draft="eagle"))
+    assert written.returncode == 0, written.stdout + written.stderr
+    small = override_arguments(["eval.max_new_tokens=8", "eval.benchmarks.heldout.prompts=2"])
+    done = said(installed, tmp_path, "run", str(recipe), *small)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "release:" in done.stdout
-    logs = "".join(path.read_text() for path in (tmp_path / "run/logs").iterdir())
+    logs = "".join(path.read_text() for path in (run / "logs").iterdir())
     assert str(ROOT) not in logs
-    for made in ("features", "drafts/jakiro", "release"):
-        assert json.loads((tmp_path / "run" / made / "provenance.json").read_text())["code_revision"] == revision()
-    trained = said(installed, tmp_path, "train", str(recipe), "--draft", "jakiro")
-    assert trained.returncode == 0 and "jakiro" in trained.stdout
-    assert "done   eval" in said(installed, tmp_path, "status", str(recipe)).stdout
+    for made in ("features", "drafts/eagle", "release"):
+        assert json.loads((run / made / "provenance.json").read_text())["code_revision"] == revision()
+    trained = said(installed, tmp_path, "train", str(recipe), "--draft", "eagle", *small)
+    assert trained.returncode == 0 and "eagle" in trained.stdout
+    assert "done   eval" in said(installed, tmp_path, "status", str(recipe), *small).stdout
     load = "import jakiro, sys; print(jakiro.load(*sys.argv[1:]).generate('hello', max_new_tokens=4))"
-    python = [str(installed / "python"), "-c", load, str(tmp_path / "run/release"), str(tiny_target)]
+    python = [str(installed / "python"), "-c", load, str(run / "release"), str(tiny_target)]
     spoken = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, env=command_environment())
     assert spoken.returncode == 0, spoken.stderr
 
@@ -184,7 +186,8 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
     given = Namespace(target="OWNER/NAME", data="data.json", draft="eagle3", license="mit", out=tmp_path / "my.toml")
     given.out.write_text(new.recipe_text(given, config, machine, weights))
     recipe = load_recipe(given.out)
-    assert recipe.train.accumulation(gpus) >= 1 and recipe.data.max_length == 1024
+    recipe.train.require_exact_sum(recipe.train.accumulation(gpus))
+    assert recipe.data.max_length == 1024
     assert (recipe.features.gpus_per_worker or 1) * recipe.features.workers <= gpus
 
 

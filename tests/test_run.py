@@ -29,6 +29,7 @@ from eval.release.publish import build_release
 from eval.results import main as show_results
 from eval.studies.reads import main as count_reads
 from eval.tune import main as tune
+from infra.plan.__main__ import make
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
@@ -109,6 +110,16 @@ def finished(tiny_target, tmp_path_factory) -> tuple[Path, Path, str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not any(secret in done.stderr for secret in SECRETS.values())
     return recipe, folder / "run", done.stdout
+
+
+@pytest.mark.parametrize("command", [run, lambda recipe, _: make(load_recipe(recipe), {})])
+def test_a_sum_in_half_precision_is_refused_before_the_dump(command, tiny_target, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"] |= {"dtype": "bfloat16", "ranks": 2, "micro_batch": 1, "global_batch": 4}
+    recipe = write_recipe(tree, tmp_path / "tiny.toml")
+    with pytest.raises(PipelineError, match=r"zero_stage=0 would add the gradients of 2 micro-batches up in bfloat16"):
+        command(str(recipe), [])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):

@@ -187,6 +187,8 @@ class Plan:
 
 def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
     plan = Plan(recipe, given)
+    if ranks := recipe.train.ranks:
+        recipe.train.require_exact_sum(recipe.train.accumulation(ranks))
     if recipe.target.engine == "vllm":
         engine.require_gpus(recipe.target, elsewhere=given["dump-speed"] is not None)
     plan.train(plan.dump(sample_source(recipe)))

@@ -170,6 +170,14 @@ class TrainConfig(Section):
             )
         return self.global_batch // (self.micro_batch * ranks)
 
+    def require_exact_sum(self, accumulation: int) -> None:
+        """Raises PipelineError where the gradients of so many micro-batches would add up in half precision."""
+        if self.dtype != "float32" and accumulation > 1 and self.zero_stage == 0:
+            raise PipelineError(
+                f"train.zero_stage=0 would add the gradients of {accumulation} micro-batches up in {self.dtype}; set "
+                "train.zero_stage=1, which adds them in float32 (or train.dtype='float32', or more ranks)"
+            )
+
     def ranks_of(self, accelerators: int) -> int:
         """How many a machine with so many starts."""
         return self.ranks or len(self.gpus or ()) or max(accelerators, 1)

@@ -170,13 +170,22 @@ def require_gpus(ranks: int) -> None:
         )
 
 
+def require_step(recipe: Recipe) -> None:
+    """Raises PipelineError where the ranks of this machine cannot take a step as the recipe wants it."""
+    there = 1 if recipe.target.device == "cpu" else torch.accelerator.device_count()
+    accumulation = recipe.train.accumulation(recipe.train.ranks_of(there))
+    if any(not (recipe.draft_dir(name) / checkpoint.CONFIG).exists() for name in recipe.to_train):
+        recipe.train.require_exact_sum(accumulation)
+
+
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     """All stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides)
     require_choice(recipe)
-    if until != "preprocess" and recipe.target.device != "cpu":
-        require_gpus(recipe.train.ranks or 1)  # before hours of dumping
-        recipe.train.accumulation(recipe.train.ranks_of(torch.accelerator.device_count()))
+    if until != "preprocess":  # before hours of dumping
+        if recipe.target.device != "cpu":
+            require_gpus(recipe.train.ranks or 1)
+        require_step(recipe)
     require_few("train.ranks", recipe.train.ranks or 1)
     recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"

@@ -8,12 +8,7 @@ from pipeline.recipe.sections import TrainConfig
 
 def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
     """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
-    half = config.dtype != "float32"
-    if half and accumulation > 1 and config.zero_stage == 0:
-        raise PipelineError(
-            f"train.zero_stage=0 would add the gradients of {accumulation} micro-batches up in {config.dtype}; set "
-            "train.zero_stage=1, which adds them in float32 (or train.dtype='float32', or more ranks)"
-        )
+    config.require_exact_sum(accumulation)
     derived = {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -25,7 +20,7 @@ def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) ->
         "bf16": {"enabled": config.dtype == "bfloat16"},
         "fp16": {"enabled": config.dtype == "float16"},
     }
-    if half and config.zero_stage:
+    if config.dtype != "float32" and config.zero_stage:
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     settings = _merge(derived, config.deepspeed, "train.deepspeed")
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):

@@ -17,14 +17,13 @@ import jakiro
 from pipeline.recipe.load import shipped
 from pipeline.running import entry
 
-RECIPE = {
-    "bash": "_jakiro_recipe",
-    "zsh": "_jakiro_recipe",
-}
 PREAMBLE = {
     "bash": '_jakiro_recipe() {{ compgen -W "{names}" -- "$1"; compgen -f -X "!*.toml" -- "$1"; compgen -d -- "$1"; }}',
     "zsh": "_jakiro_recipe() {{ compadd -- {names}; _files -g '*.toml' }}",
 }
+
+
+RECIPE = dict.fromkeys(PREAMBLE, "_jakiro_recipe")
 
 
 class _Asked(BaseException):

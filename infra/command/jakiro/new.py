@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 import jakiro
 from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_text
+from pipeline.basics.files import atomic_path
 from pipeline.drafts import DRAFTS
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
@@ -142,12 +142,9 @@ def main() -> None:
     config = load_config(target)
     weights = 2 * parameter_count_of(target)
     text = recipe_text(given, config, Machine.here(), weights)
-    write_text(given.out, text)
-    try:
-        said = look(load_recipe(given.out))
-    except BaseException:
-        given.out.unlink()
-        raise
+    with atomic_path(given.out) as unfinished:  # it stays away where its data are of no use
+        unfinished.write_text(text)
+        said = look(load_recipe(unfinished))
     print(f"target: {type(config).__name__}, {config.num_hidden_layers} layers, {weights / 2e9:.2f}B parameters")
     print(f"data: {said}")
     print(f"{given.out} is written: read it, then jakiro plan {given.out} and jakiro run {given.out}")
