@@ -45,6 +45,9 @@ def test_numbers_that_people_read_are_numbers_there(run):
     assert line.startswith(
         "train: train eagle: 5 of 20 steps (25%), loss 2.135, tokens/s 1,234, waiting 0.12; told 0 s"
     )
+    with Progress("train eagle", 20, "steps", start=19) as shown:
+        shown.advance(1)
+    assert not list(lines_of(run))  # it is done
 
 
 def test_stages_stand_side_by_side_and_each_metric_once(run):

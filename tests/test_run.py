@@ -29,7 +29,7 @@ from eval.release.publish import build_release
 from eval.results import main as show_results
 from eval.studies.reads import main as count_reads
 from eval.tune import main as tune
-from infra.plan.__main__ import make
+from infra.plan.__main__ import SPEEDS, make
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
@@ -120,6 +120,14 @@ def test_a_sum_in_half_precision_is_refused_before_the_dump(command, tiny_target
     with pytest.raises(PipelineError, match=r"zero_stage=0 would add the gradients of 2 micro-batches up in bfloat16"):
         command(str(recipe), [])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_refuses_a_warm_up_that_training_would(tiny_target, tmp_path):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"] |= {"warmup_steps": 900}
+    recipe = write_recipe(tree, tmp_path / "tiny.toml")
+    with pytest.raises(PipelineError, match=r"train.warmup_steps=900, but the whole run has \d+ steps: lower it"):
+        make(load_recipe(str(recipe), []), dict.fromkeys(SPEEDS, 1.0))
 
 
 def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):

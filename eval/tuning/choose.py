@@ -8,6 +8,7 @@ from eval.tuning.calibrate import Answer, count, fit
 from eval.tuning.costs import Costs
 from pipeline.artifacts.provenance import provenance
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.calibration import Calibration
@@ -95,7 +96,12 @@ def measure(
     PipelineError where the losslessness gate fails.
     """
     trial = Harness(recipe, harness.target, methods)
-    records, gates, _ = pooled([(task.benchmark, trial.decode(task)) for task in tasks])
+    found = []
+    with Progress("measure", len(tasks), "prompts") as progress:
+        for task in tasks:
+            found.append((task.benchmark, trial.decode(task)))
+            progress.advance(1)
+    records, gates, _ = pooled(found)
     if lossy := [name for (_, name, _), gate in gates.items() if not gate.passed]:
         raise PipelineError(f"the losslessness gate failed for the {lossy[0]} tree: there is no speed to speak of")
     out = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.basics.accelerator import now
+from pipeline.basics.progress import Progress
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput, TreeSupport
 from pipeline.decoding.generate import Sampling, speculative
@@ -166,12 +167,14 @@ def measure_costs(
     parts = _Parts(target, methods, context, max_nodes)
     tasks = parts.tasks(sizes)
     times: dict[tuple, list[float]] = {key: [] for key in tasks}
-    for _ in range(REPEATS + 1):
-        for key, task in tasks.items():
-            states = [parts.before(key[1], key[2])] if key[0] in ("start", "step") else []
-            begin = now(target.device)  # the copies are made
-            task(*states)
-            times[key].append(now(target.device) - begin)
+    with Progress("time forwards", REPEATS + 1, "rounds") as progress:
+        for _ in range(REPEATS + 1):
+            for key, task in tasks.items():
+                states = [parts.before(key[1], key[2])] if key[0] in ("start", "step") else []
+                begin = now(target.device)  # the copies are made
+                task(*states)
+                times[key].append(now(target.device) - begin)
+            progress.advance(1)
     median = {key: statistics.median(found[1:]) for key, found in times.items()}
     found = {}
     for name, method in methods.items():

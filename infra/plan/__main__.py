@@ -133,6 +133,8 @@ class Plan:
         recipe, config = self.recipe, self.recipe.train
         ranks = config.ranks_of(torch.accelerator.device_count())
         steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
+        if recipe.to_train:
+            config.require_warm_up(steps)
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)

@@ -83,7 +83,9 @@ class Saved:
         if "imported" in self.training:
             return f"imported from {self.training['imported']['from']}"
         begun = f", begun with {self.training['start']['from']}" if "start" in self.training else ""
-        return f"{self.training['trained_tokens']:,} trained tokens{begun}"
+        tau = self.training.get("validation", {}).get("estimated_tau")
+        validated = f", tau {tau:.2f} in validation" if tau else ""
+        return f"{self.training['trained_tokens']:,} trained tokens{validated}{begun}"
 
 
 def save(

@@ -228,7 +228,7 @@ def told_by(run: Path) -> Iterator[Metric]:
 
 
 def lines_of(run: Path) -> Iterator[str]:
-    """A line for each work that a stage has told of."""
+    """A line for each work that a stage has told of and that is not done."""
     beats: dict[str, float] = {}
     works: dict[tuple[str, str], dict[str, Any]] = {}
     for metric in told_by(run):
@@ -244,6 +244,8 @@ def lines_of(run: Path) -> Iterator[str]:
                 work |= {metric.name.removeprefix("jakiro_"): sample.value, "unit": label["unit"]}
     for (stage, what), work in works.items():
         done, total, unit = work["done"], work["total"], work["unit"]
+        if done == total:
+            continue
         share = f" of {total:,.0f} {unit} ({done / total:.0%})" if total else f" {unit}"
         shown = "".join(f", {name} {value:,.4g}" for name, value in work["shown"].items())
         yield f"{stage}: {what}: {done:,.0f}{share}{shown}; told {time.time() - beats[stage]:,.0f} s ago"

@@ -4,11 +4,13 @@ A full layer sees all of a token's path. A sliding layer sees the last `window` 
 they are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -104,6 +106,15 @@ def use_masks(model: PreTrainedModel) -> None:
 
 
 PER_HEAD = ("cpu",)  # devices whose fused kernel takes a mask and grouped heads
+BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _sound_backward(key: Tensor, mask: Tensor | None) -> AbstractContextManager:
+    """Without cuDNN's kernel where its gradient behind a mask can be NaN (torch 2.11 to 2.13 on an H100 or H200,
+    pytorch's issue 196678): with keys 64 more than a multiple of 128, if a row's scores are all below -88.
+    """
+    lost = mask is not None and torch.is_grad_enabled() and key.shape[2] % 128 == 64
+    return sdpa_kernel(BUT_CUDNN) if lost else nullcontext()
 
 
 def grouped(
@@ -115,11 +126,13 @@ def grouped(
     """
     groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
     other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
-    if query.device.type in PER_HEAD or groups == 1 or attention_mask is None or attention_mask.shape[1] > 1 or other:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
-    mask = attention_mask.repeat(1, 1, groups, 1)
-    found = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    theirs = query.device.type in PER_HEAD or groups == 1 or other
+    with _sound_backward(key, attention_mask):
+        if theirs or attention_mask is None or attention_mask.shape[1] > 1:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
+        mask = attention_mask.repeat(1, 1, groups, 1)
+        found = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
     return found.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 

@@ -48,7 +48,7 @@ class Stage:
 def features_state(recipe: Recipe) -> tuple[bool, str]:
     folder = recipe.features_dir
     if not (folder / MANIFEST).exists():
-        return False, "not started"
+        return False, "no shard yet" if folder.exists() else "not started"
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"

@@ -188,3 +188,29 @@ def test_every_draft_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target,
 def test_every_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
     name, tree = KINDS[kind]
     decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)
+
+
+@pytest.mark.parametrize(
+    "keys, masked, trained", [(192, True, True), (193, True, True), (192, False, True), (192, True, False)]
+)
+def test_cudnn_is_not_asked_for_a_gradient_that_it_makes_nan(monkeypatch, keys, masked, trained):
+    """Behind a mask, of keys 64 more than a multiple of 128, on the strict device and off it."""
+    asked = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*given, **options):
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*given, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    layer = torch.nn.Module()
+    layer.is_causal, layer.num_key_value_groups = True, 2
+    q, k = torch.randn(1, 4, keys, 8, requires_grad=trained), torch.randn(1, 2, keys, 8)
+    mask = attention.additive(attention.behind(0, keys, k.device), k.dtype)[None, None] if masked else None
+    with torch.set_grad_enabled(trained):
+        attention.grouped(layer, q, k, k, mask, scaling=1.0)
+        with rehearsal():
+            there = None if mask is None else mask.to(DEVICE)
+            attention.grouped(layer, q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), there, scaling=1.0)
+    assert asked == [not (keys == 192 and masked and trained)] * 2
+    assert torch.backends.cuda.cudnn_sdp_enabled()
