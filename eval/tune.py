@@ -7,12 +7,11 @@ Replayed: the target's own answers to tuning prompts (held-out dialogues that no
 all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
 candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
 Least predicted time a token wins. Where a draft has secondary sources, what all scores are worth is counted on the
-same answers first. What was chosen is written to eval/tuned.json of the run: eval/main.py measures it beside the
-recipe's tree and releases the faster one. The last line is JSON.
+same answers first. What was chosen, and what was measured, is written to eval/tuned.json of the run: eval/main.py
+measures it beside the recipe's tree and releases the faster one.
 """
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
@@ -119,14 +118,7 @@ def main() -> None:
         origin = origin_of(recipe, methods[name].draft)
         predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
         put_rows(recipe.eval_dir, predicted)
-    print(
-        json.dumps(
-            {
-                "predicted_over_measured": {n: one["predicted_over_measured"] for n, one in found.items()},
-                "methods": {n: {**one, "method": one["method"] | {"calibration": None}} for n, one in found.items()},
-            }
-        )
-    )
+    print(f"{path} is written: jakiro run {arguments.recipe} measures these trees beside the recipe's")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jakiro
 from jakiro import doctor, new, push, recipes
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
+from pipeline.drafts import DRAFTS
 from pipeline.recipe.load import load_recipe, override_arguments, shipped
 from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
@@ -190,6 +191,14 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
     recipe.train.require_exact_sum(recipe.train.accumulation(gpus))
     assert recipe.data.max_length == 1024
     assert (recipe.features.gpus_per_worker or 1) * recipe.features.workers <= gpus
+
+
+@pytest.mark.parametrize("draft", [name for name, known in DRAFTS.items() if known.config.trained and " " not in name])
+def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
+    config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
+    given = Namespace(target="OWNER/NAME", data="data.json", draft=draft, license="mit", out=tmp_path / "my.toml")
+    given.out.write_text(new.recipe_text(given, config, new.Machine(0, 0), 16 * GB))
+    assert load_recipe(given.out).tree(draft).nodes == 6
 
 
 def test_new_refuses_a_target_that_the_machine_cannot_hold():

@@ -24,6 +24,7 @@ from infra.plan.memory import (
     step_bytes,
 )
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import duration
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
@@ -73,7 +74,7 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     assert "WARNING" not in done.stdout
     stages = ("dump", "train: eagle", "train: jakiro", "eval")
     assert all(figures[f"{stage}: hours"] > 0 and figures[f"{stage}: memory"] > 0 for stage in stages)
-    for row in ("| dump | disk |", "| train | eagle: hours |", "| eval | memory |", "| all | hours |"):
+    for row in ("| dump | disk |", "| train | eagle: time |", "| eval | memory |", "| all | time |"):
         assert row in done.stdout
     assert "5,000 tokens/s a rank, as given" in done.stdout and "measured on" in done.stdout
     manifest = dump_here(load_recipe(recipe))
@@ -135,17 +136,17 @@ def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is
     monkeypatch.setattr("pipeline.lm.model.accelerator", lambda: None)
     recipe, known = changed(tiny_recipe, "target", device="cuda"), {"dump-speed": 1000.0, "train-speed": 1000.0}
     missing = make(recipe, {**known, "decode-ms": None})
-    assert missing.rows[-1][1:3] == ["hours", "unknown"] and missing.figures["eval: hours"] is None
-    assert ["eval", "hours", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
+    assert missing.rows[-1][1:3] == ["time", "unknown"] and missing.figures["eval: hours"] is None
+    assert ["eval", "time", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
     given = make(recipe, {**known, "decode-ms": 36.0})
     assert given.figures["eval: hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
     eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known, "decode-ms": 36.0 * 8e3})
     assert eight.figures["eval: hours"] == pytest.approx(24 * 8 * 36 / 3600, abs=1e-6)
-    assert ["eval", "hours", "1.92 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
+    assert ["eval", "time", "1.9 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
     spread = make(changed(recipe, "target", device="spread"), {**known, "decode-ms": 36.0})
-    assert ["eval", "hours", "0.00 h with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
+    assert ["eval", "time", "7 s with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
     whole = sum(given.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
-    assert given.rows[-1] == ["all", "hours", f"{whole:.2f} h", "their sum"]
+    assert given.rows[-1] == ["all", "time", duration(3600 * whole), "their sum"]
 
 
 def test_a_full_disk_is_not_told_to_store_what_it_stores_already():
@@ -358,7 +359,7 @@ def test_an_engine_that_is_here_is_timed(tiny_recipe, tmp_path):
         changed(tiny_recipe, "target", engine="vllm", engine_python=python),
         {"dump-speed": None, "train-speed": 1000.0, "decode-ms": 36.0},
     )
-    (hours,) = (row for row in plan.rows if row[:2] == ["dump", "hours"])
+    (hours,) = (row for row in plan.rows if row[:2] == ["dump", "time"])
     assert plan.figures["dump: states"] > 0 and "tokens/s a worker, measured on" in hours[3]
     assert len(started(python)) == 1
     wait_until(lambda: not left_of(python))  # its guard looks once a second

@@ -488,10 +488,9 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         [sys.executable, "eval/tune.py", str(recipe), *sets, "--method", "jakiro", "--max-nodes", "8", "--depth", "3"]
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
-    figures = json.loads(tuned.stdout.splitlines()[-1])["methods"]["jakiro"]
+    figures = json.loads((run / "eval/tuned.json").read_text())["jakiro"]
     assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
     assert figures["predicted_over_measured"] > 0 and figures["method"]["tree"]["nodes"] <= 8
-    assert json.loads((run / "eval/tuned.json").read_text())["jakiro"]["method"] == figures["method"]
     assert "to do  eval        release without the tuned trees" in status_here(recipe, f"output={run}")
 
     call(evaluate, str(recipe), *sets)

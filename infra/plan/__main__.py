@@ -3,11 +3,11 @@
     python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R]
 
 Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
-measured here. A row of the table is a figure, with where it comes from. The last line is JSON. Duplicates are not
-looked for.
+measured here. A row of the table is a figure, with where it comes from. The last line is JSON, its
+times in hours. Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
-    hours     dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
+    time      dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
               share a GPU share its speed. With features.keep = "window", training's tokens as often as they are made,
               by a simulation of its order of shards (infra/plan/fed.py). That goes on beside training: on a CPU, whose
               cores they share, both count, elsewhere the slower one, as if neither took anything from the other
@@ -38,6 +38,7 @@ from infra.plan.sample import Sample, expected, sample_source
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.accelerator import accelerator
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.progress import duration
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
@@ -67,9 +68,11 @@ class Plan:
         self.rows.append([stage, what, said, source])
         self.figures[f"{stage}: {what}"] = figure and round(figure, 6)
 
-    def say_hours(self, stage: str, what: str, hours: float | None, by: str, source: str) -> None:
+    def say_hours(self, stage: str, hours: float | None, by: str, source: str, draft: str = "") -> None:
         self.hours.setdefault(stage, []).append(hours)
-        self.say(stage, what, hours, f"{'unknown' if hours is None else f'{hours:,.2f} h'}{by}", source)
+        said = "unknown" if hours is None else duration(3600 * hours)
+        self.rows.append([stage, f"{draft}time", f"{said}{by}", source])
+        self.figures[f"{stage}: {draft}hours"] = hours and round(hours, 6)
 
     def say_memory(self, stage: str, what: str, need: float, one: str) -> None:
         self.say(stage, what, need, f"{need / 1e9:,.1f} GB a {one}", FORMULA)
@@ -122,7 +125,7 @@ class Plan:
         own = "; the target's own answers may be longer or shorter" if recipe.data.answers == "target" else ""
         self.say("dump", "tokens", counts["tokens"], tokens, f"{accepted} documents of {sample.tried} records{own}")
         self.say("dump", "disk", size, f"{size / 1e9:,.3f} GB ({stored}); {place}", FORMULA)
-        self.say_hours("dump", "hours", hours, workers, source)
+        self.say_hours("dump", hours, workers, source)
         for row in engine.rows(recipe, speed) if by_engine else []:
             self.say("dump", *row)
         if not by_engine:
@@ -150,7 +153,7 @@ class Plan:
             hours = speed and tokens / (speed * ranks) / 3600
             said = f"{steps:,} ({parameter_count(draft):,} parameters)"
             self.say("train", f"{name}: steps", steps, said, FORMULA)
-            self.say_hours("train", f"{name}: hours", hours, f" with {ranks} ranks{self.gpus(ranks)}", source)
+            self.say_hours("train", hours, f" with {ranks} ranks{self.gpus(ranks)}", source, f"{name}: ")
             ranks_need.append(memory.rank_bytes(recipe, draft, ranks))
             self.say_memory("train", f"{name}: memory", ranks_need[-1], "rank")
         if config.together:
@@ -167,7 +170,7 @@ class Plan:
             if self.recipe.target.device != "cpu":
                 source = "eval's and the slower of dump and training"
                 together = [None if None in together else max(together)]
-        self.say_hours("all", "hours", whole([*together, evaluation]), "", source)
+        self.say_hours("all", whole([*together, evaluation]), "", source)
 
     def _sharing(self, ranks: int) -> int:
         """Ranks that share what is measured: a GPU is one rank's, this machine's CPU all of theirs."""
@@ -183,7 +186,7 @@ class Plan:
             gpus = ", over all GPUs"
         by = f" with {workers} worker{'s' * (workers > 1)}{gpus}"
         self.say("eval", "answers", count, f"{count:,} of up to {limit} tokens", "counted")
-        self.say_hours("eval", "hours", hours, by, source)
+        self.say_hours("eval", hours, by, source)
         self.say_memory("eval", "memory", memory.evaluation_bytes(recipe), "worker")
 
 
