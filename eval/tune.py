@@ -118,7 +118,7 @@ def main() -> None:
         origin = origin_of(recipe, methods[name].draft)
         predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
         put_rows(recipe.eval_dir, predicted)
-    print(f"{path} is written: jakiro run {arguments.recipe} measures these trees beside the recipe's")
+    print(f"{path} is written: the next run measures what it holds beside the recipe's trees")
 
 
 if __name__ == "__main__":

@@ -198,7 +198,8 @@ def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
     config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
     given = Namespace(target="OWNER/NAME", data="data.json", draft=draft, license="mit", out=tmp_path / "my.toml")
     given.out.write_text(new.recipe_text(given, config, new.Machine(0, 0), 16 * GB))
-    assert load_recipe(given.out).tree(draft).nodes == 6
+    tree, in_one = load_recipe(given.out).tree(draft), draft in ("jakiro", "p-eagle")  # both levels from one forward
+    assert (tree.nodes, tree.depth, tree.parallel) == ((6, 2, 2) if in_one else (6, 1, 1))
 
 
 def test_new_refuses_a_target_that_the_machine_cannot_hold():

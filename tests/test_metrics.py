@@ -58,6 +58,8 @@ def test_stages_stand_side_by_side_and_each_metric_once(run):
     names = [metric.name for metric in told_by(run)]
     assert len(names) == len(set(names)) and {stage for _, stage in values(run)} == {"dump", "feed"}
     assert next(lines_of(run)).startswith("dump: dump: 7 tokens; told")
+    shown.expect(7)  # as a source that held fewer turns out to
+    assert [line.split(":")[0] for line in lines_of(run)] == ["dump"]  # the feeder's is done
 
 
 def test_who_is_quiet_or_has_not_said_where_tells_nothing(run):

@@ -25,7 +25,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,8 +136,6 @@ class Plan:
         recipe, config = self.recipe, self.recipe.train
         ranks = config.ranks_of(torch.accelerator.device_count())
         steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
-        if recipe.to_train:
-            config.require_warm_up(steps)
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
@@ -238,6 +236,15 @@ def disk_warning(stored_dtype: str) -> str:
     return f"WARNING: the dump does not fit the disk: lower data.max_tokens,{smaller} or point output at a larger one"
 
 
+def warnings(plan: Plan) -> Iterator[str]:
+    recipe, config = plan.recipe, plan.recipe.train
+    if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
+        yield disk_warning(recipe.stored_dtype)
+    steps = max((n or 0 for what, n in plan.figures.items() if what.endswith(": steps")), default=0)
+    if 0 < steps <= config.warmup_steps and config.schedule != "constant":
+        yield f"WARNING: training refuses train.warmup_steps={config.warmup_steps} of about {steps:,} steps: lower it"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
@@ -247,8 +254,8 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
     print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
-    if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
-        print(disk_warning(recipe.stored_dtype))
+    for warning in warnings(plan):
+        print(warning)
     print(json.dumps(plan.figures))
 
 

@@ -84,8 +84,8 @@ class Saved:
             return f"imported from {self.training['imported']['from']}"
         begun = f", begun with {self.training['start']['from']}" if "start" in self.training else ""
         tau = self.training.get("validation", {}).get("estimated_tau")
-        validated = f", tau {tau:.2f} in validation" if tau else ""
-        return f"{self.training['trained_tokens']:,} trained tokens{validated}{begun}"
+        estimated = f", tau {tau:.2f} as training estimates it" if tau else ""
+        return f"{self.training['trained_tokens']:,} trained tokens{estimated}{begun}"
 
 
 def save(

@@ -51,6 +51,8 @@ class Progress:
         if total == self._total:
             return
         self._total = total
+        if not self._quiet:
+            _tell(self._what, self._done, total, self._unit, {})
         if self._bar is not None:
             self._bar.total = total
             self._bar.refresh()

@@ -106,15 +106,17 @@ def use_masks(model: PreTrainedModel) -> None:
 
 
 PER_HEAD = ("cpu",)  # devices whose fused kernel takes a mask and grouped heads
-BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# All kernels but cuDNN's; "overrideable" is what makers of other devices bring.
+BUT_CUDNN = [getattr(SDPBackend, name) for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "OVERRIDEABLE", "MATH")]
 
 
 def _sound_backward(key: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """Without cuDNN's kernel where its gradient behind a mask can be NaN (torch 2.11 to 2.13 on an H100 or H200,
-    pytorch's issue 196678): with keys 64 more than a multiple of 128, if a row's scores are all below -88.
+    """On an H100 or H200, with torch 2.11 to 2.13, cuDNN's gradient behind a mask can be NaN: where the keys are 64
+    more than a multiple of 128, and the logarithm of a row's summed exponentials is below -88.7 (pytorch's issue
+    196678). Forwards of such lengths that are trained take another kernel; the backward follows.
     """
-    lost = mask is not None and torch.is_grad_enabled() and key.shape[2] % 128 == 64
-    return sdpa_kernel(BUT_CUDNN) if lost else nullcontext()
+    unsound = mask is not None and torch.is_grad_enabled() and key.shape[2] % 128 == 64
+    return sdpa_kernel(BUT_CUDNN) if unsound else nullcontext()
 
 
 def grouped(
@@ -126,9 +128,9 @@ def grouped(
     """
     groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
     other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
-    theirs = query.device.type in PER_HEAD or groups == 1 or other
+    simple = attention_mask is None or attention_mask.shape[1] > 1 or groups == 1 or query.device.type in PER_HEAD
     with _sound_backward(key, attention_mask):
-        if theirs or attention_mask is None or attention_mask.shape[1] > 1:
+        if simple or other:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
         mask = attention_mask.repeat(1, 1, groups, 1)

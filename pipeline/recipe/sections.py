@@ -170,14 +170,6 @@ class TrainConfig(Section):
             )
         return self.global_batch // (self.micro_batch * ranks)
 
-    def require_warm_up(self, steps: int) -> None:
-        """Raises PipelineError where the learning rate would still be rising when a run of so many steps ends."""
-        if self.warmup_steps >= steps and self.schedule != "constant":
-            raise PipelineError(
-                f"train.warmup_steps={self.warmup_steps}, but the whole run has {steps} steps: lower it, or train "
-                "longer"
-            )
-
     def require_exact_sum(self, accumulation: int) -> None:
         """Raises PipelineError where the gradients of so many micro-batches would add up in half precision."""
         if self.dtype != "float32" and accumulation > 1 and self.zero_stage == 0:

@@ -115,7 +115,11 @@ class Engine:
         )
         if config.dtype == "float32" and not config.zero_stage:  # everywhere else DeepSpeed looks
             optimizer.register_step_pre_hook(self._drop_broken_gradient)
-        config.require_warm_up(steps)
+        if config.warmup_steps >= steps and config.schedule != "constant":
+            raise PipelineError(
+                f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train "
+                "longer"
+            )
         schedule = get_scheduler(
             _SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )

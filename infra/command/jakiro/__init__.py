@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": Command("jakiro.doctor", "whether this machine is ready: packages, GPUs, engines, ports, limits, disk"),
     "recipes": Command("jakiro.recipes", "the recipes that come with the project, by the name that all commands take"),
     "new": Command("jakiro.new", "write a commented recipe for your target, your data and this machine's GPUs"),
-    "plan": Command("pipeline", "what a run will take: tokens, disk, hours, memory and GPUs"),
+    "plan": Command("pipeline", "what a run will take: tokens, disk, time, memory and GPUs"),
     "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on a cluster; again: goes on"),
     "status": Command("pipeline", "what of a run is done"),
     "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus"),
