@@ -128,9 +128,9 @@ def grouped(
     """
     groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
     other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
-    simple = attention_mask is None or attention_mask.shape[1] > 1 or groups == 1 or query.device.type in PER_HEAD
+    ungrouped = groups == 1 or query.device.type in PER_HEAD or other
     with _sound_backward(key, attention_mask):
-        if simple or other:
+        if ungrouped or attention_mask is None or attention_mask.shape[1] > 1:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
         mask = attention_mask.repeat(1, 1, groups, 1)
