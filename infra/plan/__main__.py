@@ -3,8 +3,8 @@
     python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R]
 
 Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
-measured here. A row of the table is a figure, with where it comes from. The last line is JSON, its
-times in hours. Duplicates are not looked for.
+measured here. A row of the table is a figure, with where it comes from. The last line is JSON, its times in hours.
+Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     time      dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
@@ -63,6 +63,7 @@ class Plan:
     rows: list[list[str]] = field(default_factory=list)
     figures: dict[str, float | None] = field(default_factory=dict)  # by "stage: what"; hours, bytes
     hours: dict[str, list[float | None]] = field(default_factory=dict)  # by stage
+    steps: int = 0  # of a training
 
     def say(self, stage: str, what: str, figure: float | None, said: str, source: str) -> None:
         self.rows.append([stage, what, said, source])
@@ -135,7 +136,7 @@ class Plan:
     def train(self, counts: dict[str, float]) -> None:
         recipe, config = self.recipe, self.recipe.train
         ranks = config.ranks_of(torch.accelerator.device_count())
-        steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
+        self.steps = steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
         validating = VALIDATION * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
         length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
@@ -237,12 +238,12 @@ def disk_warning(stored_dtype: str) -> str:
 
 
 def warnings(plan: Plan) -> Iterator[str]:
-    recipe, config = plan.recipe, plan.recipe.train
+    recipe, steps = plan.recipe, plan.steps
     if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
         yield disk_warning(recipe.stored_dtype)
-    steps = max((n or 0 for what, n in plan.figures.items() if what.endswith(": steps")), default=0)
-    if 0 < steps <= config.warmup_steps and config.schedule != "constant":
-        yield f"WARNING: training refuses train.warmup_steps={config.warmup_steps} of about {steps:,} steps: lower it"
+    if recipe.to_train and recipe.train.warms_up_throughout(steps):
+        warm_up = recipe.train.warmup_steps
+        yield f"WARNING: training refuses train.warmup_steps={warm_up} of about {steps:,} steps: lower it"
 
 
 def main() -> None:

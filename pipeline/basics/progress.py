@@ -52,7 +52,7 @@ class Progress:
             return
         self._total = total
         if not self._quiet:
-            _tell(self._what, self._done, total, self._unit, {})
+            _tell(self._what, self._done, total, self._unit)
         if self._bar is not None:
             self._bar.total = total
             self._bar.refresh()
@@ -180,13 +180,14 @@ def publish(run: Path, stage: str) -> None:
     _works.clear()
 
 
-def _tell(what: str, done: int, total: int, unit: str, shown: dict[str, Any]) -> None:
-    """`shown`: figures as people read them; those that are no numbers are left out. A file that cannot be written is no
-    reason to stop: what the stage writes itself will say so.
+def _tell(what: str, done: int, total: int, unit: str, shown: dict[str, Any] | None = None) -> None:
+    """`shown`: figures as people read them, by default the last ones; those that are no numbers are left out. A file
+    that cannot be written is no reason to stop: what the stage writes itself will say so.
     """
     global _told
     now = time.monotonic()
-    _works[what] = done, total, unit, shown
+    before = _works[what][3] if what in _works else {}
+    _works[what] = done, total, unit, before if shown is None else shown
     if _place is None or (now - _told < TELL_EVERY and done != total):
         return
     _told = now

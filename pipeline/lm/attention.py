@@ -106,8 +106,8 @@ def use_masks(model: PreTrainedModel) -> None:
 
 
 PER_HEAD = ("cpu",)  # devices whose fused kernel takes a mask and grouped heads
-# All kernels but cuDNN's; "overrideable" is what makers of other devices bring.
-BUT_CUDNN = [getattr(SDPBackend, name) for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "OVERRIDEABLE", "MATH")]
+# OVERRIDEABLE: what makers of other devices bring.
+BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
 
 
 def _sound_backward(key: Tensor, mask: Tensor | None) -> AbstractContextManager:

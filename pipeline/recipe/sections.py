@@ -170,6 +170,10 @@ class TrainConfig(Section):
             )
         return self.global_batch // (self.micro_batch * ranks)
 
+    def warms_up_throughout(self, steps: int) -> bool:
+        """Whether the learning rate would still be rising when a run of so many steps ends."""
+        return self.warmup_steps >= steps and self.schedule != "constant"
+
     def require_exact_sum(self, accumulation: int) -> None:
         """Raises PipelineError where the gradients of so many micro-batches would add up in half precision."""
         if self.dtype != "float32" and accumulation > 1 and self.zero_stage == 0:

@@ -115,7 +115,7 @@ class Engine:
         )
         if config.dtype == "float32" and not config.zero_stage:  # everywhere else DeepSpeed looks
             optimizer.register_step_pre_hook(self._drop_broken_gradient)
-        if config.warmup_steps >= steps and config.schedule != "constant":
+        if config.warms_up_throughout(steps):
             raise PipelineError(
                 f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train "
                 "longer"
