@@ -5,14 +5,17 @@ Guarantee: what was changed or damaged after it was written is refused by name, 
 outside the folder where they are.
 """
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_line, write_text
+from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, write_sealed_lines
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe, digest
@@ -35,6 +38,9 @@ _KEYS = (
 )
 
 
+Number = int | float
+
+
 @dataclass(frozen=True)
 class Row:
     """One figure that one instrument measured. Tables, plots and comparisons are views of such rows."""
@@ -42,17 +48,20 @@ class Row:
     instrument: str  # "decoded", "replayed", "predicted", "trained", "served", "pruned", "read"
     method: str
     figure: str  # "tau", "speedup", ...
-    value: float | None  # None: withheld, because the losslessness check failed
+    value: Number | None  # None: withheld, because the losslessness check failed
     benchmark: str = ""
-    temperature: float | None = None
-    interval: list[float] | None = None  # 95%, over prompts
-    counts: dict[str, list[float]] = field(default_factory=dict)  # by prompt: numerator and denominator of the value
+    temperature: Number | None = None
+    interval: list[Number] | None = None  # 95%, over prompts
+    counts: dict[str, list[Number]] = field(default_factory=dict)  # by prompt: numerator and denominator of the value
     answers: dict[str, str] = field(default_factory=dict)  # by prompt: a digest of the target's own answers
     setting: dict[str, Any] = field(default_factory=dict)  # what else it depends on: learning rate, concurrency, ...
     origin: dict[str, Any] = field(default_factory=dict)  # run, seed, hardware, draft, its weights, recipe, code
     details: dict[str, Any] = field(
         default_factory=dict
     )  # of "lossless": what the gate counted; of "tau": answers, ...
+
+
+_ROW = TypeAdapter(Row)
 
 
 def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
@@ -81,24 +90,26 @@ def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
 
 def write_rows(folder: Path, rows: list[Row]) -> None:
     """The whole table anew."""
-    write_text(folder / ROWS, "".join(sealed_line(asdict(row)) for row in rows))
+    write_sealed_lines(folder / ROWS, map(asdict, rows))
 
 
 def read_rows(folder: Path) -> list[Row]:
     """Empty where nothing was measured. Raises PipelineError for a damaged table, or one of another version."""
-    lines, damaged = read_sealed_lines(folder / ROWS)
     again = (
         f"Remove the file and {folder / REPORT}, and run the commands that measured again: prompts that are decoded "
         "are kept"
     )
-    if damaged:
-        raise PipelineError(f"{folder / ROWS}: line {damaged[0]} was changed or damaged after it was written. {again}")
-    for number, line in enumerate(lines, start=1):
-        if missing := [key for key in ("instrument", "method", "figure", "value") if key not in line]:
+    rows = []
+    for number, line in enumerate(read_sealed_lines(folder / ROWS, again), start=1):
+        try:
+            rows.append(_ROW.validate_json(json.dumps(line), strict=True))
+        except ValidationError as error:
+            wrong = error.errors()[0]
             raise PipelineError(
-                f"{folder / ROWS}: line {number} has no {missing[0]!r}: it is of another version. {again}"
-            )
-    return [Row(**{key: value for key, value in line.items() if key in Row.__dataclass_fields__}) for line in lines]
+                f"{folder / ROWS}: line {number}, {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}. It is of another "
+                f"version. {again}"
+            ) from None
+    return rows
 
 
 def digest_of(rows: list[Row]) -> str:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -204,18 +204,41 @@ def sealed_line(value: dict[str, Any]) -> str:
     return json.dumps(sealed(value)) + "\n"
 
 
-def read_sealed_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """``(whole lines, numbers of damaged ones)``: a last line that was torn when its writer was killed is neither. A
-    file that is not there has no lines.
+CLOSING = "lines"  # the key of a sealed file's last line: how many stand before it; "sha256" is that of their bytes
+
+
+def write_sealed_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
+    """Writes the whole file anew: a line for each value, and a closing one."""
+    lines = [sealed_line(value) for value in values]
+    content = "".join(lines)
+    closing = {CLOSING: len(lines), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    write_text(path, content + sealed_line(closing))
+
+
+def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
+    """What `write_sealed_lines` wrote; nothing where there is no file. Raises PipelineError, which ends with `remedy`,
+    for a line that was changed, added or lost, the last ones included.
     """
-    *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    whole, damaged = [], []
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    *lines, tail = content.split(b"\n")
+    values = []
     for number, line in enumerate(lines, start=1):
         try:
-            whole.append(unsealed(line, path, ""))
+            values.append(unsealed(line, path, ""))
         except PipelineError:
-            damaged.append(number)
-    return whole, damaged
+            raise PipelineError(
+                f"{path}: line {number} was changed or damaged after it was written. {remedy}"
+            ) from None
+    closing, before = (values.pop(), content[: -len(lines[-1]) - 1]) if values else ({}, b"")
+    digest = hashlib.sha256(before).hexdigest()
+    if tail or closing.get(CLOSING) != len(values) or closing.get("sha256") != digest:
+        raise PipelineError(
+            f"{path} lost its end, or lines of it: its last line does not close it. It was changed or damaged after it "
+            f"was written, or is of another version. {remedy}"
+        )
+    return values
 
 
 def sha256(path: Path) -> str:

@@ -15,6 +15,7 @@ from pipeline.artifacts.reports import (
     put_rows,
     read_report,
     read_tuned_trees,
+    write_rows,
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
@@ -65,13 +66,19 @@ def test_a_report_without_its_parts_is_refused(path):
 
 
 def test_rows_that_are_not_those_of_the_report_are_refused(path):
-    """A line that was removed as a whole is seen, too."""
+    """Lines that were removed or cut off are seen before, by whoever reads the table."""
     rows = [Row("decoded", "draft", "tau", 2.5), Row("decoded", "draft", "lossless", 0)]
     report = FOUND | {"rows": digest_of(rows)}
     put_rows(path.parent, [*rows, Row("read", "draft", "MB read", 1.0)])
     assert measured_rows(path.parent, report) == rows
     lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
-    (path.parent / ROWS).write_text("".join([lines[0], *lines[2:]]))
+    for left in ([], lines[:2], lines[:3], [lines[0], *lines[2:]]):
+        (path.parent / ROWS).write_text("".join(left))
+        with pytest.raises(PipelineError, match=r"results.jsonl lost its end, or lines of it.*Remove the file"):
+            measured_rows(path.parent, report)
+        with pytest.raises(PipelineError, match=r"results.jsonl lost its end"):
+            put_rows(path.parent, [Row("read", "draft", "MB read", 2.0)])  # the loss is not made lasting
+    write_rows(path.parent, rows[:1])
     with pytest.raises(PipelineError, match=r"results.jsonl does not hold the rows that report.json was written with"):
         measured_rows(path.parent, report)
 

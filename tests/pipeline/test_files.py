@@ -17,10 +17,10 @@ from pipeline.basics.files import (
     read_json,
     read_sealed,
     read_sealed_lines,
-    sealed_line,
     unsealed,
     write_json,
     write_sealed,
+    write_sealed_lines,
     write_text,
 )
 
@@ -163,17 +163,31 @@ def test_what_is_nested_as_deep_as_can_be_read_is_refused_as_well():
             unsealed(b'{"seal": "0", "a": ' + b"[" * depth + b"]" * depth + b"}", "x", "")
 
 
-def test_lines_are_whole_damaged_or_torn(tmp_path):
-    path = tmp_path / "lines"
-    assert read_sealed_lines(path) == ([], [])
-    lines = [sealed_line({"number": number, "text": "a\nb\u2028c"}) for number in range(5)]
-    lines[1] = lines[1].replace('"number": 1', '"number": 7')
-    lines[3] = "\n"
-    path.write_text("".join([*lines, lines[0][:-9]]))
-    whole, damaged = read_sealed_lines(path)
-    assert [line["number"] for line in whole] == [0, 2, 4] and damaged == [2, 4]
-    path.write_bytes(path.read_bytes().replace(b"number", b"n\xffmber", 1))
-    assert read_sealed_lines(path)[1] == [1, 2, 4]
+def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
+    path, values = tmp_path / "lines", [{"number": number, "text": "a\nb\u2028c"} for number in range(5)]
+    assert read_sealed_lines(path, "") == []
+    for count in (0, 5):
+        write_sealed_lines(path, values[:count])
+        assert read_sealed_lines(path, "") == values[:count]
+    content = path.read_bytes()
+    *lines, closing = content.splitlines(keepends=True)
+    changed = [lines[0].replace(b'"number": 0', b'"number": 7'), *lines[1:], closing]
+    damaged = {
+        "line 1": b"".join(changed),
+        "line 2": b"".join([lines[0], b"\n", *lines[2:], closing]),
+        "line 3": b"".join([*lines[:2], lines[2].replace(b"number", b"n\xffmber"), *lines[3:], closing]),
+    }
+    for where, other in damaged.items():
+        path.write_bytes(other)
+        with pytest.raises(PipelineError, match=f"{where} was changed or damaged .*Do this"):
+            read_sealed_lines(path, "Do this")
+    lost = [content[:end] for end in range(len(content))]  # cut anywhere, at a line's end or emptied
+    lost += [b"".join([*lines[:at], *lines[at + 1 :], closing]) for at in range(5)]
+    lost += [content + lines[0], content + closing, b"".join([lines[1], lines[0], *lines[2:], closing])]
+    for other in lost:
+        path.write_bytes(other)
+        with pytest.raises(PipelineError, match="Do this"):
+            read_sealed_lines(path, "Do this")
 
 
 def test_a_lock_beside_its_folder_outlives_it(tmp_path):
