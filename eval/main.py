@@ -7,6 +7,7 @@ python eval/main.py OWNER/NAME[@REVISION] [--pull-request]       (a published re
 import argparse
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
@@ -29,8 +30,7 @@ from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
 from pipeline.drafts import kind_of
-from pipeline.lm.chat import template_fingerprint
-from pipeline.lm.model import load_tokenizer, parameter_count_of
+from pipeline.lm.model import identify, load_tokenizer, parameter_count_of
 from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -94,7 +94,7 @@ def measure(job: Job) -> dict:
         "target": public_name(recipe.target.model),
         "settings": settings,
         "template": template_settings(tokenizer, recipe.target),
-        "template_fingerprint": template_fingerprint(tokenizer),
+        "target_identity": asdict(identify(recipe.target)),
         "definitions": report.explain(),
         "drafts": {name: facts_of(job, method) for name, method in methods.items()},
         "tuned": read_tuned_trees(recipe.tuned_file),
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
     parser.add_argument("--pull-request", action="store_true", help="offer a published release's owner these figures")
     arguments = parser.parse_args()
-    theirs = recipe_of(arguments.recipe)
+    theirs = recipe_of(arguments.recipe, arguments.overrides)
     if arguments.pull_request and not theirs:
         parser.error("--pull-request goes with OWNER/NAME, a published release")
     recipe_file, said = theirs or (arguments.recipe, [])

@@ -1,36 +1,42 @@
 """A published release, measured here as its own recipe measured it: `eval/main.py OWNER/NAME[@REVISION]`; and a pull
 request that brings its repository what this machine found.
 
-Guarantee: nothing of the release runs as code; only `--set target.trust_remote_code=true` trusts its target's.
+Guarantee: nothing of the release runs as code, and none of its settings but those of pipeline/recipe/untrusted.py is
+taken; only `--set target.trust_remote_code=true` trusts its target's code.
 """
 
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from eval.measure.benchmarks import BENCHMARKS, PREFIX
 from eval.release.card import by_origin
 from eval.release.folder import CARD
 from eval.release.hub import Repository
+from eval.release.publish import measurement
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.published import download, fetched, is_ours
-from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report
+from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report, read_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, write_json
+from pipeline.basics.files import read_sealed, sealed_lines, write_json
 from pipeline.recipe.load import shipped
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.load import TEMPLATE, target_of
+from pipeline.recipe.untrusted import ReleasedRecipe, taken
+from pipeline.serving.load import target_of
 
 ADDRESS = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SHIPPED = ("embedded:", "benchmark:")  # benchmarks that every machine has, or fetches
+SHIPPED = ("embedded:humaneval",)  # prompts that every machine has
+NOT_DUMPED = "none: a published draft is measured, not trained"
 DEFAULT = {"humaneval": {"source": "embedded:humaneval", "prompts": 20}}
 BEFORE = re.compile(rb"(?m)^(?:`report\.html` shows all this|## Use\b)")  # in a card: where figures end
 
 
-def recipe_of(address: str) -> tuple[Path, list[str]] | None:
+def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | None:
     """Writes runs/OWNER/NAME/COMMIT/recipe.json for a release of ours, OWNER/NAME[@REVISION]: its target, its draft,
     its methods and those of its benchmarks that are no file of its makers. Returns it, and what the user should know;
-    None for what is no such address. Raises PipelineError.
+    None for what is no such address. `overrides`: the user's, which may name the target. Raises PipelineError.
     """
     found = ADDRESS.fullmatch(address)
     if found is None or Path(address).exists() or address in shipped() or address.endswith((".toml", ".json")):
@@ -44,37 +50,47 @@ def recipe_of(address: str) -> tuple[Path, list[str]] | None:
             f"{repository} is no release of this project: name its kind and settings in a recipe, as [draft.NAME] and "
             "[published.NAME] (docs/measuring.md)"
         )
-    fetched(repository, revision, [TEMPLATE])
+    fetched(repository, revision, [checkpoint.TEMPLATE])
     path = Path("runs") / repository / revision[:12] / RECIPE
-    tree, said = _tree(folder, repository, revision)
+    name = next((value for key, _, value in (one.partition("=") for one in overrides) if key == "target.model"), None)
+    tree, said = _tree(folder, repository, revision, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, tree | {"output": str(path.parent)})
     return path, [f"{repository}, revision {revision}: measured as {path} says", *said]
 
 
-def _tree(folder: Path, repository: str, revision: str) -> tuple[dict, list[str]]:
-    """The recipe, but for its output; how training and dumping went does not matter."""
+def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tuple[dict, list[str]]:
+    """The recipe, but for its output: built anew from what is taken by name of the release's own (untrusted.py). How
+    training and dumping went does not matter.
+    """
     again = "Give another revision of the repository"
-    config, tree = read_sealed(folder / checkpoint.CONFIG, again), read_sealed(folder / RECIPE, again)
-    method, secondary = config["method"], config.get("secondary", {})
-    draft, measuring = method["draft"], tree["eval"]
-    target = target_of(folder, tree["target"]["model"])
-    kept = {key: one for key, one in measuring["benchmarks"].items() if one["source"].startswith(SHIPPED)}
-    gone = sorted(measuring["benchmarks"].keys() - kept.keys())
-    alone = {key: value for key, value in method.items() if key not in ("secondary", "calibration")}
-    methods = {draft: alone} | ({"-".join([draft, *secondary]): method} if secondary else {})
-    found = {
-        "name": repository.partition("/")[2],
-        "seed": tree["seed"],
-        "target": target.model_dump(mode="json"),
-        "data": tree["data"],
-        "draft": {draft: checkpoint.read_config(folder).config.to_json(), **secondary},
-        "published": {draft: {"repository": repository, "revision": revision}},
-        "eval": measuring | {"benchmarks": kept or DEFAULT, "contexts": [], "methods": methods, "tree": method["tree"]},
-        "publish": tree["publish"] | {"draft": draft},
+    saved, raw = checkpoint.read_config(folder), read_sealed(folder / RECIPE, again)
+    released, target = taken(ReleasedRecipe, raw, f"{repository}: {RECIPE}", again), target_of(folder, model)
+    method, measuring = saved.method, released.eval
+    known = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
+    shipped = {name: one for name, one in measuring.benchmarks.items() if one.source in known}
+    left_out = sorted(measuring.benchmarks.keys() - shipped.keys())
+    alone = replace(method, secondary=[], calibration=None)
+    methods = {method.draft: alone} | ({"-".join(method.sources): method} if method.secondary else {})
+    drafts = {method.draft: saved.config, **saved.secondary}
+    settings = measuring.model_dump(mode="json", exclude={"benchmarks"})
+    settings |= {
+        "benchmarks": {name: one.model_dump() for name, one in shipped.items()} or DEFAULT,
+        "methods": {name: one.to_json() for name, one in methods.items()},
+        "tree": method.resolved_tree.to_json(),
     }
-    said = [f"not measured, for their prompts are its makers': {', '.join(gone)}"] if gone else []
-    return found, said + ([] if kept else [f"measured instead: {', '.join(DEFAULT)}"])
+    recipe = {
+        "name": repository.partition("/")[2],
+        "seed": released.seed,
+        "target": target.model_dump(mode="json"),
+        "data": {"source": NOT_DUMPED},
+        "draft": {name: config.to_json() for name, config in drafts.items()},
+        "published": {method.draft: {"repository": repository, "revision": revision}},
+        "eval": settings,
+        "publish": released.publish.model_dump() | {"draft": method.draft},
+    }
+    notes = [f"not measured, for their prompts are its makers': {', '.join(left_out)}"] if left_out else []
+    return recipe, notes + ([] if shipped else [f"measured instead: {', '.join(DEFAULT)}"])
 
 
 def propose(recipe: Recipe, release: Path) -> str:
@@ -86,8 +102,12 @@ def propose(recipe: Recipe, release: Path) -> str:
     title = f"Figures of {rows[0].origin['hardware']}"
     again = f"The figures stay in {release}: run the same command again, it measures nothing twice"
     there = Repository(given.repository, "model", again)
-    theirs = fetched(given.repository, given.revision, [CARD]) / CARD
-    card = theirs.read_bytes() if theirs.is_file() else b""
+    folder = fetched(given.repository, given.revision, [CARD, ROWS])
+    card = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
+    new = [row for row in read_rows(release) if "by" not in row.origin]
+    replaced = set(map(measurement, new))
+    others = [row for row in read_rows(folder) if measurement(row) not in replaced]
+    table = sealed_lines(map(asdict, [*others, *new]))
     mine = "\n".join(by_origin([row for row in rows if row.origin.get("draft") == recipe.publish.draft])).encode()
     if mine in card:
         return f"{given.repository} has these figures already"
@@ -96,5 +116,5 @@ def propose(recipe: Recipe, release: Path) -> str:
     found = BEFORE.search(card)
     at = found.start() if found else len(card)
     gap = b"" if found or not card else b"\n\n"
-    files: dict[str, Path | bytes] = {ROWS: release / ROWS, CARD: card[:at] + gap + mine + b"\n" + card[at:]}
+    files: dict[str, Path | bytes] = {ROWS: table.encode(), CARD: card[:at] + gap + mine + b"\n" + card[at:]}
     return f"pull request: {there.commit(title, files, proposed_to=given.revision).pr_url}"

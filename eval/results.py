@@ -63,12 +63,16 @@ def read(runs: list[Path]) -> list[Found]:
     return out
 
 
+# Keys of rows' origins that seeds share, and what it means where they do not.
+ORIGIN = {"hash_but_seed": "under another recipe", "code_revision": "by other code", "target": "on another target"}
+
+
 def _require_one_origin(run: Path, found: list[Found]) -> None:
     """Raises PipelineError where seeds that would be pooled were measured under other recipes or by other code."""
     first: dict[str, Found] = {}
     for one in found:
         other = first.setdefault(json.dumps([one.row.instrument, one.row.method, one.row.setting]), one)
-        for key, what in (("hash_but_seed", "under another recipe"), ("code_revision", "by other code")):
+        for key, what in ORIGIN.items():
             mine, others = (had.row.origin.get(key) for had in (one, other))
             if one.seed != other.seed and mine != others:
                 raise PipelineError(

@@ -30,8 +30,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed
 from pipeline.basics.journal import Journal
 from pipeline.basics.progress import Progress
-from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
-from pipeline.lm.model import fingerprint, load_tokenizer
+from pipeline.lm.model import identify, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
@@ -51,12 +50,13 @@ def regenerate(recipe: Recipe) -> list[str]:
     folder = recipe.regenerated_dir
     require_lasting(folder)
     with exclusive(folder, "regeneration"):
-        tokenizer = load_tokenizer(recipe.target)
+        target = identify(recipe.target)
         made_by = {
-            "target": fingerprint(recipe.target),
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "template": template_fingerprint(tokenizer),
-            "template_settings": template_settings(tokenizer, recipe.target),
+            "target": target.fingerprint,
+            "tokenizer": target.tokenizer,
+            "template": target.template,
+            "stop_ids": target.stop_ids,
+            "template_settings": template_settings(load_tokenizer(recipe.target), recipe.target),
             "settings": recipe.regenerate_hash,
         }
         manifest = folder / MANIFEST

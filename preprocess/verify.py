@@ -6,9 +6,9 @@ Reads every table and shard in full (a dump that goes on and a training read wha
 whole) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
 the tables and shards of a finished dump with each other and with the manifest. Looks for files that the manifest does
 not know, and forwards a sample of rows through the target again, by the recipe's engine or by another one: --against
-transformers says how far an engine's states are off, layer by layer. The recipe is the one that the dump left beside
-the shards on its own machine, unless another is given (one has to be where the shards were fetched from a store). What
-is in a store is fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
+transformers says how far an engine's states are off, layer by layer. The recipe is the one that this user's dump left
+beside the shards on this machine, unless another is given; nobody else's folder supplies one. What is in a store is
+fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
-from pipeline.artifacts.features import fetch, store_of
-from pipeline.artifacts.provenance import OWN_RECIPE, RECIPE
+from pipeline.artifacts.features import fetch, of_another_target, store_of
+from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import THREADS, forget
@@ -43,7 +43,6 @@ from pipeline.features.shards import (
 )
 from pipeline.features.text import TextRecord, TextTable
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import fingerprint
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
@@ -145,32 +144,19 @@ def _inconsistency(
     return None
 
 
-def recipe_beside(folder: Path) -> Path | None:
-    """The recipe that the dump left in the folder: its own; else, where nothing was cut off from it, the public
-    copy.
-    """
-    if (folder / OWN_RECIPE).exists():
-        return folder / OWN_RECIPE
-    public = folder / RECIPE
-    if not public.exists():
-        return None
-    recipe = load_recipe(public)
-    whole = recipe.dump_hash == Manifest.load(folder).spec.recipe and not recipe.features.store
-    return public if whole else None
-
-
 def verify(
     folder: Path, recipe_path: Path | None, overrides: list[str], rows: int, repair: bool, against: str | None = None
 ) -> None:
     """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
-    if recipe_path is None and (rows or repair):
-        raise PipelineError(
-            f"{folder} holds no recipe with the target's and the source's places: give the one that it was dumped "
-            "with, --recipe RECIPE (and the overrides, --set section.key=value). --rows 0 checks sizes and checksums "
-            "without one"
-        )
     output = json.dumps(str(folder.absolute().parent.resolve()), ensure_ascii=False)  # in TOML's syntax
-    recipe = load_recipe(recipe_path, [*overrides, f"output={output}"]) if recipe_path else None
+    overrides = [*overrides, f"output={output}"]
+    recipe = load_recipe(recipe_path, overrides) if recipe_path else own_recipe(folder, overrides)
+    if recipe is None and (rows or repair):
+        raise PipelineError(
+            f"{folder} holds no {OWN_RECIPE} that this user wrote for it on this machine, and no other recipe of a "
+            "folder is trusted: give the one that it was dumped with, --recipe RECIPE (and the overrides, --set "
+            "section.key=value). --rows 0 checks sizes and checksums without one"
+        )
     found = _damaged(folder, recipe)
     manifest = Manifest.load(folder)
     for name, reason in found.items():
@@ -209,10 +195,7 @@ def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
 def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, str]) -> None:
     """Dumps again what was found damaged, and what is missing."""
     if recipe.dump_hash != manifest.spec.recipe:
-        raise PipelineError(
-            f"the recipe is not the one that {folder} was dumped with (the {RECIPE} in the folder has local paths cut "
-            "off): give it with --recipe"
-        )
+        raise PipelineError(f"the recipe is not the one that {folder} was dumped with: give that one with --recipe")
     _require_runs_folder(folder, recipe)
     store = store_of(recipe)
     for name in {record.name for record in manifest.files} & set(found):
@@ -226,8 +209,11 @@ def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, s
 def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int, against: str | None) -> None:
     """Compares a sample of each set with the target, by another engine where one is named."""
     _require_runs_folder(folder, recipe)
-    if fingerprint(recipe.target) != manifest.spec.target:
-        raise PipelineError(f"{folder}: dumped from another target than {recipe.target.model} is now; dump again")
+    if differences := of_another_target(recipe, manifest.spec):
+        raise PipelineError(
+            f"{folder}: dumped from another target than {recipe.target.model} is now ({'; '.join(differences)}); dump "
+            "again"
+        )
     said, wrong = compare(folder, manifest.spec, recipe.target, rows, against)
     print("\n".join(said))
     if wrong:
@@ -247,8 +233,7 @@ def main() -> None:
     if arguments.against and not arguments.rows:
         parser.error("--against compares rows: --rows 0 leaves none")
     folder = arguments.folder
-    recipe = arguments.recipe or recipe_beside(folder)
-    verify(folder, recipe, arguments.overrides, arguments.rows, arguments.repair, arguments.against)
+    verify(folder, arguments.recipe, arguments.overrides, arguments.rows, arguments.repair, arguments.against)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from pipeline.decoding.method import Method
 from pipeline.drafts import make_untrained
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel
-from pipeline.lm.chat import template_fingerprint
-from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer
+from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe, digest
 
@@ -80,14 +79,15 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
         "temperatures": config.temperatures,
         "processing": [config.top_k, config.top_p, config.repetition_penalty],
         "kernels": [config.dtype, config.pack_linears, config.compile],
+        "target": asdict(identify(recipe.target)),
     }
 
 
 @dataclass(frozen=True)
 class Job:
     """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome
-    names itself: the code, settings, weights, trees, the prompts' and the template's text, the target, and how many
-    share the machine.
+    names itself: the code, settings, weights, trees, the prompts' text, the target with its tokenizer, template and
+    stop tokens, and how many share the machine.
     """
 
     recipe: Recipe
@@ -106,8 +106,7 @@ def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
         "methods": {name: method.to_json() for name, method in methods.items()},
         "digests": digests,
         "prompts": [[task.benchmark, asdict(task.prompt)] for task in tasks],
-        "template": template_fingerprint(load_tokenizer(recipe.target)),
-        "target": fingerprint(recipe.target),
+        "target": asdict(identify(recipe.target)),
         "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
     }
     return Job(recipe, methods, digests, tasks, digest(found))

@@ -16,7 +16,7 @@ from pipeline.basics import embedded
 from pipeline.basics.public import public_name
 from pipeline.drafts import kind_of
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
+from pipeline.running import markdown
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 Facts = dict[str, Any]  # what a template shows, by name
@@ -93,9 +93,9 @@ def _of_target(recipe: Recipe, saved: checkpoint.Saved, measured: Facts) -> Fact
         "fingerprint": saved.target["fingerprint"],
         "positions": saved.shapes["max_position_embeddings"],
         "template_settings": measured["template"],
-        "template_mark": measured["template_fingerprint"],
+        "template_mark": measured["target_identity"]["template"],
         "template_keywords": target.template_keywords,
-        "chat_template": TEMPLATE_FILE if target.chat_template else None,
+        "chat_template": checkpoint.TEMPLATE if target.chat_template else None,
         "trust_remote_code": target.trust_remote_code,
         "note": embedded.NOTE if target.model.startswith(embedded.PREFIX) else "",
     }
@@ -197,25 +197,27 @@ def hub_name(model: str) -> str | None:
 
 def by_origin(rows: list[Row]) -> list[str]:
     """What was measured on each machine, with each settings and code, as a section of a card: a line a benchmark,
-    temperature, method and tree.
+    temperature, method and tree. Of somebody else's figures the heading names the repository that they are from.
     """
     sections: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        section = json.dumps([row.origin[key] for key in ("hardware", "settings", "code_revision")], sort_keys=True)
+        place = [row.origin[key] for key in ("hardware", "settings", "code_revision")]
+        section = json.dumps([*place, row.origin.get("by")], sort_keys=True)
         line = json.dumps([row.benchmark, row.temperature, row.method, row.origin["tree"]], sort_keys=True)
         sections.setdefault(section, {}).setdefault(line, {})[row.figure] = row
     return [_section(list(lines.values())) for lines in sections.values()]
 
 
-def _section(found: list[dict[str, Row]]) -> str:
-    origin = found[0]["tau"].origin
+def _section(measurements: list[dict[str, Row]]) -> str:
+    origin = measurements[0]["tau"].origin
+    who = f"Measured by {markdown.plain(origin['by'])}, as that repository says," if "by" in origin else "Also measured"
     return "\n".join(
         [
-            f"### Also measured on {origin['hardware']}, {origin['settings']['dtype']}",
+            f"### {who} on {markdown.plain(origin['hardware'])}, {origin['settings']['dtype']}",
             "",
             "| benchmark | T | method | tree | prompts | tau | speed-up |",
             "|---|---|---|---|---|---|---|",
-            *map(_shown, found),
+            *map(_shown, measurements),
             "",
             f"The same weights, with code `{origin['code_revision']}` and answers of up to "
             f"{origin['settings']['max_new_tokens']} tokens.",
@@ -227,8 +229,8 @@ def _section(found: list[dict[str, Row]]) -> str:
 def _shown(found: dict[str, Row]) -> str:
     tau = found["tau"]
     tree = f"depth {tau.origin['tree']['depth']}, {tau.origin['tree']['nodes']} nodes"
-    cells = [tau.benchmark, f"{tau.temperature:g}", tau.method, tree, str(tau.details["prompts"])]
-    return f"| {' | '.join([*cells, *report.usual_said(found)])} |"
+    cells = [markdown.plain(tau.benchmark), f"{tau.temperature:g}", markdown.plain(tau.method), tree]
+    return f"| {' | '.join([*cells, str(tau.details['prompts']), *report.usual_said(found)])} |"
 
 
 def _index(place: report.Place, found: dict[str, Row], who: Facts) -> list[EvalResult]:

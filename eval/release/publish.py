@@ -30,7 +30,6 @@ from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
 from pipeline.serving.export import tried
-from pipeline.serving.load import TEMPLATE as TEMPLATE_FILE
 
 
 def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
@@ -63,7 +62,8 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
         shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
         bundle(building)
         if recipe.target.chat_template:
-            shutil.copyfile(recipe.target.chat_template, building / TEMPLATE_FILE)
+            shutil.copyfile(recipe.target.chat_template, building / checkpoint.TEMPLATE)
+        checkpoint.seal_files(building)
         # whose prompts they are of is nobody else's business
         write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
         drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
@@ -80,12 +80,12 @@ def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
     method, machine, settings and tree the newer one stays. Raises PipelineError for figures that are damaged, or of
     another version.
     """
-    known, kept = set(map(_measurement, now)), []
+    known, kept = set(map(measurement, now)), []
     for folder in folders:
         require_rows(folder)
         found = [row for row in read_rows(folder) if row.origin.get("weights_sha256") == weights]
-        kept += [row for row in found if _measurement(row) not in known]
-        known |= set(map(_measurement, found))
+        kept += [row for row in found if measurement(row) not in known]
+        known |= set(map(measurement, found))
     return kept
 
 
@@ -99,7 +99,8 @@ def require_rows(folder: Path) -> None:
         )
 
 
-def _measurement(row: Row) -> str:
+def measurement(row: Row) -> str:
+    """What two rows share that are figures of one measurement, or of one and its repetition."""
     where = [row.origin.get(key) for key in ("hardware", "settings", "tree")]
     return json.dumps([row.instrument, row.benchmark, row.temperature, row.method, where], sort_keys=True)
 

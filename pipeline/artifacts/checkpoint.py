@@ -5,13 +5,14 @@ Guarantees: weights are whole (written under a temporary name); config.json is w
 checkpoint for another target is refused.
 """
 
+import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.artifacts.provenance import PROVENANCE, changed, write_provenance
@@ -22,12 +23,15 @@ from pipeline.basics.public import public_name
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
+from pipeline.lm.model import identify
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 
-VERSION = 5
+VERSION = 6
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
+TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # of a release: files that its config.json seals
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: jakiro train RECIPE"
-FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training")
+FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training", "files")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Saved:
     weights_sha256: str
     metrics_sha256: str | None
     training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 of what else is read of a release, by name
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,12 +60,20 @@ class Saved:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Saved":
-        """Raises KeyError, TypeError or ValueError for what `to_json` did not give."""
+        """Takes only what it asks for, each with its type and bounds. Raises KeyError, TypeError or ValueError for what
+        `to_json` did not give.
+        """
         config, method = settings_from(raw["draft"]), from_json(Method, raw["method"])
         secondary = {name: settings_from(raw["secondary"][name]) for name in method.secondary}
-        raw["target"]["fingerprint"], raw["shapes"]["hidden_size"]  # the two that everything else stands on
+        require_draft_in_bounds(config, "trained")
+        for other in secondary.values():
+            require_draft_in_bounds(other, "secondary")
+        require_method_in_bounds(method)
         method = method.resolved(config, method.draft, TreeConfig())
-        return cls(config, method, secondary, **{key: raw[key] for key in FACTS})
+        facts = DraftConfigFile.model_validate_json(json.dumps(raw)).model_dump(exclude_unset=True)
+        if not isinstance(raw["training"], dict):
+            raise TypeError("training is no object")
+        return cls(config, method, secondary, training=raw["training"], **facts)
 
     def loaded(self, draft: TrainedDraft) -> LoadedMethod:
         """What decodes by default: the draft, and the method's secondary sources."""
@@ -103,6 +116,7 @@ def save(
         target={
             "model": public_name(recipe.target.model),
             "revision": recipe.target.revision,
+            **asdict(identify(recipe.target)),
             "fingerprint": draft.embed_head.fingerprint,
         },
         train_hash=recipe.train_hash(name),
@@ -139,6 +153,27 @@ def export(source: Path, folder: Path, method: Method, secondary: dict[str, Draf
     write_sealed(folder / CONFIG, raw)
 
 
+def seal_files(folder: Path) -> None:
+    """Names in a release's config.json what else is read of the release, with its SHA-256."""
+    raw = read_sealed(folder / CONFIG, UNREADABLE)
+    paths = [folder / TEMPLATE, *sorted((folder / CODE).glob("*"))]
+    raw["files"] = {path.relative_to(folder).as_posix(): sha256(path) for path in paths if path.is_file()}
+    write_sealed(folder / CONFIG, raw)
+
+
+def sealed_file(folder: Path, name: str) -> Path | None:
+    """A file of a release; None where its config.json names none. Raises PipelineError where it is not there, or
+    another than that names.
+    """
+    path, digest = folder / name, read_config(folder).files.get(name)
+    if digest is None and not path.exists():
+        return None
+    if digest is None or not path.is_file() or sha256(path) != digest:
+        state = "missing" if not path.exists() else f"not the file that {CONFIG} names: its SHA-256 is another"
+        raise PipelineError(f"{path} is {state}. Take the release anew")
+    return path
+
+
 def read_config(folder: Path) -> Saved:
     """Raises PipelineError when there is no checkpoint of this project in `folder`."""
     path = folder / CONFIG
@@ -157,7 +192,9 @@ def read_config(folder: Path) -> Saved:
 
 
 def require_trained_under(recipe: Recipe, name: str) -> Saved:
-    """The recipe's draft `name`. Raises PipelineError when it is missing or was trained under other settings."""
+    """The recipe's draft `name`. Raises PipelineError when it is missing, or was trained under other settings or for
+    what the target was before.
+    """
     folder = recipe.draft_dir(name)
     saved = read_config(folder)
     if saved.train_hash != recipe.train_hash(name):
@@ -166,6 +203,11 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
             f"{folder} holds a draft trained with other settings ({keys + '; ' if keys else ''}hash "
             f"{saved.train_hash}, this recipe has {recipe.train_hash(name)}). Give this run another output folder, or "
             f"remove that one"
+        )
+    if differences := identify(recipe.target).differences(saved.target):
+        raise PipelineError(
+            f"{folder} holds a draft of another target than {public_name(recipe.target.model)} is now: "
+            f"{'; '.join(differences)}. Restore the target's files, or train in another output folder"
         )
     return saved
 
@@ -197,6 +239,16 @@ def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
     return of_any_target(folder, saved)
 
 
+def _require_sizes(path: Path, saved: Saved) -> None:
+    """Raises ValueError where config.json makes other tensors than the file holds: they would take memory first."""
+    with torch.device("meta"):
+        wanted = {name: list(tensor.shape) for name, tensor in build(saved.config, saved.shapes).state_dict().items()}
+    with safe_open(path, "pt") as tensors:
+        held = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if odd := sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name)):
+        raise ValueError(f"{odd[0]} is {wanted.get(odd[0])} by {CONFIG}, {held.get(odd[0])} in the file")
+
+
 def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
     """`load` without asking for the target. `saved`: what its config.json says."""
     path = folder / WEIGHTS
@@ -204,6 +256,7 @@ def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
     try:
+        _require_sizes(path, saved)
         draft = build(saved.config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)

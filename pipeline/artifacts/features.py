@@ -16,10 +16,9 @@ from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, Record, damage, prompts_damage
 from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
-from pipeline.lm.chat import template_fingerprint, tokenizer_fingerprint
-from pipeline.lm.model import fingerprint, load_config, load_tokenizer
+from pipeline.lm.model import identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.recipe import Recipe, digest
 
 MADE = "train shards made"  # in the feeder's last line
 
@@ -84,13 +83,13 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
             f"{recipe.target.model!r} turns all its positions otherwise (longrope), shorter dialogues' as well; set it "
             f"to {most} or less"
         )
-    states = identity_of(recipe.target, layers)
+    states, target = identity_of(recipe.target, layers), identify(recipe.target)
     return FeatureSpec(
         hidden_size=config.hidden_size,
         stored_dtype=recipe.stored_dtype,
-        target=fingerprint(recipe.target),
-        tokenizer=tokenizer_fingerprint(tokenizer),
-        template=template_fingerprint(tokenizer),
+        target=target.fingerprint,
+        tokenizer=target.tokenizer,
+        template=target.template,
         template_settings=template_settings(tokenizer, recipe.target),
         recipe=recipe.dump_hash,
         norm_stage=states.norm_stage,
@@ -98,7 +97,20 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         dtype=states.dtype,
         engine=states.engine,
         engine_version=states.version,
+        stop_ids=" ".join(map(str, target.stop_ids)) if recipe.data.answers == "target" else "",
     )
+
+
+def answers_hash(recipe: Recipe) -> str:
+    """What the target's answers to calibration prompts depend on, the tokens that end them included."""
+    return digest([recipe.answers_hash, identify(recipe.target).stop_ids])
+
+
+def of_another_target(recipe: Recipe, spec: FeatureSpec) -> list[str]:
+    """What the target has otherwise than when the features of this spec were dumped from it."""
+    then = {"fingerprint": spec.target, "tokenizer": spec.tokenizer, "template": spec.template}
+    stop_ids = {"stop_ids": [int(token) for token in spec.stop_ids.split()]} if spec.stop_ids else {}
+    return identify(recipe.target).differences(then | stop_ids)
 
 
 def store_of(recipe: Recipe, reader: Path | None = None) -> Store | None:

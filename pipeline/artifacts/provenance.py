@@ -2,10 +2,13 @@
 
 import ast
 import hashlib
+import hmac
 import importlib.metadata
 import json
 import os
 import platform
+import secrets
+import stat
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -15,8 +18,11 @@ from typing import Any
 import torch
 
 from pipeline.basics.accelerator import accelerator
-from pipeline.basics.files import ROOT, atomic_path, read_sealed, sealed, write_sealed
+from pipeline.basics.embedded import cache_dir
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, read_sealed, write_sealed
 from pipeline.basics.public import public_name
+from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import WHERE, Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
@@ -114,11 +120,48 @@ def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
 
 
 def write_own_recipe(folder: Path, recipe: Recipe) -> None:
-    """The resolved recipe for commands on this machine, with local paths. It is never published, nor sent to a store,
-    and no other user reads it.
+    """Writes the resolved recipe for commands of this user on this machine, with local paths. It is never published,
+    nor sent to a store, and no other user reads it.
     """
+    tree = recipe.model_dump(mode="json")
+    try:
+        content = {"recipe": tree, "mac": _mac(folder, tree)}
+    except OSError:  # a cache folder that may not be written to: `verify` will ask for the recipe
+        return
     with atomic_path(folder / OWN_RECIPE, private=True) as temporary:
-        temporary.write_text(json.dumps(sealed(recipe.model_dump(mode="json")), indent=2) + "\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def own_recipe(folder: Path, overrides: list[str]) -> Recipe | None:
+    """The recipe that this user wrote into this folder on this machine. None for any other: a recipe may name code, so
+    nobody else's data supplies one.
+    """
+    if not (folder / OWN_RECIPE).is_file():
+        return None
+    content = read_json(folder / OWN_RECIPE)
+    tree, mac = content.get("recipe"), str(content.get("mac"))
+    if not isinstance(tree, dict) or not hmac.compare_digest(mac.encode(), _mac(folder, tree).encode()):
+        return None
+    return recipe_from(tree, folder / OWN_RECIPE, overrides)
+
+
+def _mac(folder: Path, tree: Any) -> str:
+    """The keyed digest of a recipe for a folder. Its key is this user's on this machine."""
+    message = json.dumps([str(folder.resolve()), tree], sort_keys=True)
+    return hmac.new(_machine_key(), message.encode(), "sha256").hexdigest()
+
+
+def _machine_key() -> bytes:
+    """32 random bytes in the cache folder, which no other user reads; made when they are first asked for."""
+    path = cache_dir() / "machine-key"
+    with in_turn(path):
+        if not path.exists():
+            with atomic_path(path, private=True) as temporary:
+                temporary.write_bytes(secrets.token_bytes(32))
+    state = path.lstat()
+    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise PipelineError(f"{path} is another user's, or can be read by others: remove it, and run again")
+    return path.read_bytes()
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:

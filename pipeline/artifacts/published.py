@@ -14,11 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.reports import REPORT, ROWS
+from pipeline.artifacts.reports import ROWS, UNTAKEN, published_rows, write_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, exclusive
+from pipeline.basics.files import exclusive
+from pipeline.drafts import parameter_count
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.untrusted import Trained, taken
 
 
 def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
@@ -31,13 +33,14 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             given = recipe.published[name]
             folder = download(given.repository, given.revision)
             facts = {"repository": given.repository, "revision": given.revision}
+            note = ""
             if is_ours(folder):
-                adopt(folder, recipe, name, facts)
+                note = adopt(folder, recipe, name, facts)
             else:
                 import_draft(folder, recipe, name, facts)
             say(f"{name}: fetched from {given.repository}, revision {given.revision}")
-            if (folder / REPORT).is_file() and not (folder / ROWS).is_file():
-                say(f"{name}: its figures are in the form of a version before this one, and are not carried on")
+            if note:
+                say(f"{name}: {note}")
 
 
 def is_ours(folder: Path) -> bool:
@@ -45,8 +48,9 @@ def is_ours(folder: Path) -> bool:
     return "format_version" in raw_config(folder)
 
 
-def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> None:
-    """Makes a release of ours the recipe's draft `name`: the same weights, what its training was, what it measured.
+def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> str:
+    """Makes a release of ours the recipe's draft `name`: the same weights, what its training was, what it measured, as
+    its repository's. Returns what the user should know of its figures.
 
     Raises PipelineError where it is of another target or has other settings.
     """
@@ -59,12 +63,13 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft = checkpoint.load(source, embed_head.fingerprint)
     draft.name = name
     draft.bind(embed_head)
-    training: dict[str, Any] = saved.training | {"published": published}
+    facts = taken(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
+    training: dict[str, Any] = facts | {"parameters": parameter_count(draft), "published": published}
+    rows, left_out = published_rows(source, published["repository"], saved.weights_sha256)
     with exclusive(folder, "import"):
-        if (source / ROWS).is_file():
-            with atomic_path(folder / ROWS) as temporary:
-                temporary.write_bytes((source / ROWS).read_bytes())
+        write_rows(folder, rows)
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
+    return f"{left_out} of its figures are not carried on: {UNTAKEN}" if left_out else ""
 
 
 def download(repository: str, revision: str) -> Path:

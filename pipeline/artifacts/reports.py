@@ -15,12 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, write_sealed_lines
+from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
+from pipeline.lm.model import identify
 from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.untrusted import PublishedRow
 
 REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
+MOST_BYTES = 1 << 24  # of somebody else's table of results
 _AGAIN = "Restore it, or remove it and run jakiro eval RECIPE again: prompts that are decoded are kept"
 _TUNE = "Remove it, and run jakiro tune RECIPE again"
 _MOVE = "Move the folder away and run jakiro eval RECIPE again"
@@ -34,7 +37,7 @@ _KEYS = (
     "plots",
     "samples",
     "settings",
-    "template_fingerprint",
+    "target_identity",
 )
 
 
@@ -70,6 +73,7 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
     origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
     origin["hash_but_seed"] = recipe.model_copy(update={"seed": 0}).hash
     origin |= {key: found[key] for key in ("hardware", "recipe_hash", "code_revision")}
+    origin["target"] = digest(asdict(identify(recipe.target)))
     if draft in recipe.trained:
         saved = checkpoint.read_config(recipe.draft_dir(draft))
         origin |= {"weights_sha256": saved.weights_sha256, "trained_tokens": saved.training.get("trained_tokens", 0)}
@@ -90,7 +94,7 @@ def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
 
 def write_rows(folder: Path, rows: list[Row]) -> None:
     """The whole table anew."""
-    write_sealed_lines(folder / ROWS, map(asdict, rows))
+    write_text(folder / ROWS, sealed_lines(map(asdict, rows)))
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -110,6 +114,44 @@ def read_rows(folder: Path) -> list[Row]:
                 f"version. {again}"
             ) from None
     return rows
+
+
+UNTAKEN = "damaged, of another version, or nothing that a draft can have"
+
+
+def published_rows(folder: Path, repository: str, weights: str) -> tuple[list[Row], int]:
+    """The figures in somebody else's release of these weights, marked as its repository's; and how many are left out,
+    since they are damaged, of another form, or impossible.
+    """
+    path = folder / ROWS
+    if not path.is_file():
+        return [], 0
+    lines = path.read_bytes().count(b"\n")
+    try:
+        values = read_sealed_lines(path, "") if path.stat().st_size <= MOST_BYTES else []
+    except PipelineError:
+        values = []
+    by_measurement: dict[str, dict[str, Row]] = {}
+    for value in values:
+        try:
+            row = PublishedRow.model_validate_json(json.dumps(value))
+            origin = row.origin.facts() | {"by": repository}
+        except ValueError:
+            continue
+        if row.origin.weights_sha256 == weights:
+            where = [row.benchmark, row.temperature, row.method, origin]
+            facts = row.model_dump(exclude={"origin"})
+            by_measurement.setdefault(digest(where), {})[row.figure] = Row(**facts, origin=origin)
+    rows = [row for group in by_measurement.values() if _is_possible(group) for row in group.values()]
+    return rows, (len(values) or lines) - len(rows)
+
+
+def _is_possible(group: dict[str, Row]) -> bool:
+    """Whether the figures of one measurement say what a table shows, and a tau that its tree can have."""
+    tau = group.get("tau")
+    if tau is None or tau.value is None or "speedup" not in group or not isinstance(tau.details.get("prompts"), int):
+        return False
+    return 1 <= tau.value <= 1 + tau.origin["tree"]["depth"]
 
 
 def digest_of(rows: list[Row]) -> str:
@@ -183,6 +225,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     found = read_report(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
+    if differences := identify(recipe.target).differences(found["target_identity"]):
+        return False, f"release of what the target was before: {'; '.join(differences)}"
     if found.get("code") != code_of("eval.main"):
         return False, "release of other code, torch or transformers"
     if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):

@@ -207,16 +207,16 @@ def sealed_line(value: dict[str, Any]) -> str:
 CLOSING = "lines"  # the key of a sealed file's last line: how many stand before it; "sha256" is that of their bytes
 
 
-def write_sealed_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    """Writes the whole file anew: a line for each value, and a closing one."""
+def sealed_lines(values: Iterable[dict[str, Any]]) -> str:
+    """A whole file: a line for each value, and a closing one."""
     lines = [sealed_line(value) for value in values]
     content = "".join(lines)
     closing = {CLOSING: len(lines), "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    write_text(path, content + sealed_line(closing))
+    return content + sealed_line(closing)
 
 
 def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """What `write_sealed_lines` wrote; nothing where there is no file. Raises PipelineError, which ends with `remedy`,
+    """The values of `sealed_lines`; nothing where there is no file. Raises PipelineError, which ends with `remedy`,
     for a line that was changed, added or lost, the last ones included.
     """
     if not path.exists():

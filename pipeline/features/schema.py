@@ -62,6 +62,7 @@ class FeatureSpec:
     dtype: str = "bfloat16"  # in which the target computed
     engine: str = "transformers"  # that computed the states, and its version
     engine_version: str = ""
+    stop_ids: str = ""  # of the target, where its own answers are the texts; in the manifest alone, not in a shard
     version: int = VERSION
 
     @property
@@ -137,7 +138,7 @@ def arrow_schema(spec: FeatureSpec) -> pa.Schema:
         fields.append(("auxiliary", pa.large_list(pa.list_(word, spec.auxiliary * spec.hidden_size))))
         if spec.stored_dtype == FP8:
             fields.append(("auxiliary_scale", pa.large_list(pa.float32())))
-    return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items()})
+    return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items() if key != "stop_ids"})
 
 
 def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
@@ -174,11 +175,12 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
         "hidden_size": "another hidden size",
         "auxiliary_layers": "other auxiliary layers",
         "dtype": "another dtype of the target's forward",
+        "stop_ids": "a target whose answers end at other tokens",
         "recipe": "other data or feature settings",
     }
     for field, meaning in meanings.items():
         have, want = getattr(got, field), getattr(expected, field)
-        if have != want:
+        if have != want and not (field == "stop_ids" and not (have and want)):
             raise PipelineError(
                 f"{where}: features of {meaning} ({field} is {have!r}, this run expects {want!r}). "
                 "Use the recipe they were dumped with, or dump again into another output folder"

@@ -59,8 +59,13 @@ def template_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
 
 
+# What a tokenizer does outside of its backend, and does not do by default.
+_SWITCHES = ("split_special_tokens", "clean_up_tokenization_spaces")
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     state = tokenizer.backend_tokenizer.to_str() + repr(sorted(tokenizer.special_tokens_map.items()))
+    state += "".join(name for name in _SWITCHES if getattr(tokenizer, name, False))
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 

@@ -1,21 +1,23 @@
 """A target's identity: its configuration and every byte of its weights.
 
-A file's SHA-256 is computed once on a machine and kept in the cache folder ($JAKIRO_CACHE), by the file's path, size,
-times and inode.
+A file's SHA-256, and what else follows from files alone, is computed once on a machine and kept in the cache folder
+($JAKIRO_CACHE), by the files' paths, sizes, times and inodes.
 """
 
 import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from pipeline.basics import embedded
-from pipeline.basics.files import file_identity, settled, write_json
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import file_identity, read_sealed, settled, write_json, write_sealed
 from pipeline.basics.progress import Progress
 
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # no part of what a target is
@@ -32,6 +34,27 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
     for path in sorted(weights):
         state.update(weights_sha256(path).encode())
     return state.hexdigest()[:16]
+
+
+def kept_by_files(
+    kind: str, asked: Any, files: Iterable[Path], compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `compute` returns, a JSON object that follows from what is `asked` (JSON) and the content of `files`; not
+    computed again as long as no file is changed, added or removed.
+    """
+    begin, paths = time.time(), sorted(path.absolute() for path in files)
+    stats = [file_identity(path) for path in paths]
+    states = [[str(path), *stat] for path, stat in zip(paths, stats, strict=True)]
+    name = hashlib.sha256(json.dumps([asked, states], sort_keys=True, default=str).encode()).hexdigest()[:32]
+    place = embedded.cache_dir() / kind / f"{name}.json"
+    try:
+        value = read_sealed(place, "")
+    except PipelineError:  # none there, or damaged
+        value = compute()
+        if all(settled(stat, begin) for stat in stats):
+            with suppress(OSError):  # a cache folder that may not be written to
+                write_sealed(place, value)
+    return value
 
 
 def weights_sha256(path: Path) -> str:

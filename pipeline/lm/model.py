@@ -4,7 +4,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from pipeline.basics.accelerator import accelerator, kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
 from pipeline.lm.attention import require_tree_attention, use_masks
-from pipeline.lm.chat import require_template
+from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
-from pipeline.lm.fingerprint import identity
+from pipeline.lm.fingerprint import identity, kept_by_files
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -101,14 +102,18 @@ def load_tokenizer(config: TargetConfig) -> Any:
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
     if config.chat_template:
-        named = Path(config.chat_template).expanduser()
-        template = named if named.is_file() else ROOT / named  # a recipe's that comes with the project
-        if not template.is_file():
-            raise PipelineError(f"target.chat_template {named} does not exist: expected a Jinja file")
-        tokenizer.chat_template = template.read_text().rstrip("\n")
+        tokenizer.chat_template = _template_file(config).read_text().rstrip("\n")
     require_template(tokenizer, config.model)
     apply_settings(tokenizer, config)
     return tokenizer
+
+
+def _template_file(config: TargetConfig) -> Path:
+    named = Path(config.chat_template or "").expanduser()
+    template = named if named.is_file() else ROOT / named  # a recipe's that comes with the project
+    if not template.is_file():
+        raise PipelineError(f"target.chat_template {named} does not exist: expected a Jinja file")
+    return template
 
 
 def resolve_device(name: str) -> torch.device:
@@ -151,6 +156,44 @@ def weight_files(where: Source) -> dict[str, Path]:
         )
     with safe_open(single, "pt") as tensors:
         return dict.fromkeys(tensors.keys(), single)
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """All that a target's states, tokens and answers depend on, by content."""
+
+    fingerprint: str  # configuration and weights
+    tokenizer: str
+    template: str
+    stop_ids: list[int]  # that end an answer
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """What `other`, an identity as JSON or a part of one, has otherwise."""
+        changed = {key: value for key, value in asdict(self).items() if other.get(key, value) != value}
+        return [f"{key} is {value!r}, was {other[key]!r}" for key, value in changed.items()]
+
+
+def identify(config: TargetConfig) -> TargetIdentity:
+    """The target's identity as its files are now; they are read again only where one was changed. Raises
+    PipelineError.
+    """
+    where = source(config)
+
+    def compute() -> dict[str, Any]:
+        tokenizer = load_tokenizer(config)
+        stop_ids = sorted(stop_ids_of(config, tokenizer))
+        parts = fingerprint(config), tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer), stop_ids
+        return asdict(TargetIdentity(*parts))
+
+    with _loading(config):
+        first = where.file("config.json")
+    if first is None:
+        raise PipelineError(f"target {config.model!r} has no config.json")
+    folders = first.parent, first.parent / "additional_chat_templates"
+    files = [path for folder in folders for path in folder.glob("*") if path.is_file()]
+    files += [_template_file(config)] if config.chat_template else []
+    asked = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
+    return TargetIdentity(**kept_by_files("targets", asked, files, compute))
 
 
 def fingerprint(config: TargetConfig) -> str:

@@ -43,11 +43,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
     if not isinstance(tree, dict):
         raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
+    return recipe_from(tree, path, overrides or [])
+
+
+def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
+    """A recipe of a file's content. Raises PipelineError that names the file."""
     if SEAL in tree:  # the one beside an artifact
         tree = checked(
             tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
         )
-    for override in overrides or []:
+    for override in overrides:
         require_no_credential(override, f"--set {override.partition('=')[0].partition(':')[0]}")
         _apply(tree, override)
     _require_no_credentials(tree, "")

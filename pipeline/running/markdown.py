@@ -1,5 +1,7 @@
 """Tables as Markdown."""
 
+import html
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,3 +10,8 @@ def table(heads: list[str], rows: Iterable[list[Any]]) -> str:
     """A line for the heads and one for each row."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def plain(text: str) -> str:
+    """The text as a reader of Markdown or HTML sees it, on one line: nothing in it is markup."""
+    return re.sub(r"([\\`*\[\]|#!~:])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

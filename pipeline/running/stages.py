@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.features import MADE, wanted_file
+from pipeline.artifacts.features import MADE, answers_hash, of_another_target, wanted_file
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
+from pipeline.lm.model import identify
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
@@ -52,7 +53,9 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"
-    if manifest.answers_hash != recipe.answers_hash:
+    if differences := of_another_target(recipe, manifest.spec):
+        return False, f"features of what the target was before: {'; '.join(differences)}"
+    if manifest.answers_hash != answers_hash(recipe):
         return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
@@ -82,9 +85,12 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
             done = False
             continue
         saved = checkpoint.read_config(folder)
-        fits = saved.train_hash == recipe.train_hash(name)
-        done &= fits
-        parts.append(f"{name}: {saved.training_said}" if fits else f"{name}: of other settings")
+        state = saved.training_said
+        if saved.train_hash != recipe.train_hash(name):
+            done, state = False, "of other settings"
+        elif differences := identify(recipe.target).differences(saved.target):
+            done, state = False, f"of what the target was before: {'; '.join(differences)}"
+        parts.append(f"{name}: {state}")
     return done, "; ".join(parts)
 
 

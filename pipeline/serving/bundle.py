@@ -17,7 +17,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_text
 from pipeline.drafts import DRAFTS, kind_of
 
-FOLDER, ENTRY, REQUIREMENTS = "custom_generate", "generate.py", "requirements.txt"
+FOLDER, ENTRY, REQUIREMENTS = checkpoint.CODE, "generate.py", "requirements.txt"
 DECODE = "pipeline.serving.drop_in"
 ALLOWED = {"torch", "transformers", "safetensors", "numpy"}  # numpy comes with transformers
 _IMPORT = re.compile(r"^(\s*)from (pipeline(?:\.\w+)+) import", re.MULTILINE)

@@ -5,6 +5,7 @@ error, never ignored.
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -285,11 +286,23 @@ def _require_target(model: Any, released: Released) -> None:
 
 
 def _weights(released: Released, place: str, hub: dict[str, Any]) -> Path:
-    """Raises PipelineError where the release's weights are not there, or others are."""
-    found = cached_file(place, released.weights, **hub, _raise_exceptions_for_missing_entries=False)
+    """Raises PipelineError where the release's files are not there, or others than it was made with."""
+    found = _file(place, released.weights, hub)
+    if _sha256(found) != released.weights_sha256:
+        raise PipelineError(f"{found} holds other weights than this code was made for: take the release anew")
+    for name, digest in json.loads(_file(place, "config.json", hub).read_text()).get("files", {}).items():
+        if _sha256(_file(place, name, hub)) != digest:  # code and template, whose change would change answers
+            raise PipelineError(f"{place}: {name} was changed after the release was made: take the release anew")
+    return found
+
+
+def _file(place: str, name: str, hub: dict[str, Any]) -> Path:
+    found = cached_file(place, name, **hub, _raise_exceptions_for_missing_entries=False)
     if found is None:
-        raise PipelineError(f"{place} holds no {released.weights}: draft= names the release's folder or repository")
-    with Path(found).open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != released.weights_sha256:
-            raise PipelineError(f"{found} holds other weights than this code was made for: take the release anew")
+        raise PipelineError(f"{place} holds no {name}: draft= names the release's folder or repository")
     return Path(found)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

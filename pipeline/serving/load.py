@@ -3,19 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.lm.chat import Messages, prompt_ids
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
+from pipeline.recipe.untrusted import Decoding, taken
 
-TEMPLATE = "chat_template.jinja"
 OnTokens = Callable[[list[int]], None]  # hears the tokens of each round
 
 
@@ -92,7 +90,7 @@ def load(
     """
     folder = Path(folder).expanduser()
     config = target_of(folder, target, device, trust_remote_code)
-    return Loaded(folder, config, dtype or _recipe(folder)["eval"]["dtype"])
+    return Loaded(folder, config, dtype or _decoding(folder).eval.dtype)
 
 
 def target_of(
@@ -101,18 +99,17 @@ def target_of(
     """A release's target and how its conversations are rendered. Raises PipelineError where the folder is no release,
     or does not know where its target is.
     """
-    checkpoint.read_config(folder)
-    settings: dict[str, Any] = _recipe(folder)["target"] | {"device": device, "trust_remote_code": trust_remote_code}
-    template = folder / TEMPLATE
-    settings["chat_template"] = str(template) if template.is_file() else None
-    settings["model"] = target or settings["model"]
-    if target is None and not settings["model"].startswith(embedded.PREFIX) and "/" not in settings["model"]:
+    template = checkpoint.sealed_file(folder, checkpoint.TEMPLATE)
+    released = _decoding(folder).target
+    try:
+        return released.config(target, template, device, trust_remote_code)
+    except ValueError:
         raise PipelineError(
-            f"{folder} was made with a target that lay in a folder named {settings['model']!r}: say target=FOLDER, or "
-            "the Hub's OWNER/NAME"
-        )
-    return TargetConfig.model_validate(settings)
+            f"{folder} was made with a target that is called {released.model!r}, which is no OWNER/NAME of the Hub: "
+            "say target=FOLDER, or the Hub's OWNER/NAME (chat: --target; eval: --set target.model=FOLDER)"
+        ) from None
 
 
-def _recipe(folder: Path) -> dict[str, Any]:
-    return read_sealed(folder / RECIPE, "Take the release anew")
+def _decoding(folder: Path) -> Decoding:
+    again = "Take the release anew"
+    return taken(Decoding, read_sealed(folder / RECIPE, again), folder / RECIPE, again)

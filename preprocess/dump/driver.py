@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.features import feature_spec, store_of
+from pipeline.artifacts.features import answers_hash, feature_spec, store_of
 from pipeline.artifacts.provenance import PROVENANCE, RECIPE, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
@@ -62,7 +62,7 @@ def dump(recipe: Recipe) -> list[str]:
     with exclusive(folder, "dump"):
         store = store_of(recipe)
         spec = feature_spec(recipe)
-        manifest = _resume(folder, spec, store, recipe.answers_hash)
+        manifest = _resume(folder, spec, store, answers_hash(recipe))
         if recipe.features.keep == "all" and manifest.fed:
             manifest.complete = False
         if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept

@@ -1,5 +1,6 @@
 """Published drafts are fetched by repository and commit and measured beside ours; figures of other machines stay."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -33,6 +34,7 @@ from tests.kit import call, change_sealed, recipe_tree, write_recipe
 from tests.pipeline.taught import make_draft
 
 COMMIT = "a" * 40
+TEMPLATE_SHA256 = hashlib.sha256(b"{{ messages }}").hexdigest()
 
 
 @pytest.fixture
@@ -93,12 +95,12 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
         checkpoint.require_trained_under(published(tree, revision="b" * 40), "jakiro")
 
 
-def test_figures_of_an_older_release_are_told_of_and_its_weights_are_fetched(tree, release, hub):
-    (release / "report.json").write_text("{}")  # and no results.jsonl
+def test_figures_of_another_version_are_told_of_and_the_weights_are_fetched(tree, release, hub):
+    (release / "results.jsonl").write_text('{"figure": "tau"}\n' * 3)
     hub(release, "me/draft")
     said: list[str] = []
     fetch(published(tree), said.append)
-    assert said[1] == "jakiro: its figures are in the form of a version before this one, and are not carried on"
+    assert said[1].startswith("jakiro: 3 of its figures are not carried on: damaged, of another version, or")
 
 
 def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
@@ -179,21 +181,25 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     for _ in range(2):  # building it again adds nothing
         call(evaluation.main, str(path))
         card = (tmp_path / "run2/release/README.md").read_text()
-        assert card.count("### Also measured on a large GPU, float32") == 1
+        assert card.count("### Measured by me/again, as that repository says, on a large GPU, float32") == 1
     released = read_rows(tmp_path / "run2/release")
     kept = [row for row in released if row.origin["hardware"] == "a large GPU"]
     saved = checkpoint.require_trained_under(load_recipe(str(path), []), "jakiro")
     assert {row.origin["weights_sha256"] for row in released} == {saved.weights_sha256}
     assert len(kept) == len(released) / 2 and not any(row.counts or row.answers for row in released)
-    row = next(line for line in card.split("### Also measured")[1].splitlines() if line.startswith("| b | 0 |"))
+    assert {row.origin["by"] for row in kept} == {"me/again"}
+    row = next(line for line in card.split("### Measured by")[1].splitlines() if line.startswith("| b | 0 |"))
     assert row.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
 def released(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
+    """The figures of a release, of each folder by other code."""
     folder.mkdir()
-    settings = {"dtype": "float32", "max_new_tokens": 9} | settings
-    origin = {"hardware": hardware, "code_revision": folder.name, "settings": settings}
-    origin |= {"tree": {"depth": 1, "nodes": 2}}
+    settings = {"dtype": "float32", "max_new_tokens": 9, "packed": False, "compiled": False, "workers": 1} | settings
+    settings |= {"top_k": None, "top_p": 1.0, "repetition_penalty": 1.0}
+    code = hashlib.sha256(folder.name.encode()).hexdigest()[:12]
+    origin = {"hardware": hardware, "code_revision": code, "settings": settings}
+    origin |= {"tree": TreeConfig(depth=1, top_k=1, nodes=2).to_json()}
     rows = []
     for method, of in (("mine", weights), ("other", "other")):
         what = {"origin": origin | {"weights_sha256": of}}
@@ -289,7 +295,7 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
     """Its makers' figures stay, and so does the rest of the card."""
     card = "# A draft\n\n## Measured\n\n2.5 on a large GPU\n\n## Use\n\nAs you like.\n"
     (release / "README.md").write_text(card)
-    released(tmp_path / "before", "a large GPU", 2.5, weights=sha256(release / checkpoint.WEIGHTS))
+    released(tmp_path / "before", "a large GPU", 1.5, weights=sha256(release / checkpoint.WEIGHTS))
     shutil.copyfile(tmp_path / "before/results.jsonl", release / "results.jsonl")
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
     measure(tiny_target, "me/draft", "--pull-request")
@@ -306,8 +312,10 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
     (tmp_path / "results.jsonl").write_bytes(there.files["results.jsonl"])
     rows = [row for row in read_rows(tmp_path) if row.figure == "tau"]
     assert {(row.origin["hardware"], row.benchmark, row.method) for row in rows} == {
-        ("a large GPU", "b", "mine"), (provenance.hardware("cpu"), "humaneval", "jakiro"),
-    }  # fmt: skip
+        ("a large GPU", "b", "mine"),
+        ("a large GPU", "b", "other"),
+        (provenance.hardware("cpu"), "humaneval", "jakiro"),
+    }
     first, new, rest = re.split(r"(?s)(### Also measured on .*?tokens\.\n)", there.files["README.md"].decode())
     assert (
         first.endswith("a large GPU\n\n") and rest.strip().startswith("## Use") and "| humaneval | 0 | jakiro |" in new
@@ -343,7 +351,9 @@ def test_nothing_of_a_stranger_is_trusted(release, there, tmp_path):
     write_sealed(release / "recipe.json", recipe)
     (release / "chat_template.jinja").write_text("{{ messages }}")
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
-    path, _ = recipe_of("me/draft")
+    change_sealed(release / "config.json", lambda raw: raw.update(files={"chat_template.jinja": TEMPLATE_SHA256}))
+    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
+    path, _ = recipe_of("me/draft", ["target.model=me/target"])
     found = load_recipe(path, ["target.model=me/target"])
     assert not found.target.trust_remote_code and found.target.device == "auto"
     assert Path(found.target.chat_template).read_text() == "{{ messages }}"

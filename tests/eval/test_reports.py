@@ -31,7 +31,7 @@ FOUND = {
     "plots": {"tau_and_speed.png": "0" * 64},
     "samples": [],
     "settings": {"dtype": "float32"},
-    "template_fingerprint": "0",
+    "target_identity": {},
 }
 
 

@@ -12,7 +12,7 @@ from eval.results import read, table
 from eval.studies.differences import compared, differences
 from pipeline.artifacts.reports import ROWS, Row, put_rows, read_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_sealed_lines
+from pipeline.basics.files import sealed_lines
 from tests.kit import call, replace_once
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_a_row_of_another_version_is_refused(tmp_path):
     without = {key: value for key, value in row.items() if key != "figure"}
     wrong = (without, "figure: Field required"), (row | {"value": "2.0"}, "value"), (row | {"counts": 3}, "counts")
     for other, said in wrong:
-        write_sealed_lines(tmp_path / ROWS, [row, other])
+        (tmp_path / ROWS).write_text(sealed_lines([row, other]))
         with pytest.raises(PipelineError, match=rf"results.jsonl: line 2, {said}.*It is of another version. Remove"):
             read_rows(tmp_path)
 

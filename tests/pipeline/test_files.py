@@ -17,10 +17,10 @@ from pipeline.basics.files import (
     read_json,
     read_sealed,
     read_sealed_lines,
+    sealed_lines,
     unsealed,
     write_json,
     write_sealed,
-    write_sealed_lines,
     write_text,
 )
 
@@ -167,7 +167,7 @@ def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
     path, values = tmp_path / "lines", [{"number": number, "text": "a\nb\u2028c"} for number in range(5)]
     assert read_sealed_lines(path, "") == []
     for count in (0, 5):
-        write_sealed_lines(path, values[:count])
+        path.write_text(sealed_lines(values[:count]))
         assert read_sealed_lines(path, "") == values[:count]
     content = path.read_bytes()
     *lines, closing = content.splitlines(keepends=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.artifacts import provenance
-from pipeline.artifacts.provenance import changed, hardware, write_own_recipe, write_provenance
+from pipeline.artifacts.provenance import changed, hardware, own_recipe, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name, public_text
 from pipeline.recipe.load import load_recipe
@@ -59,8 +59,9 @@ def test_a_librarys_text_keeps_no_query_and_no_user():
 
 def test_the_dumps_own_recipe_is_the_recipe_for_this_user_alone(tiny_recipe, tmp_path):
     write_own_recipe(tmp_path, tiny_recipe)
-    path = tmp_path / "own-recipe.json"
-    assert path.stat().st_mode & 0o777 == 0o600 and load_recipe(path) == tiny_recipe
+    assert (tmp_path / "own-recipe.json").stat().st_mode & 0o777 == 0o600
+    assert own_recipe(tmp_path, []) == tiny_recipe
+    assert own_recipe(tmp_path, ["seed=7"]).seed == 7
 
 
 def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):

@@ -10,7 +10,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from pipeline.artifacts.features import fetch
+from pipeline.artifacts.features import answers_hash, fetch
 from pipeline.basics.errors import PipelineError
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_same
@@ -91,10 +91,11 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
             "assistant's. Look at the chat template, and dump again into another folder"
         )
     if manifest.total(ANSWERS, "rows"):
-        if manifest.answers_hash != recipe.answers_hash:
+        if manifest.answers_hash != answers_hash(recipe):
             raise PipelineError(
                 f"{folder}: its answers to calibration prompts are of another data.calibration_prompts or "
-                "features.answer_tokens. Run the dump again: it keeps the rest"
+                "features.answer_tokens, or of a target that ended them at other tokens. Run the dump again: it keeps "
+                "the rest"
             )
         if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
             raise PipelineError(

@@ -1,0 +1,269 @@
+"""What is taken out of files that somebody else wrote: a release's recipe and settings, a published draft's facts.
+
+Guarantee: only the fields named here, each with its type and bounds, built anew; whatever else such a file says has no
+effect. Never taken: a target's code (`trust_remote_code`), an engine and its Python, paths and addresses, numbers of
+processes, and what would weaken the losslessness check.
+"""
+
+import json
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pipeline.basics import embedded
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.parse import from_json
+from pipeline.basics.section import Dtype, Scalar
+from pipeline.decoding.calibration import Calibration
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.method import Method
+from pipeline.drafts import DraftConfig
+from pipeline.lm.config import TargetConfig
+
+ON_HUB = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+MODEL = rf"^({ON_HUB}|{embedded.PREFIX}[A-Za-z0-9_.-]{{1,96}})$"
+FILE = r"^([A-Za-z0-9_]+/)?[A-Za-z0-9_]+[.](jinja|py|txt)$"  # of a release, whose content its config.json seals
+LARGEST, WIDEST = 1 << 10, 1 << 24  # an integer of a draft's settings, and one of these:
+WIDTHS = {"vocabulary", "mask_token", "window", "width", "mlp_width", "expert_width", "rank", "anchors"}
+WIDTHS |= {"regression_steps"}
+TREE = {"depth": 1 << 10, "top_k": 1 << 16, "nodes": 1 << 16}
+
+
+def _no_way_up(value: str) -> str:
+    if ".." in value:
+        raise ValueError("'..' is no part of a revision")
+    return value
+
+
+Text = Annotated[str, Field(max_length=1000)]
+Short = Annotated[str, Field(max_length=200)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,99}$"), AfterValidator(_no_way_up)]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Size = Annotated[int, Field(ge=1, le=WIDEST)]
+Real = Annotated[float, Field(ge=-1e12, le=1e12)]
+
+
+class Untrusted(BaseModel):
+    """A part of such a file: what is not a field is left out."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ReleasedTarget(Untrusted):
+    """A release's target, and how its conversations are rendered."""
+
+    model: Short
+    revision: Revision | None = None
+    template_keywords: Annotated[
+        dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=64)]], Field(max_length=32)
+    ] = {}
+    template_date: date = TargetConfig.model_fields["template_date"].default
+
+    def config(
+        self, model: str | None, chat_template: Path | None, device: str = "auto", trust_remote_code: bool = False
+    ) -> TargetConfig:
+        """The target as a user asks for it. `model`: the user's name for it; `chat_template`: a file whose content was
+        checked. Raises ValueError for a name in the release that is none of the Hub.
+        """
+        return TargetConfig(
+            model=model or TypeAdapter(Annotated[str, Field(pattern=MODEL)]).validate_python(self.model),
+            revision=self.revision,
+            template_keywords=self.template_keywords,
+            template_date=self.template_date,
+            chat_template=None if chat_template is None else str(chat_template),
+            device=device,  # type: ignore[arg-type]
+            trust_remote_code=trust_remote_code,
+        )
+
+
+class ReleasedBenchmark(Untrusted):
+    """Prompts that every machine has, or fetches from where this project says: never a path or a data set's name."""
+
+    source: Short
+    prompts: Annotated[int, Field(ge=1, le=100_000)] | None = None
+
+
+class ReleasedEval(Untrusted):
+    """How a release was measured."""
+
+    benchmarks: Annotated[dict[Word, ReleasedBenchmark], Field(min_length=1, max_length=100)]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=10)]], Field(min_length=1, max_length=8)]
+    top_k: Size | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 16)]
+    repeats: Annotated[int, Field(ge=1, le=100)]
+    sampled_repeats: Annotated[int, Field(ge=1, le=100)]
+    dtype: Dtype
+    pack_linears: bool = False
+    compile: bool = False
+
+
+class ReleasedPublish(Untrusted):
+    license: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_ -]{0,63}$")]
+    language: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z-]{2,16}$")]], Field(max_length=200)] = []
+
+
+class ReleasedRecipe(Untrusted):
+    """What another machine needs of a release's recipe to measure its draft again."""
+
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    target: ReleasedTarget
+    eval: ReleasedEval
+    publish: ReleasedPublish
+
+
+class Decoding(Untrusted):
+    """What `load` needs of it."""
+
+    class Eval(Untrusted):
+        dtype: Dtype
+
+    target: ReleasedTarget
+    eval: Eval
+
+
+class DraftedTarget(Untrusted):
+    """The target of a draft, in its config.json."""
+
+    model: Short
+    revision: Revision | None
+    fingerprint: Fingerprint
+    tokenizer: Fingerprint
+    template: Fingerprint
+
+
+class Shapes(Untrusted):
+    """A draft's, as `pipeline.drafts.parts.layers.shapes_of` gives them."""
+
+    hidden_size: Size
+    intermediate_size: Size | None
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    rope_parameters: Annotated[
+        dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=LARGEST)] | None], Field(max_length=32)
+    ]
+    max_position_embeddings: Size
+    vocab_size: Size
+    target_layers: Annotated[int, Field(ge=1, le=4096)]
+    known_tokens: Size | None = None  # where the target's vocabulary has rows that no token uses
+
+
+class DraftConfigFile(Untrusted):
+    """What config.json says of a draft, beside its settings and its method."""
+
+    shapes: Shapes
+    target: DraftedTarget
+    train_hash: Fingerprint
+    weights_sha256: Sha256
+    metrics_sha256: Sha256 | None
+    files: Annotated[dict[Annotated[str, Field(pattern=FILE)], Sha256], Field(max_length=200)] = {}
+
+
+class Trained(Untrusted):
+    """How a draft was trained, as far as anything here asks."""
+
+    steps: Count | None = None
+    epochs: Count | None = None
+    dialogues: Count | None = None
+    trained_tokens: Count | None = None
+    vocabulary_coverage: Annotated[float, Field(ge=0, le=1)] | None = None
+    template: Short | None = None
+    template_mark: Fingerprint | None = None
+    validation: Annotated[dict[Word, Real], Field(max_length=100)] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class PublishedSettings(Untrusted):
+    """As eval/main.py's `settings_of` has them."""
+
+    dtype: Dtype
+    packed: bool
+    compiled: bool
+    top_k: Size | None
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)]
+    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
+    workers: Annotated[int, Field(ge=1, le=4096)]
+
+
+class PublishedOrigin(Untrusted):
+    hardware: Annotated[str, Field(pattern=r"^[A-Za-z0-9 .,_()+/@-]{1,200}$")]
+    code_revision: Annotated[str, Field(pattern=r"^([0-9a-f]{7,40}([+]changes)?|unknown)$")]
+    settings: PublishedSettings
+    tree: dict[str, Any]
+    weights_sha256: Sha256
+
+    def facts(self) -> dict[str, Any]:
+        """Raises ValueError for a tree that is none."""
+        tree = from_json(TreeConfig, self.tree)
+        require_method_in_bounds(Method(tree=tree))
+        return self.model_dump() | {"tree": tree.to_json()}
+
+
+class PublishedRow(Untrusted):
+    """A figure that somebody else's evaluation gave."""
+
+    instrument: Literal["decoded"]
+    method: Word
+    figure: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_/ -]{0,60}$")]
+    value: Annotated[int | float, Field(ge=0, le=1e9)] | None
+    benchmark: Word
+    temperature: Annotated[int | float, Field(ge=0, le=10)]
+    interval: Annotated[list[Annotated[int | float, Field(ge=0, le=1e9)]], Field(min_length=2, max_length=2)] | None
+    details: Annotated[dict[Word, int | float | bool | None], Field(max_length=32)]
+    origin: PublishedOrigin
+
+
+Taken = TypeVar("Taken", bound=Untrusted)
+
+
+def taken(kind: type[Taken], raw: Any, where: object, remedy: str) -> Taken:
+    """The fields of `kind` in a JSON value. Raises PipelineError that names the first that is missing, or of another
+    type or size.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"])) or "it"
+        raise PipelineError(f"{where}: {place} is nothing that a release says ({wrong['msg']}). {remedy}") from None
+
+
+def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "secondary"]) -> None:
+    """Raises ValueError for settings of a draft that somebody else may not choose: a file or a model to read, or a
+    size that no draft has.
+    """
+    fits = config.trained if may == "trained" else config.may_be_secondary
+    if not fits or config.start is not None or config.corpus is not None:
+        raise ValueError(f"{getattr(config, 'kind', config)!r} with a start or a corpus, or that is not {may}")
+    for field in fields(config):
+        value, most = getattr(config, field.name), WIDEST if field.name in WIDTHS else LARGEST
+        sizes = value if isinstance(value, list) else [value]
+        if len(sizes) > LARGEST or any(isinstance(size, int) and abs(size) > most for size in sizes):
+            raise ValueError(f"{field.name} is larger than {most}")
+
+
+def require_method_in_bounds(method: Method) -> None:
+    """Raises ValueError for a tree, or tables of scores, larger than any that pays."""
+    tree = method.tree or TreeConfig()
+    for name, most in TREE.items():
+        if getattr(tree, name) > most:
+            raise ValueError(f"tree.{name}={getattr(tree, name)}: expected at most {most}")
+    points = [curve for by_source in _curves(method.calibration) for curve in by_source.values()]
+    if len(method.secondary) > 8 or sum(len(curve.x) for curves in points for curve in curves.values()) > 1 << 20:
+        raise ValueError("more secondary sources, or points of calibration, than any method has")
+
+
+def _curves(calibration: Calibration | None) -> list[Any]:
+    return [] if calibration is None else list(calibration.curves.values())

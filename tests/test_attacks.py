@@ -1,0 +1,475 @@
+"""What files of somebody else may do: each test is an attack, and what docs/trust.md promises does not give way."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+import pipeline
+from eval import main as evaluation
+from eval.published import recipe_of
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import own_recipe, write_own_recipe
+from pipeline.artifacts.published import fetch
+from pipeline.artifacts.reports import Row, read_rows, write_rows
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import sha256, write_sealed
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.method import Method
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import identify
+from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.recipe.recipe import Recipe
+from pipeline.running import markdown
+from pipeline.serving.load import target_of
+from preprocess.verify import main as verify
+from tests.eval.test_push import reach
+from tests.hub import Hub
+from tests.kit import call, change_sealed, dump_here, recipe_tree, replace_once, write_sharegpt
+from tests.pipeline.taught import make_draft
+from train.start import read_start
+
+COMMIT = "a" * 40
+ADDRESS = "stranger/draft"
+
+
+@pytest.fixture
+def trap(tiny_target, tmp_path) -> Path:
+    """A model whose code writes `trap/ran`, if anybody runs it."""
+    folder = tmp_path / "trap"
+    shutil.copytree(tiny_target, folder)
+    (folder / "code.py").write_text(
+        "import os, pathlib\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"pathlib.Path({str(folder / 'ran')!r}).write_text(os.environ.get('HF_TOKEN', ''))\n"
+        "class Config(LlamaConfig):\n    model_type = 'trap'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "trap", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ran(trap: Path) -> bool:
+    return (trap / "ran").exists()
+
+
+def test_the_trap_works(trap):
+    """Whoever trusts its code runs it; else nobody could tell that the others do not."""
+    with pytest.raises(PipelineError):
+        identify(TargetConfig(model=str(trap)))
+    assert not ran(trap)
+    identify(TargetConfig(model=str(trap), trust_remote_code=True))
+    assert ran(trap)
+
+
+@pytest.fixture
+def release(tiny_target, loaded_target, embed_head, tmp_path) -> Path:
+    """A draft with random weights, as a stranger released it."""
+    theirs = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "theirs")
+    theirs["draft"] = {"jakiro": theirs["draft"]["jakiro"]}
+    recipe = Recipe.model_validate(theirs)
+    draft, folder = make_draft(loaded_target, embed_head, recipe.draft["jakiro"]), tmp_path / "release"
+    facts = {"parameters": 5, "trained_tokens": 7, "validation": {"estimated_tau": 1.5}}
+    source = recipe.draft_dir("jakiro")
+    checkpoint.save(source, draft, draft.state_dict(), recipe, "jakiro", facts)
+    folder.mkdir()
+    method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
+    checkpoint.export(source, folder, method, {}, source / "recipe.json")
+    checkpoint.seal_files(folder)
+    return folder
+
+
+@pytest.fixture
+def publish(release, tmp_path, monkeypatch) -> Iterator[Callable[[], Hub]]:
+    """Puts the release on a Hub, as it is then."""
+    with Hub(exists=True) as hub:
+        reach(monkeypatch, hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.chdir(tmp_path)
+
+        def put() -> Hub:
+            paths = [path for path in release.rglob("*") if path.is_file()]
+            hub.files = {path.relative_to(release).as_posix(): path.read_bytes() for path in paths}
+            return hub
+
+        yield put
+        set_client_factory(default_client_factory)
+
+
+def evaluate(tiny_target: Path, *arguments: str) -> None:
+    settings = [f"target.model={tiny_target}", "eval.benchmarks.humaneval.prompts=1", "eval.max_new_tokens=4"]
+    call(evaluation.main, ADDRESS, *arguments, *override_arguments(settings))
+
+
+# -- jakiro eval OWNER/NAME --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_a_release_runs_no_code_by_one_more_secondary_draft(release, publish, trap, tiny_target, capsys):
+    """The victim types the command and nothing else."""
+    evil = {"kind": "small-model", "model": str(trap), "trust_remote_code": True}
+    change_sealed(release / "config.json", lambda raw: raw.update(secondary={"x": evil}))
+    publish()
+    evaluate(tiny_target)
+    assert "| humaneval | 0 | jakiro | 1 |" in capsys.readouterr().out and not ran(trap)
+
+
+def poison(section: str, **values: Any) -> Callable[[dict], None]:
+    return lambda raw: raw.setdefault(section, {}).update(values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        poison("target", trust_remote_code=True),
+        poison("target", engine="vllm", engine_python="/tmp/evil"),
+        poison("target", engine="server", engine_url="http://evil"),
+        poison("target", device="cuda", chat_template="/etc/passwd", tensor_parallel=64),
+        poison("eval", workers=4096, gpus_per_worker=8, hang_seconds=10**9),
+        poison("eval", gate_rounds=1, warmups=10**9, contexts=[10**9]),
+        poison("eval", methods={"x": {"draft": "jakiro", "secondary": ["y"]}}, tree={"depth": 10**9}),
+        poison("data", source="/etc/passwd", group="(a+)+$"),
+        poison("features", store="s3://evil", workers=4096, keep="window"),
+        poison("regenerate", max_new_tokens=10**9),
+        poison("train", deepspeed={"x": 1}, shards="/", ranks=4096, tracker="wandb"),
+        poison("draft", x={"kind": "small-model", "model": "evil/lm", "trust_remote_code": True}),
+        poison("draft", x={"kind": "prompt-lookup", "corpus": "/etc/passwd"}),
+        poison("published", jakiro={"repository": "evil/draft", "revision": "b" * 40}),
+        lambda raw: raw.update(output="/", name="../../x"),
+    ],
+)
+def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(release, publish, change):
+    publish()
+    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
+    expected = json.loads(path.read_text())
+    shutil.rmtree(path.parents[3])
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    change_sealed(release / "recipe.json", change)
+    publish()
+    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
+    assert json.loads(path.read_text()) == expected
+    recipe = load_recipe(path, [])
+    assert not recipe.target.trust_remote_code and recipe.output == f"runs/{ADDRESS}/{COMMIT[:12]}"
+
+
+@pytest.mark.parametrize("source", ["/etc/passwd", "embedded:../../x", "benchmark:x", "https://evil/x", "heldout"])
+def test_a_releases_benchmark_names_no_file_and_no_address(release, publish, source):
+    mine = {"source": source, "prompts": 1, "path": "/etc/passwd", "revision": "main"}
+    change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(benchmarks={"mine": mine}))
+    publish()
+    path, said = recipe_of(ADDRESS, ["target.model=me/target"])
+    assert list(json.loads(path.read_text())["eval"]["benchmarks"]) == ["humaneval"]
+    assert said[1:] == [
+        "not measured, for their prompts are its makers': mine", "measured instead: humaneval",
+    ]  # fmt: skip
+
+
+def test_a_benchmark_that_every_machine_fetches_comes_without_a_path(release, publish):
+    mine = {"source": "benchmark:gsm8k", "prompts": 3, "path": "/etc/passwd", "revision": "evil"}
+    change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(benchmarks={"math": mine}))
+    publish()
+    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
+    assert json.loads(path.read_text())["eval"]["benchmarks"] == {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("eval", {"temperatures": [0.0] * 99}, "eval.temperatures"),
+        ("eval", {"temperatures": ["0"]}, "eval.temperatures.0"),
+        ("eval", {"max_new_tokens": 10**9}, "eval.max_new_tokens"),
+        ("eval", {"repeats": True}, "eval.repeats"),
+        ("eval", {"dtype": "complex64"}, "eval.dtype"),
+        ("target", {"template_keywords": {"x": {"nested": 1}}}, "target.template_keywords"),
+        ("target", {"revision": "a/../../b"}, "target.revision"),
+        ("publish", {"license": "# Owned\n<script>"}, "publish.license"),
+    ],
+)
+def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, values, said):
+    change_sealed(release / "recipe.json", poison(section, **values))
+    publish()
+    with pytest.raises(PipelineError, match=f"{ADDRESS}: recipe.json: {said}.* is nothing that a release says"):
+        recipe_of(ADDRESS, ["target.model=me/target"])
+
+
+@pytest.mark.parametrize("model", ["../target", "/models/target", "./runs/x", "a/b/c", "embedded:../x", "file:x"])
+def test_a_releases_target_is_no_path(release, publish, model):
+    change_sealed(release / "recipe.json", poison("target", model=model))
+    with pytest.raises(PipelineError, match="is no OWNER/NAME of the Hub"):
+        target_of(release)
+    publish()
+    with pytest.raises(PipelineError, match="is no OWNER/NAME of the Hub"):
+        recipe_of(ADDRESS, [])
+
+
+# -- config.json: eval, load, chat, export, start, published -----------------------------------------------------------
+
+
+def changed_config(**values: Any) -> Callable[[dict], None]:
+    return lambda raw: raw.update(values)
+
+
+def method_with(**values: Any) -> Callable[[dict], None]:
+    return lambda raw: raw["method"].update(values)
+
+
+def draft_with(**values: Any) -> Callable[[dict], None]:
+    return lambda raw: raw["draft"].update(values)
+
+
+def shapes_with(**values: Any) -> Callable[[dict], None]:
+    return lambda raw: raw["shapes"].update(values)
+
+
+CORPUS = {"kind": "prompt-lookup", "corpus": "/etc/passwd"}
+EVIL = {"kind": "small-model", "model": "evil/lm", "trust_remote_code": True}
+FORGED = [
+    lambda raw: raw["method"].update(secondary=["x"]) or raw.update(secondary={"x": CORPUS}),
+    lambda raw: raw["method"].update(secondary=["x"]) or raw.update(secondary={"x": EVIL}),
+    changed_config(draft=EVIL),
+    changed_config(draft=CORPUS),
+    draft_with(start="/etc"),
+    draft_with(experts=10**6),
+    draft_with(trust_remote_code=True),
+    method_with(tree={"depth": 3, "top_k": 10**9, "nodes": 10}),
+    method_with(tree={"depth": 10**6, "top_k": 2, "nodes": 10**7}),
+    method_with(code="evil"),
+    shapes_with(hidden_size=10**9),
+    shapes_with(hidden_size="32"),
+    shapes_with(target_layers=10**6),
+    shapes_with(rms_norm_eps=None),
+    changed_config(weights_sha256='"; import os; "'),
+    changed_config(files={"../../x.py": "0" * 64}),
+    changed_config(target={"model": "x"}),
+    changed_config(training=[]),
+]
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_a_forged_config_is_refused_before_anything_is_made_of_it(release, change):
+    change_sealed(release / "config.json", change)
+    with pytest.raises(PipelineError, match=r"config\.json is damaged or of another version"):
+        checkpoint.read_config(release)
+
+
+@pytest.mark.parametrize("values", [{"head_dim": 1 << 23}, {"hidden_size": 1 << 20, "head_dim": 1 << 20}])
+def test_shapes_that_the_weights_have_not_take_no_memory(release, tiny_target, values):
+    change_sealed(release / "config.json", shapes_with(**values))
+    with pytest.raises(PipelineError, match=r"does not fit its config\.json: .* in the file"):
+        pipeline.load(release, target=str(tiny_target))
+
+
+def test_load_takes_no_setting_of_a_releases_recipe_but_the_targets_name_and_how_it_is_asked(
+    release, tiny_target, trap
+):
+    evil = {"engine": "vllm", "engine_python": "/tmp/x", "trust_remote_code": True, "model": str(trap)}
+    change_sealed(release / "recipe.json", lambda raw: raw["target"].update(evil))
+    config = target_of(release, str(tiny_target))
+    assert config == TargetConfig(model=str(tiny_target))
+    with pytest.raises(PipelineError, match="is no OWNER/NAME of the Hub"):
+        pipeline.load(release)
+    assert not ran(trap)
+    change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(dtype="evil"))
+    with pytest.raises(PipelineError, match=r"eval\.dtype is nothing that a release says"):
+        pipeline.load(release, target=str(tiny_target))
+
+
+def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_target, embed_head, tmp_path, trap):
+    """Its recipe is not read; what its config.json says besides has no effect."""
+    (release / "recipe.json").write_text("{")
+    evil = {"kind": "small-model", "model": str(trap), "trust_remote_code": True}
+    change_sealed(release / "config.json", lambda raw: raw.update(secondary={"x": evil}, evil=evil))
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["draft"]["jakiro"]["start"] = str(release)
+    recipe = Recipe.model_validate(tree)
+    manifest = dump_here(recipe)
+    start = read_start(recipe, "jakiro", embed_head, manifest.spec)
+    assert start is not None and start.facts["sha256"] == sha256(release / checkpoint.WEIGHTS) and not ran(trap)
+    change_sealed(release / "config.json", changed_config(draft=evil))
+    with pytest.raises(PipelineError, match="damaged or of another version"):
+        read_start(recipe, "jakiro", embed_head, manifest.spec)
+
+
+# -- figures of others -------------------------------------------------------------------------------------------------
+
+
+def rows_of(weights: str, **origin: Any) -> list[Row]:
+    settings = {"dtype": "float32", "packed": False, "compiled": False, "top_k": None, "top_p": 1.0}
+    settings |= {"repetition_penalty": 1.0, "max_new_tokens": 9, "workers": 1}
+    known = {"hardware": "a GPU", "code_revision": "0" * 12, "settings": settings, "weights_sha256": weights}
+    known |= {"tree": TreeConfig(depth=2, top_k=2, nodes=5).to_json()} | origin
+    where = {"benchmark": "b", "temperature": 0.0, "origin": known}
+    tau = Row("decoded", "jakiro", "tau", 2.5, details={"prompts": 3, "answers_in_circles": 0}, **where)
+    return [tau, Row("decoded", "jakiro", "speedup", 1.5, **where)]
+
+
+def changed(rows: list[Row], **values: Any) -> list[Row]:
+    return [Row(**asdict(row) | values) for row in rows]
+
+
+@pytest.fixture
+def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tuple[list[Row], list[str]]]:
+    """The rows that are carried on when a recipe fetches the release with these, and what the user is told."""
+
+    def take(rows: list[Row]) -> tuple[list[Row], list[str]]:
+        write_rows(release, rows)
+        publish()
+        shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
+        tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine")
+        tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
+        tree["published"] = {"jakiro": {"repository": ADDRESS, "revision": COMMIT}}
+        recipe, said = Recipe.model_validate(tree), list[str]()
+        fetch(recipe, said.append)
+        return read_rows(recipe.draft_dir("jakiro")), said[1:]
+
+    return take
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda rows: changed(rows, value=99.9),  # more tokens a pass than its tree can give
+        lambda rows: rows[:1],  # no speed-up
+        lambda rows: rows[1:],  # no tau
+        lambda rows: changed(rows, details={}),  # of how many prompts
+        lambda rows: changed(rows, method="# Owned"),
+        lambda rows: changed(rows, benchmark="<script>alert(1)</script>"),
+        lambda rows: changed(rows, value=-1),
+        lambda rows: changed(rows, instrument="trained"),
+        lambda rows: changed(rows, temperature=None),
+        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "a GPU\n# Owned"}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "[x](http://evil)"}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "x" * 10**6}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"code_revision": "`<script>`"}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"settings": {"dtype": "evil"}}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"tree": {"depth": "many"}}),
+        lambda rows: changed(rows, origin={"weights_sha256": rows[0].origin["weights_sha256"]}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"weights_sha256": "0" * 64}),  # of other weights
+    ],
+)
+def test_figures_that_nothing_can_have_measured_are_left_out_and_counted(release, fetched, forge):
+    rows = forge(rows_of(sha256(release / checkpoint.WEIGHTS)))
+    taken, said = fetched(rows)
+    assert taken == [] and said[0].startswith(f"jakiro: {len(rows)} of its figures are not carried on")
+
+
+def test_a_table_that_is_damaged_or_too_large_gives_no_figure(release, fetched, monkeypatch):
+    monkeypatch.setattr("pipeline.artifacts.reports.MOST_BYTES", 10)
+    assert fetched(rows_of(sha256(release / checkpoint.WEIGHTS)))[0] == []
+
+
+@pytest.mark.real
+def test_a_strangers_figures_are_shown_as_the_strangers_and_as_text(release, publish, tiny_target):
+    """None is in the Hub's index, or among the run's own."""
+    write_rows(release, rows_of(sha256(release / checkpoint.WEIGHTS), hardware="x86 (R) @ 9.99 GHz"))
+    publish()
+    evaluate(tiny_target)
+    card = (Path("runs") / ADDRESS / COMMIT[:12] / "release/README.md").read_text()
+    assert card.count("2.50") == 1 and "\n| b | 0 | jakiro | depth 2, 5 nodes | 3 | 2.50 | 1.50x |\n" in card
+    heading = f"### Measured by {ADDRESS}, as that repository says, on x86 (R) @ 9.99 GHz, float32"
+    assert heading in card.split("## Use")[0] and "2.5" not in card.split("---")[1]
+
+
+def test_text_of_others_is_no_markup():
+    hostile = "# Owned\n| <script>alert(1)</script> [x](http://evil) ![x](y) `x` *x* \\"
+    markup = markdown.plain(hostile)
+    assert markup.startswith(r"\# Owned \| &lt;script&gt;alert(1)&lt;/script&gt; \[x\](http\://evil) \!\[x\](y)")
+    assert markup.endswith(r" \`x\` \*x\* \\")
+
+
+def test_how_a_stranger_says_to_have_trained_is_typed(release, fetched):
+    evil = {"template": "x" * 10**6}
+    change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | evil))
+    with pytest.raises(PipelineError, match="template is nothing that a release says"):
+        fetched([])
+    more = {"template": "t", "start": {"from": "# Owned"}, "imported": {"from": "<script>"}, "parameters": "many"}
+    change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | more))
+    fetched([])
+    recipe = Recipe.model_validate(recipe_tree(Path("x"), Path("y"), Path("mine")))
+    training = checkpoint.read_config(recipe.draft_dir("jakiro")).training
+    assert not {"start", "imported"} & training.keys() and isinstance(training["parameters"], int)
+    assert training["trained_tokens"] == 7 and training["validation"] == {"estimated_tau": 1.5}
+
+
+# -- files that a release's config.json seals --------------------------------------------------------------------------
+
+
+def test_one_letter_of_a_releases_template_is_seen(release, tiny_target):
+    (release / checkpoint.TEMPLATE).write_text("{{ messages[0].content }}")
+    with pytest.raises(PipelineError, match=r"chat_template\.jinja is not the file that config\.json names"):
+        pipeline.load(release, target=str(tiny_target))  # one that came later
+    checkpoint.seal_files(release)
+    assert target_of(release, str(tiny_target)).chat_template == str(release / checkpoint.TEMPLATE)
+    replace_once(release / checkpoint.TEMPLATE, "messages[0]", "messages[1]")
+    with pytest.raises(PipelineError, match=r"chat_template\.jinja is not the file that config\.json names"):
+        pipeline.load(release, target=str(tiny_target))
+    (release / checkpoint.TEMPLATE).unlink()
+    with pytest.raises(PipelineError, match=r"chat_template\.jinja is missing"):
+        pipeline.load(release, target=str(tiny_target))
+
+
+# -- jakiro verify DIR -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["recipe.json", "own-recipe.json"])
+def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, name, capsys):
+    """The stranger's folder is whole, and its recipe names a target with code."""
+    monkeypatch.chdir(tmp_path)
+    tree = recipe_tree(Path("trap"), write_sharegpt(tmp_path / "data.json"), tmp_path / "theirs")
+    tree["target"]["trust_remote_code"] = True
+    recipe = Recipe.model_validate(tree)
+    dump_here(recipe)
+    (trap / "ran").unlink()
+    folder = tmp_path / "mine/features"
+    shutil.copytree(recipe.features_dir, folder, ignore=shutil.ignore_patterns("own-recipe.json"))
+    forms: list[Any] = [lambda: None]
+    if name == "own-recipe.json":  # as its form was; as it is, with any key; and the stranger's own
+        resolved = recipe.model_dump(mode="json")
+        forms = [lambda: write_sealed(folder / name, resolved)]
+        forms += [lambda: (folder / name).write_text(json.dumps({"recipe": resolved, "mac": "0" * 64}))]
+        forms += [lambda: shutil.copy(recipe.features_dir / name, folder)]
+    for form in forms:
+        form()
+        with pytest.raises(PipelineError, match=r"holds no own-recipe\.json that this user wrote .*--recipe RECIPE"):
+            call(verify, str(folder))
+    call(verify, str(folder), "--rows", "0")
+    assert "complete: True" in capsys.readouterr().out and not ran(trap)
+
+
+def test_a_recipe_of_this_user_is_of_its_own_folder_and_key(tiny_recipe, tmp_path, monkeypatch):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        folder.mkdir()
+    write_own_recipe(mine, tiny_recipe)
+    assert own_recipe(mine, []) == tiny_recipe
+    shutil.copy(mine / "own-recipe.json", other)
+    assert own_recipe(other, []) is None  # a copied folder
+    content = json.loads((mine / "own-recipe.json").read_text())
+    for forged in ({"seed": 7}, {"target": content["recipe"]["target"] | {"trust_remote_code": True}}):
+        path = mine / "own-recipe.json"
+        path.write_text(json.dumps(content | {"recipe": content["recipe"] | forged}))
+        assert own_recipe(mine, []) is None
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "another-users"))
+    write_own_recipe(other, tiny_recipe)
+    monkeypatch.undo()
+    assert own_recipe(other, []) is None
+
+
+def test_a_key_that_others_can_read_or_made_is_not_trusted(tiny_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
+    write_own_recipe(tmp_path, tiny_recipe)
+    key = tmp_path / "cache/machine-key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    key.chmod(0o644)
+    with pytest.raises(PipelineError, match="machine-key is another user's, or can be read by others"):
+        own_recipe(tmp_path, [])
