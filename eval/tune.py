@@ -26,7 +26,7 @@ import numpy as np
 
 from eval.measure.harness import Answered, EvalTask, Harness
 from eval.measure.prompts import load_prompts
-from eval.measure.tasks import digests_of, make_harness, tuned_for
+from eval.measure.tasks import digests_of, make_harness, measuring, tuned_for
 from eval.tuning.calibrate import Answer
 from eval.tuning.choose import Replays, largest, tune
 from eval.tuning.costs import measure_costs
@@ -81,6 +81,32 @@ def replayed(harness: Harness, texts: list[Answered], depth: int) -> dict[str, R
     return out
 
 
+def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, most_nodes: int) -> Path:
+    """Writes what was chosen for each method, as it comes; returns the file."""
+    methods, digests = recipe.methods, digests_of(recipe)
+    own = {name: methods[name] for name in names}
+    harness, tasks = make_harness(recipe, own), calibration_tasks(recipe, prompts)
+    path, known = recipe.tuned_file, {}
+    for name, one in read_tuned_trees(path).items():
+        if name in methods and one.get("for") == tuned_for(recipe, methods[name], digests):
+            known[name] = one
+    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
+    texts, found = harness.answered(tasks), {}
+    if not texts:
+        raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
+    context = int(np.median([len(text.prompt) for text in texts]))
+    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
+    costs = measure_costs(harness.target, harness.methods, context, most_nodes, samplings, texts[0].prompt)
+    for name, replays in replayed(harness, texts, depth).items():
+        found[name] = tune(recipe, harness, name, tasks, replays, costs[name], depth, print)
+        found[name]["for"] = tuned_for(recipe, methods[name], digests)
+        write_sealed(path, known | found)
+        origin = origin_of(recipe, methods[name].draft)
+        predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
+        put_rows(recipe.eval_dir, predicted)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
@@ -97,27 +123,8 @@ def main() -> None:
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
-    methods, digests = recipe.methods, digests_of(recipe)
-    own = {name: methods[name] for name in names}
-    harness, tasks = make_harness(recipe, own), calibration_tasks(recipe, arguments.prompts)
-    path, known = recipe.tuned_file, {}
-    for name, one in read_tuned_trees(path).items():
-        if name in methods and one.get("for") == tuned_for(recipe, methods[name], digests):
-            known[name] = one
-    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
-    texts, found = harness.answered(tasks), {}
-    if not texts:
-        raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
-    context = int(np.median([len(text.prompt) for text in texts]))
-    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
-    costs = measure_costs(harness.target, harness.methods, context, arguments.max_nodes, samplings, texts[0].prompt)
-    for name, replays in replayed(harness, texts, arguments.depth).items():
-        found[name] = tune(recipe, harness, name, tasks, replays, costs[name], arguments.depth, print)
-        found[name]["for"] = tuned_for(recipe, methods[name], digests)
-        write_sealed(path, known | found)
-        origin = origin_of(recipe, methods[name].draft)
-        predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
-        put_rows(recipe.eval_dir, predicted)
+    with measuring(recipe):
+        path = tune_methods(recipe, names, arguments.prompts, arguments.depth, arguments.max_nodes)
     print(f"{path} is written: the next run measures what it holds beside the recipe's trees")
 
 

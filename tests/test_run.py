@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.report import by_place, usual_said
-from eval.measure.tasks import make_harness, methods_of
+from eval.measure.tasks import make_harness, measuring, methods_of
 from eval.release import publish
 from eval.release.folder import files_in
 from eval.release.hub import require_repository_name
@@ -33,13 +35,13 @@ from infra.plan.__main__ import SPEEDS, make, warnings
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import code_of
-from pipeline.artifacts.reports import Row, put_rows, read_rows
+from pipeline.artifacts.reports import Row, put_rows, read_report, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
 from pipeline.lm.embedding_head import EmbeddingAndHead
-from pipeline.lm.model import Target, fingerprint
+from pipeline.lm.model import Target, fingerprint, identify
 from pipeline.recipe.load import load_recipe
 from pipeline.running.stages import eval_state, features_state, run, stages, status
 from preprocess.dump.driver import dump
@@ -55,6 +57,7 @@ from tests.kit import (
     replace_once,
     run_command,
     run_warm,
+    save_tiny_target,
     wait_until,
     write_recipe,
     write_sharegpt,
@@ -344,7 +347,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(finished, tmp_path, 
         message = "trained with other settings"
     else:
         change_sealed(config, lambda raw: raw["target"].update(fingerprint="0123456789abcdef"))
-        message = "A draft works with its own target only"
+        message = "holds a draft of another target"
     changed_recipe = load_recipe(recipe, [f"output={copy}", *sets])
     with pytest.raises(PipelineError, match=message):
         make_harness(changed_recipe, methods_of(changed_recipe))
@@ -433,6 +436,99 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
     change_sealed(release / "release.json", lambda raw: raw["pending"].clear())
     with pytest.raises(PipelineError, match=r"release/report.json was changed or damaged"):
         evaluation.state(recipe)
+
+
+def renamed_tokens(target: Path) -> None:
+    """Two tokens of the vocabulary swap their ids."""
+    raw = json.loads((target / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (target / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def with_bos(target: Path) -> None:
+    """Each text begins with a token that it did not begin with."""
+    raw = json.loads((target / "tokenizer.json").read_text())
+    token = {"SpecialToken": {"id": "<|system|>", "type_id": 0}}
+    raw["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [token, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [token, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|system|>": {"id": "<|system|>", "ids": [257], "tokens": ["<|system|>"]}},
+    }
+    (target / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def changed_json(name: str, **values) -> Callable[[Path], None]:
+    def change(target: Path) -> None:
+        raw = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(raw | values))
+
+    return change
+
+
+TARGETS = {
+    "weights": (lambda target: flip(target / "model.safetensors"), "fingerprint"),
+    "tokens": (renamed_tokens, "tokenizer"),
+    "bos": (with_bos, "tokenizer"),
+    "split": (changed_json("tokenizer_config.json", split_special_tokens=True), "tokenizer"),
+    "template": (lambda target: replace_once(target / "chat_template.jinja", "<|end|>", "<|end|> "), "template"),
+    "stop": (changed_json("generation_config.json", eos_token_id=[256, 10]), "stop_ids"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_a_folder(tmp_path_factory) -> tuple[Path, Path]:
+    """(recipe, target) of a finished run whose target brings all that it is in its folder."""
+    folder = tmp_path_factory.mktemp("target-changes")
+    tree = recipe_tree(save_tiny_target(folder / "target"), write_sharegpt(folder / "data.json"), folder / "run")
+    tree["draft"] = {"eagle": tree["draft"]["eagle"]}
+    tree["publish"]["draft"] = "eagle"
+    recipe = write_recipe(tree, folder / "recipe")
+    done = pipeline("run", recipe)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return recipe, folder / "target"
+
+
+@pytest.mark.parametrize("change, part", TARGETS.values(), ids=TARGETS)
+def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, change, part):
+    """No figure of what it was before is shown as its own, or released."""
+    recipe_file, target = of_a_folder
+    whole = tmp_path / "whole"
+    shutil.copytree(target, whole)
+    recipe = load_recipe(recipe_file)
+    made = stages(str(recipe_file), [], recipe)
+    assert all(stage.state(recipe)[0] for stage in made)
+    before = identify(recipe.target)
+    try:
+        change(target)
+        assert [key for key, value in asdict(identify(recipe.target)).items() if value != asdict(before)[key]] == [part]
+        states = {stage.name: stage.state(recipe) for stage in made}
+        seen = {"eval"} if part == "stop_ids" else {"preprocess", "train", "eval"}  # states and weights stop at nothing
+        for name in seen:
+            assert not states[name][0] and f"what the target was before: {part} is " in states[name][1], states
+        assert not states["preprocess"][0]  # answers to calibration prompts stop, too
+        done = pipeline("run", recipe_file)
+        if part == "stop_ids":
+            assert done.returncode == 0 and "train: done already" in done.stdout and "eval: starts" in done.stdout
+            assert read_report(recipe.release_dir / "report.json")["target_identity"] == asdict(identify(recipe.target))
+        else:
+            assert done.returncode == 2 and "release:" not in done.stdout
+            assert re.search("features of another (target|tokenizer|chat template)", done.stderr)
+            with pytest.raises(PipelineError, match=f"holds a draft of another target .*{part} is"):
+                call(evaluate, str(recipe_file))
+    finally:
+        shutil.rmtree(target)
+        shutil.copytree(whole, target)
+
+
+def test_one_command_at_a_time_measures_a_run(copied):
+    """A tuned tree would stand over what was not measured with it, and of two tuners one would lose its result."""
+    recipe, run = copied
+    with measuring(load_recipe(recipe, [f"output={run}"])):
+        for command in (evaluate, tune):
+            with pytest.raises(PipelineError, match="eval: another evaluation or tuning is writing here"):
+                call(command, str(recipe), "--set", f"output={run}")
 
 
 def answers_of(run: Path) -> dict:

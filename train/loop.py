@@ -34,7 +34,6 @@ from train.input.order import coverage, frequent_tokens
 from train.start import Start, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
-PLOT = "training.png"
 SAID = {"agree": "agreement", "accept": "acceptance"}
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,16 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
     if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
         return False
     checkpoint.require_trained_under(recipe, name)
+    if checkpoint.lacks_plot(recipe.draft_dir(name)):  # it was killed behind its checkpoint
+        _finish(recipe, name)
     return True
+
+
+def _finish(recipe: Recipe, name: str) -> None:
+    """Removes the resume state of a draft whose checkpoint is there, and draws its training."""
+    folder = recipe.draft_dir(name)
+    shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
+    draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
 
 
 def _to_checkpoint(
@@ -120,8 +128,7 @@ def _to_checkpoint(
         facts["vocabulary_coverage"] = round(coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
         checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts)
-        shutil.rmtree(state)
-        draw_training({name: folder / METRICS}, folder / PLOT)
+        _finish(recipe, name)
     engine.barrier()
     said = f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
     said += f"; it began with {start}" if start else ""

@@ -6,6 +6,7 @@ what is missing is done, or the command ends with an error.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -83,6 +84,13 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
     }
 
 
+def measuring(recipe: Recipe) -> AbstractContextManager[None]:
+    """Holds what a run measures for one command, from its first look at weights and trees to its last figure. Raises
+    PipelineError where another one has it.
+    """
+    return exclusive(recipe.eval_dir, "evaluation or tuning")
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome
@@ -156,17 +164,17 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     """Every task's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
 
     `fleet(recipe, methods, tasks)` yields (task, outcome) as they come; without one they are decoded in this process.
+    The caller holds the run's evaluation (`measuring`).
     """
-    with exclusive(job.recipe.eval_dir, "evaluation"):
-        finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
-        missing = [task for task in job.tasks if task.name not in finished]
-        if missing:
-            done = (fleet or _here)(job.recipe, job.methods, missing)
-            with Progress("decode", len(job.tasks), "prompts", len(job.tasks) - len(missing)) as progress:
-                for task, outcome in done:
-                    finished.add(task.name, outcome.to_json())
-                    progress.advance(1, benchmark=task.benchmark, T=task.temperature)
-        return [(task.benchmark, Outcome.from_json(finished[task.name])) for task in job.tasks]
+    finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
+    missing = [task for task in job.tasks if task.name not in finished]
+    if missing:
+        done = (fleet or _here)(job.recipe, job.methods, missing)
+        with Progress("decode", len(job.tasks), "prompts", len(job.tasks) - len(missing)) as progress:
+            for task, outcome in done:
+                finished.add(task.name, outcome.to_json())
+                progress.advance(1, benchmark=task.benchmark, T=task.temperature)
+    return [(task.benchmark, Outcome.from_json(finished[task.name])) for task in job.tasks]
 
 
 def _here(recipe: Recipe, methods: dict[str, Method], tasks: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:

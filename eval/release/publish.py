@@ -25,7 +25,7 @@ from pipeline.artifacts.reports import (
     write_rows,
 )
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, sha256, write_text
+from pipeline.basics.files import sha256, write_text
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
@@ -34,7 +34,8 @@ from pipeline.serving.export import tried
 
 def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     """Writes the release folder anew, but for what the user did there; returns it, and what the user should know.
-    Raises PipelineError unless the report measured this checkpoint and was lossless.
+    Raises PipelineError unless the report measured this checkpoint and was lossless. The caller holds the run's
+    evaluation.
     """
     name = recipe.publish.draft
     source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
@@ -54,23 +55,22 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     who = identity(recipe, saved, measured, chosen, alone(recipe, measured, rows))
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     elsewhere = earlier([release, source], weights, rows)
-    with exclusive(recipe.eval_dir, "evaluation"):
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        secondary = {source: recipe.draft[source].public() for source in method.secondary}
-        checkpoint.export(source, building, method, secondary, recipe.eval_dir / RECIPE)
-        shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
-        bundle(building)
-        if recipe.target.chat_template:
-            shutil.copyfile(recipe.target.chat_template, building / checkpoint.TEMPLATE)
-        checkpoint.seal_files(building)
-        # whose prompts they are of is nobody else's business
-        write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
-        drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
-        write_text(building / CARD, card(recipe, saved, measured, who, rows, elsewhere, drawn, tried(building)))
-        write_text(building / PAGE, page(measured, rows, who, drawn))
-        notes = install(building, release)
-        shutil.rmtree(building)
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    secondary = {source: recipe.draft[source].public() for source in method.secondary}
+    checkpoint.export(source, building, method, secondary, recipe.eval_dir / RECIPE)
+    shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
+    bundle(building)
+    if recipe.target.chat_template:
+        shutil.copyfile(recipe.target.chat_template, building / checkpoint.TEMPLATE)
+    checkpoint.seal_files(building)
+    # whose prompts they are of is nobody else's business
+    write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
+    drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
+    write_text(building / CARD, card(recipe, saved, measured, who, rows, elsewhere, drawn, tried(building)))
+    write_text(building / PAGE, page(measured, rows, who, drawn))
+    notes = install(building, release)
+    shutil.rmtree(building)
     return release, notes
 
 

@@ -28,7 +28,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 
 VERSION = 6
-WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
+WEIGHTS, CONFIG, METRICS, PLOT = "model.safetensors", "config.json", "metrics.jsonl", "training.png"
 TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # of a release: files that its config.json seals
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: jakiro train RECIPE"
 FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training", "files")
@@ -210,6 +210,11 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
             f"{'; '.join(differences)}. Restore the target's files, or train in another output folder"
         )
     return saved
+
+
+def lacks_plot(folder: Path) -> bool:
+    """Whether a training was killed between its checkpoint and its plot."""
+    return (folder / METRICS).exists() and not (folder / PLOT).exists()
 
 
 def metrics_of(folder: Path) -> Path:

@@ -90,6 +90,8 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
             done, state = False, "of other settings"
         elif differences := identify(recipe.target).differences(saved.target):
             done, state = False, f"of what the target was before: {'; '.join(differences)}"
+        elif checkpoint.lacks_plot(folder):
+            done, state = False, "its plot is missing"
         parts.append(f"{name}: {state}")
     return done, "; ".join(parts)
 

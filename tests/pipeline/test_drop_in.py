@@ -67,6 +67,7 @@ def released(tmp_path: Path, recipe, draft, method: Method) -> Path:
     secondary = {name: PromptLookupConfig() for name in method.secondary}
     checkpoint.export(source, folder, method, secondary, source / RECIPE)
     bundle(folder)
+    checkpoint.seal_files(folder)
     return folder
 
 
@@ -264,6 +265,42 @@ said["hooks"] = sum(len(layer._forward_hooks) for layer in model.model.layers)
     for (plainly, drafted), one in zip(said["answers"], own, strict=True):
         assert drafted == plainly == [prompt + one.tokens]
     assert said["forwards"] == [1 + one.acceptance.passes for one in own] and said["hooks"] == 0
+
+
+def test_one_letter_of_a_releases_code_or_template_is_seen(
+    loaded_target, tiny_target, tiny_recipe, embed_head, tmp_path
+):
+    """It would give other answers; the code itself is what a user trusts, but only as it was released."""
+    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], prompt_of(0), [1, 2, 3, 4], steps=1)
+    folder = released(tmp_path, tiny_recipe, draft, ALONE)
+    (folder / checkpoint.TEMPLATE).write_text("{{ messages }}")
+    checkpoint.seal_files(folder)
+    changed = [f"{FOLDER}/{ENTRY}", f"{FOLDER}/decoding_accept.py", checkpoint.TEMPLATE]
+    said = as_a_user(
+        tmp_path, folder, tiny_target, [prompt_of(0)],
+        f"""
+from pathlib import Path
+settings = {{"max_new_tokens": 4, "eos_token_id": None}}
+said["before"] = both(prompts[0], **settings)
+said["refused"] = []
+for name in {changed}:
+    path = Path(release) / name
+    whole = path.read_text()
+    path.write_text(whole.replace("e", "E", 1))
+    model._opened_drafts.methods.clear()
+    try:
+        both(prompts[0], **settings)
+    except Exception as error:
+        said["refused"].append(str(error))
+    path.write_text(whole)
+model._opened_drafts.methods.clear()
+said["after"] = both(prompts[0], **settings)
+""",
+    )  # fmt: skip
+    assert said["refused"] == [
+        f"{folder}: {name} was changed after the release was made: take the release anew" for name in changed
+    ]
+    assert said["before"] == said["after"] and said["before"][0] == said["before"][1]
 
 
 def test_a_release_carries_no_module_that_transformers_users_lack():

@@ -14,6 +14,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
+from pipeline.running.stages import train_state
 from tests.kit import flip
 from tests.train.runs import kill_training, largest_difference, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config
@@ -137,6 +138,18 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     assert sha256(output / weights) == sha256(undisturbed / weights)
     assert losses(output) == losses(undisturbed)
     assert not resume.parent.exists()
+
+
+def test_a_training_that_was_killed_before_its_plot_draws_it(dumped, undisturbed, capsys):
+    folder = undisturbed / "drafts/jakiro"
+    (folder / "training.png").unlink()
+    (folder / "resume").mkdir()
+    recipe = load_recipe(dumped[0], [f"output={undisturbed}"])
+    assert not train_state(recipe)[0]
+    train_here(dumped, undisturbed)
+    assert "trained already" in capsys.readouterr().out
+    assert (folder / "training.png").stat().st_size > 5000 and not (folder / "resume").exists()
+    assert "its plot is missing" not in train_state(recipe)[1]
 
 
 def test_a_finished_draft_is_left_alone_and_a_foreign_one_refused(dumped, undisturbed, capsys):
