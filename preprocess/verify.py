@@ -43,6 +43,7 @@ from pipeline.features.shards import (
 )
 from pipeline.features.text import TextRecord, TextTable
 from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import identify
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
@@ -209,7 +210,7 @@ def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, s
 def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int, against: str | None) -> None:
     """Compares a sample of each set with the target, by another engine where one is named."""
     _require_runs_folder(folder, recipe)
-    if differences := of_another_target(recipe, manifest.spec):
+    if differences := of_another_target(identify(recipe.target), manifest.spec):
         raise PipelineError(
             f"{folder}: dumped from another target than {recipe.target.model} is now ({'; '.join(differences)}); dump "
             "again"

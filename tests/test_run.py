@@ -52,6 +52,7 @@ from tests.kit import (
     call,
     change_sealed,
     command_environment,
+    dump_here,
     flip,
     recipe_tree,
     replace_once,
@@ -508,18 +509,29 @@ def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, cha
         for name in seen:
             assert not states[name][0] and f"what the target was before: {part} is " in states[name][1], states
         assert not states["preprocess"][0]  # answers to calibration prompts stop, too
-        done = pipeline("run", recipe_file)
         if part == "stop_ids":
+            done = pipeline("run", recipe_file)
             assert done.returncode == 0 and "train: done already" in done.stdout and "eval: starts" in done.stdout
             assert read_report(recipe.release_dir / "report.json")["target_identity"] == asdict(identify(recipe.target))
         else:
-            assert done.returncode == 2 and "release:" not in done.stdout
-            assert re.search("features of another (target|tokenizer|chat template)", done.stderr)
+            with pytest.raises(PipelineError, match=r"features of another (target|tokenizer|chat template)"):
+                dump_here(recipe)
             with pytest.raises(PipelineError, match=f"holds a draft of another target .*{part} is"):
                 call(evaluate, str(recipe_file))
     finally:
         shutil.rmtree(target)
         shutil.copytree(whole, target)
+
+
+def test_whoever_has_not_the_target_may_look_at_a_run(of_a_folder, tmp_path):
+    recipe_file, target = of_a_folder
+    target.rename(tmp_path / "away")
+    try:
+        lines = status_here(recipe_file).splitlines()
+    finally:
+        (tmp_path / "away").rename(target)
+    assert "are not here: whether they changed is not known" in lines[1]
+    assert [line.split()[0] for line in lines[2:]] == ["done"] * 3
 
 
 def test_one_command_at_a_time_measures_a_run(copied):

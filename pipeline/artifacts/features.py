@@ -16,7 +16,7 @@ from pipeline.features.schema import FeatureSpec, require_same
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, Record, damage, prompts_damage
 from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
-from pipeline.lm.model import identify, load_config, load_tokenizer
+from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.recipe import Recipe, digest
 
@@ -101,16 +101,18 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
     )
 
 
-def answers_hash(recipe: Recipe) -> str:
-    """What the target's answers to calibration prompts depend on, the tokens that end them included."""
-    return digest([recipe.answers_hash, identify(recipe.target).stop_ids])
+def answers_hash(recipe: Recipe, target: TargetIdentity | None = None) -> str:
+    """What the target's answers to calibration prompts depend on, the tokens that end them included. `target`: what it
+    is, where that is known.
+    """
+    return digest([recipe.answers_hash, (target or identify(recipe.target)).stop_ids])
 
 
-def of_another_target(recipe: Recipe, spec: FeatureSpec) -> list[str]:
+def of_another_target(target: TargetIdentity, spec: FeatureSpec) -> list[str]:
     """What the target has otherwise than when the features of this spec were dumped from it."""
     then = {"fingerprint": spec.target, "tokenizer": spec.tokenizer, "template": spec.template}
     stop_ids = {"stop_ids": [int(token) for token in spec.stop_ids.split()]} if spec.stop_ids else {}
-    return identify(recipe.target).differences(then | stop_ids)
+    return target.differences(then | stop_ids)
 
 
 def store_of(recipe: Recipe, reader: Path | None = None) -> Store | None:

@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
-from pipeline.lm.model import identify
+from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.recipe.untrusted import PublishedRow
 
@@ -225,7 +225,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     found = read_report(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
         return False, "release of other settings"
-    if differences := identify(recipe.target).differences(found["target_identity"]):
+    target = identify_if_here(recipe.target)
+    if target and (differences := target.differences(found["target_identity"])):
         return False, f"release of what the target was before: {'; '.join(differences)}"
     if found.get("code") != code_of("eval.main"):
         return False, "release of other code, torch or transformers"

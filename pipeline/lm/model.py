@@ -196,6 +196,14 @@ def identify(config: TargetConfig) -> TargetIdentity:
     return TargetIdentity(**kept_by_files("targets", asked, files, compute))
 
 
+def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
+    """`identify`, or None where the target's files are not on this machine, which may only look at a run."""
+    try:
+        return identify(config)
+    except PipelineError:
+        return None
+
+
 def fingerprint(config: TargetConfig) -> str:
     """Identifies configuration and weights, of these every byte (`pipeline/lm/fingerprint.py`)."""
     return identity(load_config(config).to_dict(), set(weight_files(source(config)).values()))

@@ -24,7 +24,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
-from pipeline.lm.model import identify
+from pipeline.lm.model import identify_if_here
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
@@ -53,9 +53,10 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if manifest.spec.recipe != recipe.dump_hash:
         return False, f"{folder} holds features of other settings"
-    if differences := of_another_target(recipe, manifest.spec):
+    target = identify_if_here(recipe.target)
+    if target and (differences := of_another_target(target, manifest.spec)):
         return False, f"features of what the target was before: {'; '.join(differences)}"
-    if manifest.answers_hash != answers_hash(recipe):
+    if target and manifest.answers_hash != answers_hash(recipe, target):
         return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
@@ -74,6 +75,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
     # A feeder that was killed has not cleaned up.
+    target = identify_if_here(recipe.target)
     parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
     for name in recipe.trained:
         folder = recipe.draft_dir(name)
@@ -88,7 +90,7 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
         state = saved.training_said
         if saved.train_hash != recipe.train_hash(name):
             done, state = False, "of other settings"
-        elif differences := identify(recipe.target).differences(saved.target):
+        elif target and (differences := target.differences(saved.target)):
             done, state = False, f"of what the target was before: {'; '.join(differences)}"
         elif checkpoint.lacks_plot(folder):
             done, state = False, "its plot is missing"
@@ -306,6 +308,8 @@ def status(recipe_path: str, overrides: list[str], watch: float | None = None) -
     recipe = load_recipe(recipe_path, overrides)
     while True:
         lines, undone = [f"{recipe.name} ({recipe.hash}) in {recipe.output}"], False
+        if identify_if_here(recipe.target) is None:
+            lines.append(f"  the files of {recipe.target.model} are not here: whether they changed is not known")
         for stage in stages(recipe_path, overrides, recipe):
             done, state = stage.state(recipe)
             undone |= not done
