@@ -425,7 +425,7 @@ def test_one_letter_of_a_releases_template_is_seen(release, tiny_target):
 def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, name, capsys):
     """The stranger's folder is whole, and its recipe names a target with code."""
     monkeypatch.chdir(tmp_path)
-    tree = recipe_tree(Path("trap"), write_sharegpt(tmp_path / "data.json"), tmp_path / "theirs")
+    tree = recipe_tree(Path("trap"), write_sharegpt(Path("data.json")), Path("theirs"))
     tree["target"]["trust_remote_code"] = True
     recipe = Recipe.model_validate(tree)
     dump_here(recipe)
