@@ -22,7 +22,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sealed_lines, write_json
 from pipeline.recipe.load import shipped
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.untrusted import ReleasedRecipe, taken
+from pipeline.recipe.untrusted import ReleasedRecipe, parse_untrusted
 from pipeline.serving.load import target_of
 
 ADDRESS = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
@@ -65,7 +65,7 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
     """
     again = "Give another revision of the repository"
     saved, raw = checkpoint.read_config(folder), read_sealed(folder / RECIPE, again)
-    released, target = taken(ReleasedRecipe, raw, f"{repository}: {RECIPE}", again), target_of(folder, model)
+    released, target = parse_untrusted(ReleasedRecipe, raw, f"{repository}: {RECIPE}", again), target_of(folder, model)
     method, measuring = saved.method, released.eval
     known = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
     shipped = {name: one for name, one in measuring.benchmarks.items() if one.source in known}

@@ -353,13 +353,17 @@ def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tu
         lambda rows: changed(rows, origin=rows[0].origin | {"settings": {"dtype": "evil"}}),
         lambda rows: changed(rows, origin=rows[0].origin | {"tree": {"depth": "many"}}),
         lambda rows: changed(rows, origin={"weights_sha256": rows[0].origin["weights_sha256"]}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"weights_sha256": "0" * 64}),  # of other weights
     ],
 )
 def test_figures_that_nothing_can_have_measured_are_left_out_and_counted(release, fetched, forge):
     rows = forge(rows_of(sha256(release / checkpoint.WEIGHTS)))
     taken, said = fetched(rows)
     assert taken == [] and said[0].startswith(f"jakiro: {len(rows)} of its figures are not carried on")
+
+
+def test_figures_of_other_weights_are_no_figures_of_these(fetched):
+    """Other drafts of the same run, say."""
+    assert fetched(rows_of("0" * 64)) == ([], [])
 
 
 def test_a_table_that_is_damaged_or_too_large_gives_no_figure(release, fetched, monkeypatch):

@@ -14,13 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.reports import ROWS, UNTAKEN, published_rows, write_rows
+from pipeline.artifacts.reports import IMPOSSIBLE, ROWS, published_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.drafts import parameter_count
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.untrusted import Trained, taken
+from pipeline.recipe.untrusted import Trained, parse_untrusted
 
 
 def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
@@ -63,13 +63,13 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft = checkpoint.load(source, embed_head.fingerprint)
     draft.name = name
     draft.bind(embed_head)
-    facts = taken(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
+    facts = parse_untrusted(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
     training: dict[str, Any] = facts | {"parameters": parameter_count(draft), "published": published}
     rows, left_out = published_rows(source, published["repository"], saved.weights_sha256)
     with exclusive(folder, "import"):
         write_rows(folder, rows)
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
-    return f"{left_out} of its figures are not carried on: {UNTAKEN}" if left_out else ""
+    return f"{left_out} of its figures are not carried on: {IMPOSSIBLE}" if left_out else ""
 
 
 def download(repository: str, revision: str) -> Path:

@@ -116,7 +116,7 @@ def read_rows(folder: Path) -> list[Row]:
     return rows
 
 
-UNTAKEN = "damaged, of another version, or nothing that a draft can have"
+IMPOSSIBLE = "damaged, of another version, or nothing that a draft can have"
 
 
 def published_rows(folder: Path, repository: str, weights: str) -> tuple[list[Row], int]:
@@ -126,24 +126,30 @@ def published_rows(folder: Path, repository: str, weights: str) -> tuple[list[Ro
     path = folder / ROWS
     if not path.is_file():
         return [], 0
-    lines = path.read_bytes().count(b"\n")
     try:
-        values = read_sealed_lines(path, "") if path.stat().st_size <= MOST_BYTES else []
+        values = read_sealed_lines(path, "") if path.stat().st_size <= MOST_BYTES else None
     except PipelineError:
-        values = []
+        values = None
+    if values is None:
+        return [], path.read_bytes().count(b"\n")
     by_measurement: dict[str, dict[str, Row]] = {}
+    values = [value for value in values if _weights_of(value) == weights]
     for value in values:
         try:
             row = PublishedRow.model_validate_json(json.dumps(value))
             origin = row.origin.facts() | {"by": repository}
         except ValueError:
             continue
-        if row.origin.weights_sha256 == weights:
-            where = [row.benchmark, row.temperature, row.method, origin]
-            facts = row.model_dump(exclude={"origin"})
-            by_measurement.setdefault(digest(where), {})[row.figure] = Row(**facts, origin=origin)
+        where = [row.benchmark, row.temperature, row.method, origin]
+        facts = row.model_dump(exclude={"origin"})
+        by_measurement.setdefault(digest(where), {})[row.figure] = Row(**facts, origin=origin)
     rows = [row for group in by_measurement.values() if _is_possible(group) for row in group.values()]
-    return rows, (len(values) or lines) - len(rows)
+    return rows, len(values) - len(rows)
+
+
+def _weights_of(row: dict[str, Any]) -> Any:
+    origin = row.get("origin")
+    return origin.get("weights_sha256") if isinstance(origin, dict) else None
 
 
 def _is_possible(group: dict[str, Row]) -> bool:

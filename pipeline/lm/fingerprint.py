@@ -36,7 +36,7 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
     return state.hexdigest()[:16]
 
 
-def kept_by_files(
+def cached_by_files(
     kind: str, asked: Any, files: Iterable[Path], compute: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """What `compute` returns, a JSON object that follows from what is `asked` (JSON) and the content of `files`; not

@@ -25,7 +25,7 @@ from pipeline.lm.attention import require_tree_attention, use_masks
 from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
-from pipeline.lm.fingerprint import identity, kept_by_files
+from pipeline.lm.fingerprint import cached_by_files, identity
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -193,7 +193,7 @@ def identify(config: TargetConfig) -> TargetIdentity:
     files = [path for folder in folders for path in folder.glob("*") if path.is_file()]
     files += [_template_file(config)] if config.chat_template else []
     asked = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
-    return TargetIdentity(**kept_by_files("targets", asked, files, compute))
+    return TargetIdentity(**cached_by_files("targets", asked, files, compute))
 
 
 def identify_if_here(config: TargetConfig) -> TargetIdentity | None:

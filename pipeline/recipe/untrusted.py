@@ -225,10 +225,10 @@ class PublishedRow(Untrusted):
     origin: PublishedOrigin
 
 
-Taken = TypeVar("Taken", bound=Untrusted)
+Part = TypeVar("Part", bound=Untrusted)
 
 
-def taken(kind: type[Taken], raw: Any, where: object, remedy: str) -> Taken:
+def parse_untrusted(kind: type[Part], raw: Any, where: object, remedy: str) -> Part:
     """The fields of `kind` in a JSON value. Raises PipelineError that names the first that is missing, or of another
     type or size.
     """

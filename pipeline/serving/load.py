@@ -12,7 +12,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.lm.chat import Messages, prompt_ids
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
-from pipeline.recipe.untrusted import Decoding, taken
+from pipeline.recipe.untrusted import Decoding, parse_untrusted
 
 OnTokens = Callable[[list[int]], None]  # hears the tokens of each round
 
@@ -112,4 +112,4 @@ def target_of(
 
 def _decoding(folder: Path) -> Decoding:
     again = "Take the release anew"
-    return taken(Decoding, read_sealed(folder / RECIPE, again), folder / RECIPE, again)
+    return parse_untrusted(Decoding, read_sealed(folder / RECIPE, again), folder / RECIPE, again)
