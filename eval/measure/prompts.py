@@ -69,9 +69,15 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Pro
     if config.context is None:
         return prompts[:wanted]
     exchanges = [item.get("exchanges") for _, item in raw]
-    if None in exchanges:
+    if not all(map(_are_exchanges, exchanges)):
         raise PipelineError(f"benchmark {name}: {where} is without answers: remove it, and dump again (shards stay)")
     return _filled(name, config.context, recipe, list(zip(prompts, exchanges, strict=True)), wanted)
+
+
+def _are_exchanges(value: Any) -> bool:
+    """Whether it is a list of questions with their answers."""
+    pairs = value if isinstance(value, list) else [None]
+    return all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in pairs)
 
 
 def _filled(
