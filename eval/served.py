@@ -15,7 +15,6 @@ switched off.
 """
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
-from pipeline.features.engines.openai import OpenAI
+from pipeline.features.engines.openai import OpenAI, quoted
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -121,12 +120,12 @@ class Server:
         found = self._server.ask("POST", "/v1/chat/completions", body)
         try:
             usage, content = found["usage"], found["choices"][0]["message"]["content"] or ""
-            name = str(found.get("system_fingerprint") or "")
+            name = quoted(str(found.get("system_fingerprint") or ""))
             return Answer(name, content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
         except _FAILED as error:
             raise PipelineError(
                 f"{self._server.url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
-                f"{error}, got {json.dumps(found)[:300]}"
+                f"{error}, got {quoted(found)}"
             ) from error
 
     def counters(self) -> Counts | None:
@@ -217,7 +216,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
     rows: list[Row] = []
     found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
     origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
-    origins = {draft: origin | {"model": public_name(server.model)} for draft, server in servers.items()}
+    origins = {draft: origin | {"model": quoted(public_name(server.model))} for draft, server in servers.items()}
     with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
         for group, size in product(_groups(tasks), concurrency):
             figures: dict[bool, dict[str, float]] = {}
