@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine.config import deepspeed_config
 from train.engine.pulse import start_pulse
-from train.engine.ranks import fail_together, place_on_host
+from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_host
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 
 IN_A_ROW = 10  # steps in which something may be left out
@@ -45,13 +44,14 @@ def start_distributed() -> None:
         # /dev/shm for good.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "RANK" not in os.environ:  # no launcher
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": 0}
             os.environ.update({key: str(value) for key, value in alone.items()})
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
-        deepspeed.init_distributed(timeout=PATIENCE)
+        device, number = get_accelerator(), int(os.environ["LOCAL_RANK"])
+        device.set_device(number)  # objects travel by the current one
+        bound = device.device_name() == "cuda" and os.environ["WORLD_SIZE"] != "1"  # as DeepSpeed does
+        backend = device.communication_backend_name()
+        meet_on_host(backend, torch.device("cuda", number) if bound else None, PATIENCE)
+        deepspeed.init_distributed(backend, timeout=PATIENCE)  # takes over a group that is there
         if place_on_host()[1] < dist.get_world_size():
             start_pulse()
     if get_accelerator().device_name() == "cpu":
