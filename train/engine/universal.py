@@ -1,5 +1,5 @@
-"""A resume state for any number of ranks, by DeepSpeed's own tool, in a process that runs no code of a pickle:
-python -m train.engine.universal, with the tool's arguments.
+"""A resume state for any number of ranks, by DeepSpeed's own tool, in a process that runs no code of a pickle: it is
+this module, with the tool's arguments.
 """
 
 import runpy
