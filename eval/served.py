@@ -9,13 +9,14 @@ stands in the environment variable OPENAI_API_KEY. The rows go to results.jsonl 
 
 tau is 1 + accepted guesses / passes, by the server's own counts: llama.cpp's in each answer, of all passes; SGLang's in
 each answer and vLLM's in ``/metrics``, of passes that verified guesses (nobody else may use vLLM meanwhile). A server
-that tells none gets no tau. Tokens a second are all tokens of a benchmark over the time it took, with prompts, HTTP and
-waiting; no level takes a prompt's forward from an earlier one's cache. What a server adds to the sampling by itself is
-switched off.
+that tells none gets no tau, nor does a level whose ``/metrics`` are not of its answers alone: the server was started
+anew, or answers are left out. Tokens a second are all tokens of a benchmark over the time it took, with prompts, HTTP
+and waiting; no level takes a prompt's forward from an earlier one's cache. What a server adds to the sampling by itself
+is switched off.
 """
 
 import argparse
-import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
-from pipeline.features.engines.openai import OpenAI
+from pipeline.features.engines.openai import OpenAI, quoted
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -46,6 +47,17 @@ from pipeline.running import entry
 
 SHOWN = ["tau", "tokens/s", "over plain"]
 VLLM = "vllm:spec_decode_num_"
+START = "process_start_time_seconds"
+FINISHED = {
+    None,
+    "stop",
+    "length",
+    "tool_calls",
+    "function_call",
+    "eos_token",
+    "stop_sequence",
+}  # None: it does not say
+WITHHELD = "counters refused"  # the figure of a level that has no tau because of its counters
 _FAILED = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 
@@ -78,6 +90,44 @@ class Counts:
         )
 
 
+Sample = tuple[str, tuple[tuple[str, str], ...]]  # name and labels
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's of guesses at one moment, and when it says that they began."""
+
+    values: dict[Sample, float]
+    starts: dict[Sample, float]
+
+    @property
+    def counts(self) -> Counts:
+        total: Counter[str] = Counter()
+        places: Counter[int] = Counter()
+        for (name, labels), value in self.values.items():
+            if name == f"{VLLM}accepted_tokens_per_pos_total":
+                places[int(dict(labels).get("position", 0)) + 1] += int(value)
+            else:
+                total[name] += int(value)
+        names = (f"{VLLM}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+        return Counts(*(total[name] for name in names), dict(sorted(places.items())))
+
+    def since(self, before: "Counters") -> Counts:
+        """What came after `before`. Raises PipelineError where the two are not of one run of the server, or hold what
+        is no count.
+        """
+        for (name, _), value in [*before.values.items(), *self.values.items()]:
+            if not (math.isfinite(value) and value >= 0 and value == int(value)):
+                raise PipelineError(f"{name} is {value}, expected a count")
+        back = [name for (name, labels), value in before.values.items() if self.values.get((name, labels), 0) < value]
+        if back or self.starts != before.starts:
+            raise PipelineError(f"the server was started anew: {back[0] if back else START} is another")
+        found = self.counts - before.counts
+        if found.accepted > found.drafted or max(found.by_place.values(), default=0) > found.passes:
+            raise PipelineError(f"more was accepted than there was: {found}")
+        return found
+
+
 @dataclass(frozen=True)
 class Answer:
     server: str  # what it calls itself
@@ -85,6 +135,19 @@ class Answer:
     prompt_tokens: int
     tokens: int
     counts: Counts | None  # None: this answer does not say
+    failed: str | None = None  # how it ended, where that is no end of an answer
+
+
+@dataclass
+class Conversation:
+    """The answers to a prompt's turns, up to the one that failed."""
+
+    answers: list[Answer] = field(default_factory=list)
+    refused: NoAnswer | None = None  # a turn was; then the others count as little
+
+    @property
+    def counted(self) -> list[Answer]:
+        return [] if self.refused else [answer for answer in self.answers if not answer.failed]
 
 
 class Server:
@@ -92,6 +155,7 @@ class Server:
 
     def __init__(self, url: str, recipe: Recipe, model: str | None = None):
         self._server, self._config = OpenAI(url, "the server's address"), recipe.eval
+        self.url = self._server.url
         self._keywords = recipe.target.template_keywords
         self._seed = recipe.seed
         self.model = model or self._server.only_model("choose one with --model")
@@ -120,16 +184,20 @@ class Server:
             body["chat_template_kwargs"] = self._keywords
         found = self._server.ask("POST", "/v1/chat/completions", body)
         try:
-            usage, content = found["usage"], found["choices"][0]["message"]["content"] or ""
-            name = str(found.get("system_fingerprint") or "")
-            return Answer(name, content, usage["prompt_tokens"], usage["completion_tokens"], counts_of(found))
+            (choice, *_), usage = found["choices"], found["usage"]
+            why, name = choice.get("finish_reason"), quoted(str(found.get("system_fingerprint") or ""))
+            if (model := found.get("model", self.model)) != self.model:
+                raise ValueError(f"it is of model {model!r}, asked for {self.model!r}")
+            tokens = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
+            failed = None if why in FINISHED else quoted(str(why))
+            return Answer(name, choice["message"]["content"] or "", *tokens, counts_of(found), failed)
         except _FAILED as error:
             raise PipelineError(
                 f"{self._server.url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
-                f"{error}, got {json.dumps(found)[:300]}"
+                f"{quoted(str(error))}, got {quoted(found)}"
             ) from error
 
-    def counters(self) -> Counts | None:
+    def counters(self) -> Counters | None:
         """vLLM's, of all answers since it started; None for a server that has none."""
         try:
             got = self._server.client.get(f"{self._server.url}/metrics")
@@ -138,73 +206,107 @@ class Server:
             return None
 
 
-def counters(metrics: str) -> Counts | None:
+def counters(metrics: str) -> Counters | None:
     """vLLM's of guesses, in Prometheus' text; None where there are none."""
-    total: Counter[str] = Counter()
-    places: Counter[int] = Counter()
+    found = Counters({}, {})
     for sample in (sample for family in text_string_to_metric_families(metrics) for sample in family.samples):
-        name = sample.name.removeprefix(VLLM).removesuffix("_total")
-        if sample.name == f"{VLLM}accepted_tokens_per_pos_total":
-            places[int(sample.labels["position"]) + 1] += int(sample.value)
-        elif sample.name == f"{VLLM}{name}_total":
-            total[name] += int(sample.value)
-    if "drafts" not in total:
-        return None
-    return Counts(total["drafts"], total["draft_tokens"], total["accepted_tokens"], dict(sorted(places.items())))
+        key = sample.name, tuple(sorted(sample.labels.items()))
+        if sample.name.startswith(VLLM) and sample.name.endswith("_total"):
+            int(sample.labels.get("position", 0))  # ValueError: these are not vLLM's
+            found.values[key] = sample.value
+        elif sample.name == START or (sample.name.startswith(VLLM) and sample.name.endswith("_created")):
+            found.starts[key] = sample.value
+    return found if any(name == f"{VLLM}drafts_total" for name, _ in found.values) else None
+
+
+def count(found: dict[str, Any], name: str, default: int | None = None) -> int:
+    """Raises ValueError for what is no count, KeyError where there is none and no default."""
+    value = found[name] if default is None else found.get(name, default)
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError(f"{name} is {value!r}, expected a count")
+    return value
 
 
 def counts_of(found: dict[str, Any]) -> Counts | None:
-    """What an answer says of its guesses: llama.cpp's ``timings``, SGLang's ``sglext``."""
+    """What an answer says of its guesses: llama.cpp's ``timings``, SGLang's ``sglext``. Raises ValueError for what is
+    no count.
+    """
     if timings := found.get("timings"):
         # each pass gives what it accepts and one token; the first token is the prompt's
-        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-        return Counts(max(timings["predicted_n"] - 1 - accepted, 0), drafted, accepted)
-    extra = found.get("sglext") or found["choices"][0].get("sglext") or {}
-    details = extra.get("spec_tokens_details") or {}
-    if details.get("spec_verify_ct"):
-        counts = (details[f"spec_{name}"] for name in ("verify_ct", "num_proposed_drafts", "num_correct_drafts"))
-        return Counts(*counts)
-    return None
+        drafted, accepted = count(timings, "draft_n", 0), count(timings, "draft_n_accepted", 0)
+        counts = Counts(max(count(timings, "predicted_n") - 1 - accepted, 0), drafted, accepted)
+    else:
+        extra = found.get("sglext") or found["choices"][0].get("sglext") or {}
+        details = extra.get("spec_tokens_details") or {}
+        if not details.get("spec_verify_ct"):
+            return None
+        names = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
+        counts = Counts(*(count(details, f"spec_{name}") for name in names))
+    if counts.accepted > counts.drafted:
+        raise ValueError(f"of {counts.drafted} guesses it accepted {counts.accepted}")
+    return counts
 
 
-def converse(server: Server, task: EvalTask, level: str) -> list[Answer] | NoAnswer:
-    """Answers to all turns of a prompt, each with the server's own earlier ones before it."""
-    messages, found = task.prompt.asked(), []
+def converse(server: Server, task: EvalTask, level: str) -> Conversation:
+    """All turns of a prompt, each with the server's own earlier answers before it; none after one that failed."""
+    messages, found = task.prompt.asked(), Conversation()
     for turn in task.prompt.turns:
         messages.append({"role": "user", "content": turn})
         try:
-            found.append(server.ask(messages, task.temperature, level))
+            found.answers.append(server.ask(messages, task.temperature, level))
         except NoAnswer as error:
-            return error
-        messages.append({"role": "assistant", "content": found[-1].text})
+            found.refused = error
+            break
+        if found.answers[-1].failed:
+            break
+        messages.append({"role": "assistant", "content": found.answers[-1].text})
     return found
 
 
 def level(
     server: Server, tasks: list[EvalTask], concurrency: int, progress: Progress
-) -> tuple[dict[str, float], list[list[Answer] | NoAnswer]]:
-    """The figures of a benchmark at one temperature, so many answers asked for at once; and the answers, by task."""
+) -> tuple[dict[str, float], list[Conversation], str]:
+    """The figures of a benchmark at one temperature, so many answers asked for at once; the conversations, by task; and
+    why the server's counters give no tau, if they do not.
+    """
     name = f"{tasks[0].benchmark} {tasks[0].temperature} {concurrency} {time.time()}"
     before, begin = server.counters(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         found = []
-        for answers in pool.map(lambda task: converse(server, task, name), tasks):
-            found.append(answers)
+        for conversation in pool.map(lambda task: converse(server, task, name), tasks):
+            found.append(conversation)
             progress.advance(1, benchmark=tasks[0].benchmark, concurrency=concurrency)
     seconds, after = time.perf_counter() - begin, server.counters()
-    flat = [answer for answers in found if not isinstance(answers, NoAnswer) for answer in answers]
-    refused = [one for one in found if isinstance(one, NoAnswer)]
+    flat = [answer for one in found for answer in one.counted]
+    refused = [one.refused for one in found if one.refused]
+    failed = [answer.failed for one in found for answer in one.answers if answer.failed]
     if not flat:
-        raise refused[0]
-    figures = {"answers": len(flat), "refused": len(refused)}
+        reason = f"{server.url}: all answers failed, got finish_reason {failed[:1]}, expected stop or length"
+        raise refused[0] if refused else PipelineError(f"{reason}. See the server's log")
+    figures = {"answers": len(flat), "refused": len(refused), "failed": len(failed)}
     figures["tokens/s"] = sum(answer.tokens for answer in flat) / seconds
-    told = [answer.counts for answer in flat if answer.counts is not None]
-    counts = sum(told, Counts()) if told else after - before if after and before else Counts()
+    told, why = [answer.counts for answer in flat if answer.counts is not None], ""
+    counts = sum(told, Counts())
+    if not told and (before or after):
+        try:
+            counts = counted(before, after, sum(len(one.answers) for one in found) - len(flat))
+        except PipelineError as error:
+            why, figures[WITHHELD] = str(error), 1
     if counts.drafted and counts.tau:
         figures["tau"] = counts.tau
         for place, accepted in counts.by_place.items():
             figures[f"accepted at depth {place}"] = accepted / counts.passes
-    return figures, found
+    return figures, found, why
+
+
+def counted(before: Counters | None, after: Counters | None, left_out: int) -> Counts:
+    """By a server's counters around a level. Raises PipelineError where they are of other answers than those here."""
+    if not (before and after):
+        raise PipelineError("/metrics had the counters only before it, or only after it")
+    found = after.since(before)
+    if left_out:
+        raise PipelineError("answers are left out, and /metrics counts their passes")
+    return found
 
 
 def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]) -> tuple[list[Row], int]:
@@ -217,17 +319,18 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
     rows: list[Row] = []
     found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
     origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
-    origins = {draft: origin | {"model": public_name(server.model)} for draft, server in servers.items()}
+    origins = {draft: origin | {"model": quoted(public_name(server.model))} for draft, server in servers.items()}
     with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
         for group, size in product(_groups(tasks), concurrency):
             figures: dict[bool, dict[str, float]] = {}
+            why: dict[bool, str] = {}
             for draft, server in servers.items():
-                figures[draft], answers = level(server, group, size, progress)
-                for task, given in zip(group, answers, strict=True):
-                    if isinstance(given, NoAnswer):
+                figures[draft], conversations, why[draft] = level(server, group, size, progress)
+                for task, answers in zip(group, (one.counted for one in conversations), strict=True):
+                    if not answers:
                         continue
-                    origins[draft]["server"] = given[0].server
-                    if given[0].prompt_tokens != lengths(task.prompt):
+                    origins[draft]["server"] = answers[0].server
+                    if answers[0].prompt_tokens != lengths(task.prompt):
                         differ.add((task.benchmark, task.prompt.question_id))
             if False in figures:
                 figures[True]["over plain"] = figures[True]["tokens/s"] / figures[False]["tokens/s"]
@@ -235,7 +338,11 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
             for draft, own in figures.items():
                 what = {**where, "setting": {"at once": size}, "origin": origins[draft]}
                 method = "server" if draft else "plain"
-                rows += [Row("served", method, figure, value, **what) for figure, value in own.items()]
+                details = {WITHHELD: {"why": why[draft]}}
+                rows += [
+                    Row("served", method, figure, value, **what, details=details.get(figure, {}))
+                    for figure, value in own.items()
+                ]
             put_rows(recipe.eval_dir, rows, whole=True)
     return rows, len(differ)
 
@@ -276,6 +383,12 @@ def main() -> None:
     print(results.table(results.found_by(recipe, rows), [figure for figure in SHOWN if figure in known]))
     if refused := sum(row.value or 0 for row in rows if row.figure == "refused"):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
+    if failed := sum(row.value or 0 for row in rows if row.figure == "failed"):
+        print(
+            f"{failed} answers failed (finish_reason is neither stop nor length) and are left out: see the server's log"
+        )
+    for why, levels in Counter(row.details["why"] for row in rows if row.figure == WITHHELD).items():
+        print(f"{levels} measurements have no tau, for the server's counters are not those of the answers: {why}")
     if differ:
         print(f"{differ} prompts have other lengths on the server than here: its chat template is another one")
 

@@ -201,7 +201,8 @@ def test_the_slurm_script_dumps_through_a_ray_of_its_own(tiny_target, tmp_path, 
     command = ["bash", str(ROOT / "infra/slurm/ray.sbatch"), "dump", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / ".ray/auth_token").stat().st_size
+    token = (tmp_path / ".ray/auth_token").stat()
+    assert token.st_size and token.st_mode & 0o777 == 0o600
     assert Manifest.load(tmp_path / "run/features").complete
 
 

@@ -1,22 +1,31 @@
-"""A credential in an address is refused, and shown in no error. That those of the environment reach no artifact:
-tests/test_run.py.
+"""A credential in an address is refused, and shown in no error; nor is one of the environment. That those of the
+environment reach no artifact: tests/test_run.py.
 """
 
 import base64
 import http.server
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import fsspec
 import pytest
 
+from eval.served import Server
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import HIDDEN, public_text
+from pipeline.decoding.generate import Sampling
+from pipeline.features.engines import open_source
+from pipeline.features.engines.openai import OpenAI
+from pipeline.features.source import Prompt
+from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
+from pipeline.running import entry
 from preprocess.sources.read import Tail, read_records
 from tests.kit import free_port, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.loopback import Handler, Loopback
 
 SECRET = "hunter2-of-alice"
 TOKEN = "hf_" + "aB3" * 12
@@ -155,3 +164,89 @@ def test_an_error_shows_no_query_of_an_address():
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 1 and "RuntimeError: GET https://host/data.json failed" in done.stderr
     assert done.stderr.count(SECRET) == 0
+
+
+# -- credentials of the environment ----------------------------------------------------------------------------------
+
+
+class Echo(Loopback):
+    """A server that answers with what it was sent: `answer` of the key."""
+
+    def __init__(self, status: int, answer: Callable[[str], object]):
+        self.status, self.reply = status, answer
+        super().__init__()
+
+    def handler(self):
+        echo = self
+
+        class Echoing(Handler):
+            def do_GET(self) -> None:
+                self.answer(echo.reply(self.headers["Authorization"].removeprefix("Bearer ")), echo.status)
+
+            def do_POST(self) -> None:
+                self.body()
+                self.do_GET()
+
+        return Echoing
+
+
+@pytest.mark.parametrize("key", ["sk-" + SECRET, 'sk-"quoted"\\' + SECRET])
+@pytest.mark.parametrize(
+    ("status", "answer", "complaint"),
+    [
+        (401, lambda key: {"error": f"Incorrect API key provided: {key}"}, "answers 401: Check OPENAI_API_KEY"),
+        (401, lambda key: {"error": f"wrong: {key[:9]}***{key[-9:]}"}, "answers 401: Check OPENAI_API_KEY"),
+        (403, lambda key: {"error": f"wrong: {key[:9]}***"}, "answers 403: Check OPENAI_API_KEY"),
+        (500, lambda key: {"headers": {"Authorization": f"Bearer {key}"}}, "answers 500"),
+        (500, lambda key: "x" * 280 + key, "answers 500"),  # that its begin is not left by a cut
+        (400, lambda key: [key], "answers 400"),
+        (200, lambda key: {"sent": key}, "lists no models"),
+        (200, lambda key: {"data": [{"id": key}, {"id": "b"}]}, "choose one"),
+    ],
+)
+def test_what_a_server_repeats_of_the_key_is_not_shown(monkeypatch, key, status, answer, complaint):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with Echo(status, answer) as server, pytest.raises(PipelineError, match=complaint) as caught:
+        OpenAI(server.url, "here").only_model("choose one")
+    assert SECRET[:4] not in str(caught.value) and SECRET[-4:] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("eval", "/v1/chat/completions should"), ("dump", "/v1/completions should")]
+)
+def test_an_answer_of_another_shape_shows_no_key(tiny_recipe, monkeypatch, name, shape):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    with Echo(200, lambda key: {"data": [{"id": "m"}], "choices": [], "sent": key}) as server:
+        behind = {"engine": "server", "engine_url": server.url}
+        target = TargetConfig.model_validate(tiny_recipe.target.model_dump() | behind)
+        with pytest.raises(PipelineError, match=shape) as caught:
+            if name == "eval":
+                Server(server.url, tiny_recipe).ask([], 0.0, "level")
+            else:
+                list(open_source(target).answers([Prompt([5])], Sampling(8, frozenset({1}))))
+    assert SECRET not in str(caught.value) and HIDDEN in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["RuntimeError", "PipelineError"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "GITHUB_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"),
+    ],
+)
+def test_no_error_shows_a_credential_of_the_environment(monkeypatch, capsys, kind, name):
+    monkeypatch.setenv(name, f"{SECRET}/+=")
+
+    def main() -> None:
+        errors = {"RuntimeError": RuntimeError, "PipelineError": PipelineError}
+        raise errors[kind](f"GET x: {SECRET}/+= or {SECRET}%2F%2B%3D failed")
+
+    with pytest.raises(SystemExit):
+        entry.run(main)
+    assert f"GET x: {HIDDEN} or {HIDDEN} failed" in (told := capsys.readouterr().err) and SECRET not in told
+
+
+def test_a_placeholder_for_a_key_leaves_errors_as_they_are(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    assert public_text("the answer is EMPTY") == "the answer is EMPTY"

@@ -1,10 +1,11 @@
 """A draft's folder as others write it: what its config.json says, in plain words, and its tensors.
 
 Guarantees: what is read is what their code computes, or the key that says otherwise is named in an error. Pickled
-weights are read with `weights_only` in a process of its own.
+weights are read with `weights_only` in a process of its own, within limits that follow from the file's size.
 """
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ WEIGHTS = (
     *("model.safetensors", "pytorch_model.bin", "model.ckpt"),
     *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
 )
+SECONDS, SPEED = 60, 10_000_000  # of CPU time that a pickle may take, and one more for each so many bytes
+PATIENCE = 10  # times as long, by the clock: a disk may be slow
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
 MUSE = "muse_glimmer_assistant"  # transformers' own DFlash
@@ -256,11 +259,31 @@ def _read(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         with tempfile.TemporaryDirectory() as folder:
             converted = Path(folder) / "model.safetensors"
-            command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise PipelineError(f"{path} cannot be read as weights alone: {reason}")
+            _unpickle(path.resolve(), converted)
             return load_file(converted)
     except SafetensorError as error:
         raise PipelineError(f"{path} cannot be read: {error}") from None
+
+
+def _unpickle(path: Path, converted: Path) -> None:
+    """Raises PipelineError where the file does not hold weights alone, or asks for more than weights of its size do."""
+    seconds = SECONDS + path.stat().st_size // SPEED
+    command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted), str(seconds)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, cwd=ROOT, timeout=PATIENCE * seconds
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {PATIENCE * seconds} seconds, far more than weights of its size do"
+    else:
+        if not done.returncode:
+            return
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        if done.returncode == -signal.SIGXCPU:
+            reason = f"it took more than {seconds} seconds of CPU time, far more than weights of its size do"
+        elif done.returncode < 0:
+            reason = (
+                f"the process that read it was ended by {signal.Signals(-done.returncode).name}: it is damaged, made "
+                "to harm, or this machine is short of memory"
+            )
+    raise PipelineError(f"{path} cannot be read as weights alone: {reason}")

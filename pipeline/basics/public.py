@@ -3,11 +3,15 @@
 An address is a path, a name of the Hub, or a URL. A recipe that holds a credential is refused when it is loaded, so no
 later code has to hide one: logs, errors, artifacts and command lines may show every address as it stands. A published
 artifact (`public_name`) leaves out more: folders of this machine, user names, queries and fragments, and what looks
-like a secret in a path, such as a hook's.
+like a secret in a path, such as a hook's. No text of an error shows the credentials of the environment
+(`public_text`).
 """
 
+import json
+import os
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 from pipeline.basics.errors import PipelineError
 
@@ -29,6 +33,10 @@ _SECRET_KEY = re.compile(
     r"|(?:.*(?:[^A-Za-z]|(?<=[a-z])(?=[A-Z])))?"
     r"(?i:(?:api|auth|access|secret)?(?:token|key|keyid)|secret|passw(?:or)?d|pwd|sig|signature|credentials?|auth)"
 )
+# Of the environment: what opens something and has another last word than `_SECRET_KEY`'s, as HF_TOKEN, OPENAI_API_KEY,
+# AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, WANDB_API_KEY and MLFLOW_TRACKING_PASSWORD have them.
+_SECRET_VARIABLES = {"AZURE_STORAGE_CONNECTION_STRING", "PGPASSWORD"}
+_SHORTEST = 6  # characters of a credential: servers that check none are given "EMPTY", "none" and the like
 _ISSUED = re.compile(  # tokens that the Hub, GitHub, GitLab and AWS give out
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
 )
@@ -87,8 +95,20 @@ def public_name(source: str) -> str:
 
 
 def public_text(text: str) -> str:
-    """An error's text, in which each URL lacks its user and query: a library may quote an address that it signed."""
+    """An error's text without the credentials of the environment, in which each URL lacks its user and query: a library
+    may quote an address that it signed, a server the headers that it was sent.
+    """
+    for secret in _secrets():
+        text = text.replace(secret, HIDDEN)
     return _URL.sub(lambda found: _without_private_parts(found[0]), text)
+
+
+def _secrets() -> list[str]:
+    """The environment's, as they stand, in JSON and in an address; the longest first, for one may begin another."""
+    named = (value for name, value in os.environ.items() if _SECRET_KEY.fullmatch(name) or name in _SECRET_VARIABLES)
+    values = [value for value in map(str.strip, named) if len(value) >= _SHORTEST]
+    forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quote(value, safe=""))}
+    return sorted(forms, key=len, reverse=True)
 
 
 def _without_private_parts(url: str) -> str:

@@ -14,9 +14,12 @@ room on the cluster may wait as long as another one works. Workers hand back sma
 import json
 import logging
 import os
+import secrets
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,10 @@ from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver
+LONGEST_SOCKET = 107  # bytes of a Unix socket's path
+RAYS_SOCKET = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
+SHORT = "/tmp"
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
 log = logging.getLogger(__name__)
 
@@ -108,7 +115,10 @@ class Pool:
         if first is None:
             return
         self._again.append(first)
-        start_ray(self._crew)
+        with start_ray(self._crew):
+            yield from self._results(tasks)
+
+    def _results(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
         try:
             self._gpus = room_for(self._crew, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -126,8 +136,6 @@ class Pool:
             raise PipelineError(
                 f"Ray failed: {_first_line(error)} Run the command again to continue: what is finished is kept"
             ) from None
-        finally:
-            ray.shutdown()
 
     def _spawn(self) -> _Member:
         self._spawned += 1
@@ -251,23 +259,49 @@ def _brings_code() -> bool:
     return copied or "PYTHONPATH" in (told.get("env_vars") or {})
 
 
-def start_ray(crew: Crew) -> None:
+@contextmanager
+def start_ray(crew: Crew) -> Iterator[None]:
     """Joins the cluster that RAY_ADDRESS names, as a job on it does, else starts Ray on this machine with all of its
-    GPUs, reachable from it alone. Where the job brings no code, all nodes have it where it is here.
+    GPUs, reachable from it alone, and by this user alone. Where the job brings no code, all nodes have it where it is
+    here. Leaves it at the end.
     """
-    with kept_handlers():
-        here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
+    here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
+    with ExitStack() as stack:
         if "RAY_ADDRESS" in os.environ:
-            ray.init(logging_level=logging.WARNING, runtime_env={} if _brings_code() else here)
+            settings: dict[str, Any] = {"runtime_env": {} if _brings_code() else here}
         else:
             require_few(f"{crew.section}.workers", crew.workers)
             workers_as_everyone()
-            ray.init(
-                address="local",
-                _node_ip_address="127.0.0.1",  # this version binds to all addresses all the same, behind a token
-                num_cpus=max(crew.workers * crew.cpus, 1),
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-                log_to_driver=False,
-                runtime_env=here,
-            )
+            if not any(map(os.environ.get, TOKENS)):  # Ray would read or make a file, which others may read
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            settings = {
+                "address": "local",
+                "_node_ip_address": "127.0.0.1",  # this version binds to all addresses all the same, behind a token
+                "_temp_dir": stack.enter_context(private_folder()),
+                "num_cpus": max(crew.workers * crew.cpus, 1),
+                "include_dashboard": False,
+                "log_to_driver": False,
+                "runtime_env": here,
+            }
+        stack.callback(ray.shutdown)
+        with kept_handlers():
+            ray.init(logging_level=logging.WARNING, **settings)
+        yield
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """For Ray's sockets and logs, which Ray lets everyone write to: in a folder that no other user may enter. Raises
+    PipelineError where there is no place for it.
+    """
+    places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), SHORT]
+    usable = [
+        p for p in places if len(os.fsencode(p + RAYS_SOCKET)) <= LONGEST_SOCKET and os.access(p, os.W_OK | os.X_OK)
+    ]
+    if not usable:
+        raise PipelineError(
+            f"Ray has no place for its sockets: got {', '.join(filter(None, places))}, expected a folder that can be "
+            f"written to, with a path of at most {LONGEST_SOCKET - len(RAYS_SOCKET)} bytes. Name one in RAY_TMPDIR"
+        )
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=usable[0], ignore_cleanup_errors=True) as folder:
+        yield f"{folder}/r"

@@ -1,6 +1,11 @@
 """A running server's figures: its own counts of guesses, tokens over time, and one clear error for what it is not."""
 
 import json
+import math
+import re
+from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from threading import Event, Lock
 
@@ -212,6 +217,137 @@ def test_a_prompt_that_the_server_does_not_take_is_left_out_and_told(recipe, cap
         assert "2 prompts were refused" in capsys.readouterr().out
         engine.longest = 0
         assert "too long" in refusal(recipe, "--url", engine.url)
+
+
+def spoilt(engine: Engine, monkeypatch, number: int, spoil: Callable[[dict], object]) -> None:
+    """Has `spoil` change the engine's answer of this number; the first is the warm-up's, with three in a level."""
+    answer = engine.answer
+
+    def changed(body: dict) -> dict:
+        found = answer(body)
+        if len(engine.bodies) == number:
+            spoil(found)
+        return found
+
+    monkeypatch.setattr(engine, "answer", changed)
+
+
+def test_a_server_that_was_started_anew_within_a_level_gets_no_tau_for_it(recipe, monkeypatch, capsys):
+    with Engine("vllm") as engine:
+        spoilt(engine, monkeypatch, 3, lambda found: setattr(engine, "answered", 2))
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    first, second = levels.values()
+    assert "tau" not in first and (first["counters refused"], first["answers"]) == (1, 3) and first["tokens/s"] > 0
+    assert second["tau"] == 2.0 and "counters refused" not in second
+    assert "1 measurements have no tau" in (said := capsys.readouterr().out) and "started anew" in said
+
+
+@pytest.mark.parametrize("name", ["process_start_time_seconds", "vllm:spec_decode_num_drafts_created"])
+def test_another_start_is_seen_though_the_counters_went_on(recipe, monkeypatch, name):
+    with Engine("vllm") as engine:
+        metrics = engine.metrics
+        monkeypatch.setattr(engine, "metrics", lambda: f"{metrics()}{name} {17 + (engine.answered > 7)}.5\n")
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), (2.0, None)]
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3.0", "1e400", "36.5"])
+def test_counters_that_are_no_counts_give_no_tau(recipe, monkeypatch, value, capsys):
+    with Engine("vllm") as engine:
+        metrics = engine.metrics
+        name = "vllm:spec_decode_num_accepted_tokens_total"
+
+        def wrong() -> str:
+            return re.sub(rf"({name}) \S+", rf"\1 {value}", metrics()) if engine.answered > 7 else metrics()
+
+        monkeypatch.setattr(engine, "metrics", wrong)
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    assert [(one.get("tau"), one["counters refused"]) for one in levels.values()] == [(None, 1)] * 2
+    assert f"{name} is " in capsys.readouterr().out
+
+
+def test_counters_that_come_or_go_within_a_level_give_no_tau(recipe, monkeypatch, capsys):
+    with Engine("vllm") as engine:
+        metrics = engine.metrics
+        monkeypatch.setattr(engine, "metrics", lambda: metrics() if engine.answered > 7 else "other 1.0\n")
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), (2.0, None)]
+    assert "only before it, or only after it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 1.5, "3", True, None, 10**400])
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("silent", ("usage", "completion_tokens")),
+        ("silent", ("usage", "prompt_tokens")),
+        ("llama.cpp", ("timings", "predicted_n")),
+        ("llama.cpp", ("timings", "draft_n")),
+        ("llama.cpp", ("timings", "draft_n_accepted")),
+        ("sglang", ("sglext", "spec_tokens_details", "spec_num_correct_drafts")),
+        ("sglang", ("sglext", "spec_tokens_details", "spec_num_proposed_drafts")),
+    ],
+)
+def test_an_answers_number_that_is_no_count_is_refused(recipe, monkeypatch, kind, path, value):
+    with Engine(kind) as engine:
+        *parents, last = path
+        spoilt(engine, monkeypatch, 3, lambda found: reduce(getitem, parents, found).update({last: value}))
+        said = refusal(recipe, "--url", engine.url, "--concurrency", "1")
+    assert "does not answer as /v1/chat/completions should" in said and f"{last} is " in said
+
+
+@pytest.mark.parametrize(("kind", "path"), [("llama.cpp", "timings"), ("sglang", "sglext")])
+def test_more_accepted_than_guessed_is_refused(recipe, monkeypatch, kind, path):
+    with Engine(kind) as engine:
+        many = {"predicted_n": TOKENS, "draft_n": 3, "draft_n_accepted": 4}
+        details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 3, "spec_num_correct_drafts": 4}
+        wrong = many if path == "timings" else {"spec_tokens_details": details}
+        spoilt(engine, monkeypatch, 3, lambda found: found.update({path: wrong}))
+        assert "of 3 guesses it accepted 4" in refusal(recipe, "--url", engine.url, "--concurrency", "1")
+
+
+def test_an_answer_of_another_model_is_refused(recipe, monkeypatch):
+    with Engine("silent") as engine:
+        spoilt(engine, monkeypatch, 3, lambda found: found.update(model="other"))
+        assert "it is of model 'other', asked for 'target'" in refusal(recipe, "--url", engine.url)
+
+
+@pytest.mark.parametrize("why", ["error", "abort", "content_filter"])
+@pytest.mark.parametrize(("kind", "tau"), [("vllm", None), ("llama.cpp", 2.0), ("sglang", 2.0)])
+def test_an_answer_that_failed_is_left_out_of_all_figures(recipe, monkeypatch, capsys, kind, tau, why):
+    """The first prompt's, of three: its counts and tokens are of no answer."""
+
+    def fail(found: dict) -> None:
+        found["choices"][0]["finish_reason"] = why
+        found["usage"]["completion_tokens"] = 10**9
+        if kind == "llama.cpp":
+            found["timings"] = {"predicted_n": 99, "draft_n": 99, "draft_n_accepted": 90}
+        if kind == "sglang":
+            found["sglext"]["spec_tokens_details"]["spec_num_correct_drafts"] = 9
+
+    with Engine(kind) as engine:
+        spoilt(engine, monkeypatch, 2, fail)
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    first, second = levels.values()
+    assert (first["failed"], first["answers"], first.get("tau")) == (1, 2, tau) and first["tokens/s"] < 10**6
+    assert (second["failed"], second["answers"], second["tau"]) == (0, 3, 2.0)
+    assert "1 answers failed" in (said := capsys.readouterr().out)
+    assert ("answers are left out, and /metrics counts their passes" in said) == (tau is None)
+
+
+def test_nothing_but_answers_that_failed_is_an_error(recipe, monkeypatch):
+    with Engine("silent") as engine:
+        answer = engine.answer
+        failed = {"choices": [{"message": {"content": ""}, "finish_reason": "abort"}]}
+        monkeypatch.setattr(engine, "answer", lambda body: answer(body) | failed)
+        assert "all answers failed, got finish_reason ['abort']" in refusal(recipe, "--url", engine.url)
+
+
+def test_an_answer_before_a_refused_turn_takes_tau_from_the_counters_with_it(recipe):
+    with Engine("vllm") as engine:
+        engine.longest = 1
+        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
+    assert [(one["answers"], one.get("tau"), one["counters refused"]) for one in levels.values()] == [(1, None, 1)] * 2
 
 
 def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch):

@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+from collections import OrderedDict
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -10,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.foreign import read_weights
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -249,6 +253,74 @@ def test_a_pickle_that_does_more_is_refused_and_does_nothing(released, tmp_path)
     with pytest.raises(PipelineError, match=r"pytorch_model.bin cannot be read as weights alone"):
         import_draft(folder, recipe, "theirs")
     assert not (tmp_path / "touched").exists()
+
+
+def endless():
+    """A value that takes no room and whose hash takes 2 ** 60 steps."""
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+class Calling:
+    """A call that torch allows in a pickle of weights."""
+
+    def __init__(self, called, *arguments):
+        self.call = called, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (torch.zeros(1).expand(20_000_000_000), r"its tensors come to 80000000000 bytes, expected at most 2 times"),
+        (torch.zeros(1, dtype=torch.bool).expand(9999), r"its tensors come to 9999 bytes, expected at most 2 times"),
+        (Calling(bytearray, 4_000_000_000), r"it needs more memory than weights of its size do"),
+        (Calling(OrderedDict, [(endless(), 1)]), r"it took more than 1 seconds of CPU time"),
+    ],
+)
+def test_a_pickle_that_asks_for_more_than_its_size_is_refused(tmp_path, monkeypatch, value, complaint):
+    monkeypatch.setattr("pipeline.artifacts.foreign.SECONDS", 1)
+    torch.save({"w": value}, tmp_path / "model.ckpt")
+    with pytest.raises(PipelineError, match=rf"model.ckpt cannot be read as weights alone: {complaint}"):
+        read_weights([tmp_path / "model.ckpt"])
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [("exec sleep 60", r"it took more than 0\.5 seconds, far"), ("kill -KILL $$", r"was ended by SIGKILL: it is")],
+)
+def test_a_reading_that_ends_without_a_message_gets_one(tmp_path, monkeypatch, script, complaint):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    torch.save({"w": torch.zeros(1)}, tmp_path / "model.ckpt")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("pipeline.artifacts.foreign.SECONDS", 1)
+    monkeypatch.setattr("pipeline.artifacts.foreign.PATIENCE", 0.5)
+    with pytest.raises(PipelineError, match=rf"model.ckpt cannot be read as weights alone: .*{complaint}"):
+        read_weights([tmp_path / "model.ckpt"])
+
+
+def test_tensors_that_share_their_storage_are_read_from_a_pickle(tmp_path):
+    weight = torch.rand(40, 50)
+    torch.save({"embedding": weight, "head": weight}, tmp_path / "model.ckpt")
+    found = read_weights([tmp_path / "model.ckpt"])
+    assert all(torch.equal(found[name], weight) for name in ("embedding", "head"))
+
+
+def test_a_relative_path_is_read_where_the_command_runs_not_in_the_checkout(tmp_path, monkeypatch):
+    checkout, here = tmp_path / "checkout", tmp_path / "here"
+    for number, folder in enumerate((checkout, here)):
+        folder.mkdir()
+        torch.save({"w": torch.tensor([number])}, folder / "model.ckpt")
+    (checkout / "pipeline").symlink_to(ROOT / "pipeline")
+    monkeypatch.setattr("pipeline.artifacts.foreign.ROOT", checkout)
+    monkeypatch.chdir(here)
+    assert read_weights([Path("model.ckpt")])["w"].item() == 1
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

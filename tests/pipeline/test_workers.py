@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.basics.errors import PipelineError
+from pipeline.running import workers
 from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss
-from pipeline.running.workers import Pool, start_ray
+from pipeline.running.workers import Pool, private_folder, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
@@ -125,8 +127,33 @@ def test_a_ray_that_the_job_starts_keeps_the_users_python_path(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "theirs")
     monkeypatch.setattr("pipeline.running.workers.ray.init", lambda **settings: given.update(settings))
-    start_ray(CREW)
+    with start_ray(CREW):
+        pass
     assert given["runtime_env"]["env_vars"]["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "theirs"]
+
+
+def test_rays_folder_lies_in_one_that_no_other_user_may_enter_and_is_removed(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        with pytest.raises(ValueError, match="of the job"), private_folder() as folder:
+            Path(folder).mkdir()
+            Path(folder).chmod(0o777)  # as Ray does
+            assert Path(folder).parent.parent == Path(short) and Path(folder).parent.stat().st_mode & 0o777 == 0o700
+            raise ValueError("of the job")
+        assert not list(Path(short).iterdir())
+
+
+def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 40)
+    long.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_folder() as folder:
+        assert folder.startswith("/tmp/ray-") and Path(folder).parent.stat().st_mode & 0o777 == 0o700
+        assert len(folder) - len("/ray-12345678/r") + len(workers.RAYS_SOCKET) <= 107
+    monkeypatch.setattr(workers, "SHORT", str(tmp_path / "none"))
+    with pytest.raises(PipelineError, match=r"no place for its sockets: got .*, expected .* Name one in RAY_TMPDIR"):
+        private_folder().__enter__()
 
 
 @pytest.mark.real

@@ -5,6 +5,8 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from tests.kit import (
     dump_command,
     dump_here,
     flip,
-    kill_when_exists,
+    kill_when,
     recipe_tree,
     run_command,
     run_warm,
@@ -37,16 +39,35 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def job(tiny_target, tmp_path_factory, warm) -> tuple[Path, Path, dict[str, str]]:
+def place() -> Iterator[Path]:
+    """A folder that everyone may use, as /tmp, for the Ray of a command."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def apart(place, warm, tmp_path_factory) -> dict[str, str]:
+    """The environment of a command whose Ray uses that folder, and no token of the tests."""
+    return {**warm, "RAY_TMPDIR": str(place), "HOME": str(tmp_path_factory.mktemp("home")), "RAY_AUTH_TOKEN": ""}
+
+
+@pytest.fixture(scope="module")
+def job(tiny_target, tmp_path_factory, apart) -> tuple[Path, Path, dict[str, str]]:
     """(recipe file, features folder, checksum by shard) of an undisturbed dump with many small shards."""
     folder = tmp_path_factory.mktemp("dump")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     tree["features"]["rows_per_shard"] = 2
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_warm(dump_command(recipe), **warm)
+    done = run_warm(dump_command(recipe), **apart)
     assert done.returncode == 0, done.stderr
     assert "60 records = " in done.stdout
     return recipe, folder / "run" / "features", checksums(folder / "run" / "features")
+
+
+def test_of_its_ray_no_folder_and_no_token_is_left(job, place, apart):
+    assert not list(place.iterdir())
+    assert not [path for path in Path(apart["HOME"]).rglob("*token*") if path.stat().st_mode & 0o077]
 
 
 def test_a_second_run_finds_everything_done(job):
@@ -72,12 +93,29 @@ def test_its_progress_ends_at_its_total(tiny_recipe, tmp_path, monkeypatch, most
     assert all(done <= total for done, total in told)
 
 
-def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, warm):
-    """By this process alone: who writes a shard is not seen in it."""
+def open_to_others(place: Path) -> list[Path]:
+    """Sockets in the folder that another user can reach."""
+    sockets = [path for path in place.rglob("*") if path.is_socket()]
+    assert any(path.name == "raylet" for path in sockets)
+    within = [(path, [parent for parent in path.parents if place in parent.parents]) for path in sockets]
+    return [path for path, parents in within if all(parent.stat().st_mode & 0o011 for parent in parents)]
+
+
+def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, place, apart):
+    """By this process alone: who writes a shard is not seen in it. No other user reaches the Ray that worked on it,
+    neither while it runs nor what is left of it.
+    """
     recipe, _, expected = job
     command = dump_command(recipe, f"output={tmp_path}")
-    features = tmp_path / "features"
-    kill_when_exists(command, features / MANIFEST, **warm)
+    features, reached = tmp_path / "features", []
+
+    def happened() -> bool:
+        if begun := (features / MANIFEST).exists():
+            reached.extend(open_to_others(place))
+        return begun
+
+    kill_when(command, happened, **apart)
+    assert not reached and not open_to_others(place)
     left = Manifest.load(features)
     assert not left.complete and 0 < len(left.shards) < len(expected)
     dump_here(load_recipe(recipe, [f"output={tmp_path}"]))

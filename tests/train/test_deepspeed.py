@@ -1,11 +1,16 @@
 """Training on one and two ranks of DeepSpeed: ZeRO stages, kills, bad input."""
 
 import json
+import os
 import random
 import re
 import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
@@ -15,10 +20,11 @@ from pipeline.basics.files import sha256
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.stages import train_state
-from tests.kit import flip
-from tests.train.runs import kill_training, largest_difference, losses, run_training, steps_so_far, train_here
+from tests.kit import flip, kill_when, train_command
+from tests.train.runs import kill_training, largest_difference, linked, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config
-from train.engine.engine import require_dtype
+from train.engine.engine import PATIENCE, require_dtype
+from train.engine.ranks import meet_on_host
 
 pytestmark = pytest.mark.real
 # ZeRO-3 keeps tensors as small as these whole unless it is told to take all apart.
@@ -57,6 +63,56 @@ def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp
     assert saved["training"]["parameters"] == whole["training"]["parameters"]
     size = "drafts/jakiro/model.safetensors"
     assert (tmp_path / "run" / size).stat().st_size == (undisturbed / size).stat().st_size
+
+
+def listening(output: Path) -> dict[str, list[bytes]]:
+    """Addresses at which the processes of a training listen for TCP, by command line."""
+    sockets = {}
+    for version in ("tcp", "tcp6"):
+        lines = [line.split() for line in Path(f"/proc/net/{version}").read_text().splitlines()[1:]]
+        sockets |= {f"socket:[{words[9]}]": bytes.fromhex(words[1][:-5])[::-1] for words in lines if words[3] == "0A"}
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            command = (process / "cmdline").read_text()
+            if str(output) in command:
+                opened = [str(entry.readlink()) for entry in (process / "fd").iterdir()]
+                found[f"{process.name} {command}"] = [sockets[name] for name in opened if name in sockets]
+    return found
+
+
+def test_ranks_of_one_machine_listen_on_its_loopback_alone(dumped, tmp_path):
+    """The store in which they meet, and the sockets of collectives, while they train; by DeepSpeed's launcher."""
+    seen: dict[str, list[bytes]] = {}
+
+    def happened() -> bool:
+        if begun := steps_so_far(tmp_path) >= 2:
+            seen.update(listening(tmp_path))
+        return begun
+
+    command = train_command(linked(dumped, tmp_path), f"output={tmp_path}", ranks=2, draft="jakiro")
+    kill_when(command, happened)
+    assert len(seen) >= 3 and sum(map(bool, seen.values())) == 2  # the launcher listens nowhere
+    assert {address for addresses in seen.values() for address in addresses} == {bytes((127, 0, 0, 1))}
+
+
+def test_ranks_of_several_machines_meet_where_their_launcher_says(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", None)  # not called
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    meet_on_host("gloo", None, PATIENCE)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_port_that_is_taken_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        variables = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        with pytest.raises(PipelineError, match=rf"MASTER_PORT={port}: Address already in use, expected"):
+            meet_on_host("gloo", None, PATIENCE)
 
 
 def test_two_trainings_do_not_share_a_folder(dumped, tmp_path):

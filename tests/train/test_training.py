@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from pipeline.features.schema import Row
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, write_features
 from pipeline.lm.model import fingerprint, load_embed_head
@@ -44,6 +46,8 @@ from tests.train.runs import (
     train_here,
 )
 from train import acceptance
+from train.engine.resume import digests, read_state
+from train.engine.universal import convert
 
 pytestmark = pytest.mark.real
 WEIGHTS = "drafts/jakiro/model.safetensors"
@@ -195,6 +199,35 @@ def test_another_number_of_ranks_goes_on(dumped, undisturbed, tmp_path, stage, b
     print(f"ZeRO-{stage}, {before} ranks, from step {step} on {after}: largest relative difference {worst:.1e}")
     assert worst < 1e-5
     assert json.loads((output / "drafts/jakiro/config.json").read_text())["training"]["ranks"] == after
+
+
+class Harmful:
+    """What a pickle can do that is no state of a training."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize(("stage", "before"), [(0, 1), (2, 2)])
+def test_a_strangers_resume_state_runs_no_code(dumped, tmp_path, stage, before):
+    """The file and its digest are forged alike. On one rank, by DeepSpeed itself (0) and by its converter (2)."""
+    output, touched, sets = tmp_path / "run", tmp_path / "touched", [f"train.zero_stage={stage}"]
+    kill_training(dumped, output, (resume := output / "drafts/jakiro/resume/resume.json").exists, *sets, ranks=before)
+    state = read_state(resume.parent)
+    victims = sorted((resume.parent / state["tag"]).glob("*.pt"))
+    torch.save({"module": Harmful(touched), "optimizer_state_dict": Harmful(touched)}, victims[-1])
+    state["files"] |= digests(resume.parent, [victims[-1]])
+    write_sealed(resume, {key: value for key, value in state.items() if key != "sha256"})
+    with pytest.raises(PipelineError, match=rf"{victims[-1].name} holds (posix|os)\.system, expected tensors alone"):
+        train_here(dumped, output, *sets, *(["train.micro_batch=4"] if stage else []))
+    assert not touched.exists()
+    if stage:  # the second line of defence
+        with pytest.raises(PipelineError, match="was saved by another number of ranks and cannot be converted for 1"):
+            convert(victims[-1].parent, tmp_path / "made", 1)
+        assert not touched.exists()
 
 
 def ranks_of(mark: str) -> list[int]:

@@ -3,9 +3,6 @@
 import math
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +12,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import get_scheduler
 
 from pipeline.basics.errors import PipelineError
@@ -24,10 +24,12 @@ from pipeline.features.batch import Batch
 from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
+from train.engine import resume
 from train.engine.config import deepspeed_config
 from train.engine.pulse import start_pulse
-from train.engine.ranks import fail_together, place_on_host
+from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_host
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
+from train.engine.universal import convert
 
 IN_A_ROW = 10  # steps in which something may be left out
 # For a rank that does not answer. One that died ends the others through the launcher, or by its pulse on another host.
@@ -45,17 +47,27 @@ def start_distributed() -> None:
         # /dev/shm for good.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "RANK" not in os.environ:  # no launcher
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": 0}
             os.environ.update({key: str(value) for key, value in alone.items()})
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # objects travel by the current one
-        deepspeed.init_distributed(timeout=PATIENCE)
+        device, number = get_accelerator(), int(os.environ["LOCAL_RANK"])
+        device.set_device(number)  # objects travel by the current one
+        bound = device.device_name() == "cuda" and os.environ["WORLD_SIZE"] != "1"  # as DeepSpeed does
+        backend = device.communication_backend_name()
+        meet_on_host(backend, torch.device("cuda", number) if bound else None, PATIENCE)
+        deepspeed.init_distributed(backend, timeout=PATIENCE)  # takes over a group that is there
         if place_on_host()[1] < dist.get_world_size():
             start_pulse()
     if get_accelerator().device_name() == "cpu":
         torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
+
+
+def read_tensors_alone() -> None:
+    """From now on torch runs no code of a pickle, though DeepSpeed asks it to (`weights_only=False`): it knows, beside
+    tensors, the classes of DeepSpeed's own states alone.
+    """
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    torch.serialization.add_safe_globals([ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address])
 
 
 def require_dtype(dtype: str) -> None:
@@ -356,6 +368,8 @@ class Engine:
             )
         with fail_together():
             require_whole(folder, state["files"])
+            read_tensors_alone()
+            resume.require_tensors_alone(folder, state["tag"])
         return state
 
     def _load(self, tag: str) -> None:
@@ -372,16 +386,7 @@ class Engine:
         made = self._folder / f"universal-{tag}"
         if self.rank == 0:
             shutil.rmtree(made, ignore_errors=True)
-            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-            folders = ["--input_folder", str(self._folder / tag), "--output_folder", str(made)]
-            done = subprocess.run([*command, *workers, *folders], capture_output=True, text=True, check=False)
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise PipelineError(
-                    f"{self._folder / tag} was saved by another number of ranks and cannot be converted for "
-                    f"{self.ranks}: {last}. Resume with as many ranks as before, or start over in another output folder"
-                )
+            convert(self._folder / tag, made, self.ranks)
         self.barrier()
         return made.name
 

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sha256
 from train.engine.ranks import place_on_host
@@ -84,6 +86,23 @@ def require_whole(folder: Path, files: Digests) -> None:
             raise PipelineError(
                 f"resume state {path} was changed or damaged after it was saved: its size or SHA-256 is not the one "
                 f"in {RESUME}. {_remedy(folder)}"
+            )
+
+
+def require_tensors_alone(folder: Path, tag: str) -> None:
+    """Looks into this process's share of the pickles of a state, listed or not. Raises PipelineError for one that calls
+    what torch does not know as safe (`torch.serialization.add_safe_globals`).
+    """
+    number, size = place_on_host()
+    for path in sorted((folder / tag).rglob("*.pt"))[number::size]:
+        try:
+            odd = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+        except (RuntimeError, ValueError) as error:
+            odd = f"no archive of torch ({error})"
+        if odd:
+            raise PipelineError(
+                f"resume state {path} holds {odd}, expected tensors alone: no training of this project saved it. It is "
+                f"not read. {_remedy(folder)}"
             )
 
 

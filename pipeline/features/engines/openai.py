@@ -9,16 +9,22 @@ from typing import Any
 import httpx2
 
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.basics.public import require_no_credential
+from pipeline.basics.public import public_text, require_no_credential
 
 TIMEOUT = httpx2.Timeout(600, connect=15)  # seconds without a byte: a busy server may let an answer wait
 WAIT, LONGEST = 1.0, 60.0  # seconds before the second try, doubled each time up to the last
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or about to be there again
 REFUSED = (400, 413, 422)
+KEY = "OPENAI_API_KEY"
+
+
+def quoted(reply: Any) -> str:
+    """The begin of what a server answers, for a message: without the key, which it may repeat."""
+    return public_text(" ".join((reply if isinstance(reply, str) else json.dumps(reply)).split()))[:300]
 
 
 class OpenAI:
-    """One address, for any number of threads. A key, where the server wants one, stands in OPENAI_API_KEY."""
+    """One address, for any number of threads. A key, where the server wants one, is in the environment, as `KEY`."""
 
     def __init__(self, url: str, where: str, tries: int = 1):
         """`where` the address stands, for the message that refuses a credential in it; `tries`: of a request that finds
@@ -26,7 +32,7 @@ class OpenAI:
         """
         require_no_credential(url, where)
         self.url, self._tries = url.rstrip("/").removesuffix("/v1"), tries
-        key = os.environ.get("OPENAI_API_KEY")
+        key = os.environ.get(KEY)
         self.client = httpx2.Client(
             timeout=TIMEOUT,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -40,11 +46,10 @@ class OpenAI:
             found = [str(one["id"]) for one in listed["data"]]
         except (KeyError, TypeError) as error:
             raise PipelineError(
-                f"{self.url}/v1/models lists no models, got {json.dumps(listed)[:300]}: is it a server that "
-                "speaks OpenAI's API?"
+                f"{self.url}/v1/models lists no models, got {quoted(listed)}: is it a server that speaks OpenAI's API?"
             ) from error
         if len(found) != 1:
-            raise PipelineError(f"{self.url} serves {found}: {choose}")
+            raise PipelineError(f"{self.url} serves {quoted(found)}: {choose}")
         return found[0]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -57,12 +62,15 @@ class OpenAI:
                 got.raise_for_status()
                 return got.json()
             except httpx2.HTTPStatusError as error:
-                status, said = error.response.status_code, " ".join(error.response.text.split())[:300]
-                key = "Set OPENAI_API_KEY" if status in (401, 403) else "See the server's log"
-                why, again = f"{self.url}{path} answers {status}: {said}. {key}", status in BUSY
+                status = error.response.status_code
+                if status in (401, 403):  # what it says may show the key, if only in part
+                    remedy = f"{'Check' if os.environ.get(KEY) else 'Set'} {KEY}, the key that this server wants"
+                else:
+                    remedy = f"{quoted(error.response.text)}. See the server's log"
+                why, again = f"{self.url}{path} answers {status}: {remedy}", status in BUSY
                 kind: type[PipelineError] = NoAnswer if status in REFUSED else PipelineError
             except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-                why = f"{self.url}{path} cannot be read: {type(error).__name__}: {error}"
+                why = f"{self.url}{path} cannot be read: {type(error).__name__}: {quoted(str(error))}"
                 why += ". Is it the address of a server that speaks OpenAI's API?"
                 kind, again = PipelineError, isinstance(error, httpx2.TransportError)
             if not again:
