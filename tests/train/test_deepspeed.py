@@ -76,7 +76,10 @@ def listening(output: Path) -> dict[str, list[bytes]]:
         with suppress(OSError):  # it has ended
             command = (process / "cmdline").read_text()
             if str(output) in command:
-                opened = [str(entry.readlink()) for entry in (process / "fd").iterdir()]
+                opened = set()
+                for entry in (process / "fd").iterdir():
+                    with suppress(OSError):  # it was closed meanwhile
+                        opened.add(str(entry.readlink()))
                 found[f"{process.name} {command}"] = [sockets[name] for name in opened if name in sockets]
     return found
 
