@@ -22,6 +22,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
+from pipeline.features.shards import Manifest
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import identify
 from pipeline.recipe.load import load_recipe, override_arguments
@@ -448,6 +449,26 @@ def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, na
             call(verify, str(folder))
     call(verify, str(folder), "--rows", "0")
     assert "complete: True" in capsys.readouterr().out and not ran(trap)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["accounting"].pop("records"),
+        lambda raw: raw["accounting"].update(rejected={"\x1b[2J": 1}),
+        lambda raw: raw["accounting"].update(skipped=["x"]),
+        lambda raw: raw["accounting"]["edits"].update(x="1"),
+        lambda raw: raw.update(complete="yes", accounting=[1]),
+        lambda raw: raw["shards"][0].update(name="../../x"),
+        lambda raw: raw["text"].update({"../x": raw["text"]["train"]}),
+        lambda raw: raw["spec"].update(evil=1),
+    ],
+)
+def test_a_forged_manifest_of_features_is_refused(tiny_recipe, change):
+    dump_here(tiny_recipe)
+    change_sealed(tiny_recipe.features_dir / "manifest.json", change)
+    with pytest.raises(PipelineError, match=r"manifest\.json"):
+        Manifest.load(tiny_recipe.features_dir)
 
 
 def test_a_recipe_of_this_user_is_of_its_own_folder_and_key(tiny_recipe, tmp_path, monkeypatch):

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sha256, write_sealed
@@ -74,6 +75,25 @@ def kind_of(record: Record) -> str:
     return "feature shard" if isinstance(record, ShardRecord) else "text table"
 
 
+Count = Annotated[int, Field(ge=0)]
+Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
+
+
+class Accounting(BaseModel):
+    """What became of the source's records."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    records: Count
+    further_sequences: Count
+    accepted: Count
+    rejected: Counts
+    skipped: Counts
+    edits: Counts
+    grouped: Counts
+    torn_tail_after: Count | None
+
+
 @dataclass
 class Manifest:
     """What a feature folder holds; ``complete`` only after the last shard, the tables and the final accounting."""
@@ -121,6 +141,12 @@ class Manifest:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
+        if found.accounting and found.complete:  # none where no job made the folder
+            try:
+                Accounting.model_validate(found.accounting)
+            except ValidationError as error:
+                place = ".".join(map(str, error.errors()[0]["loc"]))
+                raise PipelineError(f"{path}: accounting.{place} is not what a dump writes. {UNREADABLE}") from None
         names = set[str]()
         sets_fit = all(
             split in SPLITS for split in (*found.text.keys() - {QUESTIONS}, *(s.split for s in found.shards))

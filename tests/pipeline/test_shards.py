@@ -31,7 +31,7 @@ from pipeline.features.text import some_texts
 from tests.kit import ROOT, change_sealed, flip, replace_once
 
 D = 6
-SPEC = FeatureSpec(D, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
+SPEC = FeatureSpec(D, "bfloat16", target="T", tokenizer="K", template="M", recipe="R", stop_ids="2")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WORDS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
 
@@ -456,6 +456,7 @@ FOREIGN = [
     ("auxiliary_layers", "2", "other auxiliary layers (auxiliary_layers is '', this run expects '2')"),
     ("dtype", "float32", "another dtype of the target's forward (dtype is 'bfloat16', this run expects 'float32')"),
     ("recipe", "X", "other data or feature settings (recipe is 'R', this run expects 'X')"),
+    ("stop_ids", "7", "a target whose answers end at other tokens (stop_ids is '2', this run expects '7')"),
 ]
 
 
