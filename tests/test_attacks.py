@@ -111,6 +111,16 @@ def evaluate(tiny_target: Path, *arguments: str) -> None:
     call(evaluation.main, ADDRESS, *arguments, *override_arguments(settings))
 
 
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", "model.bin"])
+def test_a_targets_index_names_no_file_elsewhere(tiny_target, tmp_path, name):
+    shutil.copytree(tiny_target, tmp_path / "target")
+    (tmp_path / "target/model.safetensors").rename(tmp_path / "secret.safetensors")
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "target/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PipelineError, match=f"index.json names '{name}', expected names of files beside it"):
+        identify(TargetConfig(model=str(tmp_path / "target")))
+
+
 # -- jakiro eval OWNER/NAME --------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ if kind() is None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHTS_FILE = re.compile(r"\w[\w.-]*\.safetensors")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -141,8 +142,9 @@ def weight_files(where: Source) -> dict[str, Path]:
     """Tensor name -> safetensors file. Raises PipelineError when the target has none."""
     index = where.file(_INDEX)
     if index:
-        names = read_json(index)["weight_map"]
-        paths = {}
+        names, paths = read_json(index)["weight_map"], {}
+        if odd := sorted(name for name in names.values() if not _WEIGHTS_FILE.fullmatch(name)):
+            raise PipelineError(f"target {where.name}: {_INDEX} names {odd[0]!r}, expected names of files beside it")
         for shard in sorted(set(names.values())):
             if (path := where.file(shard)) is None:
                 raise PipelineError(f"target {where.name}: {_INDEX} names {shard}, which does not exist")
