@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -41,8 +42,10 @@ ADDRESS = "stranger/draft"
 
 
 @pytest.fixture
-def trap(tiny_target, tmp_path) -> Path:
+def trap(tiny_target, tmp_path, monkeypatch) -> Iterator[Path]:
     """A model whose code writes `trap/ran`, if anybody runs it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "trap"
     shutil.copytree(tiny_target, folder)
     (folder / "code.py").write_text(
@@ -55,7 +58,9 @@ def trap(tiny_target, tmp_path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "trap", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]  # of a cache that no other test of this process has
 
 
 def ran(trap: Path) -> bool:
