@@ -9,6 +9,8 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any
 
+import regex
+
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import record_id
@@ -17,6 +19,7 @@ from preprocess.sources.read import Tail, read_records
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
 LOOKED_AT = 1000  # records by which a source is judged
 MOST_PARTS = 8  # of a conversation, on average: ShareGPT's have 1.9. More, and the ids only count: example_0, example_1
+SEARCH_SECONDS = 5  # of an expression of `data.group` in one id, whose worst case may be exponential
 LONGEST = 128  # parts of one conversation: ShareGPT's longest has 89. Those behind are of an id that only counts
 
 
@@ -30,7 +33,7 @@ class Groups:
     def __init__(self, data: DataConfig):
         """Reads the source's first records. Raises PipelineError for an unusable source."""
         self._data, self._key = data, data.group_key
-        self._pattern = re.compile(data.group) if data.group is not None and self._key is None else None
+        self._pattern = regex.compile(data.group) if data.group is not None and self._key is None else None
         self._parts = data.group is None and _holds_parts(data)
         self._before: str | None = None  # the conversation of which the part before was
         self._lengths: Counter = Counter()  # parts by conversation
@@ -44,12 +47,21 @@ class Groups:
         self._asked += 1
         name = None
         if self._key is not None:
-            value = record.get(self._key) if isinstance(record, dict) else None
-            name = _group_name(value)
-        elif self._pattern is not None and (found := self._pattern.search(doc_id)):
+            name = _group_name(record.get(self._key)) if isinstance(record, dict) else None
+        elif self._pattern is not None and (found := self._search(doc_id)):
             name = found[1] if self._pattern.groups else found[0]
         self._matched += bool(name)
         return name or doc_id
+
+    def _search(self, doc_id: str) -> regex.Match | None:
+        try:
+            return self._pattern.search(doc_id, timeout=SEARCH_SECONDS)
+        except TimeoutError:
+            raise PipelineError(
+                f"data.group={self._data.group!r} takes more than {SEARCH_SECONDS} s on the id {doc_id[:80]!r}: "
+                "expected an expression that says at once whether it matches. Write it without a repeat inside of a "
+                "repeat, as in (a+)+ or (a|aa)+, or name a key of the records"
+            ) from None
 
     def _conversation(self, doc_id: str) -> str | None:
         found = _PART.search(doc_id)

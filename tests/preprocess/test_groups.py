@@ -8,6 +8,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import regex
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
@@ -92,6 +93,27 @@ def test_a_group_that_no_record_has_is_refused(tmp_path, group):
         PipelineError, match=rf"data\.group='{re.escape(group)}' is in none of 1 records: expected a key"
     ):
         groups_of(tmp_path, ["u1/chat_1"], group, **{"user-id": "u1"})
+
+
+@pytest.mark.parametrize("group", ["^(a|aa)+$", "(a|a)*$", "(a+)+$"])
+def test_an_expression_that_takes_forever_is_refused(tmp_path, monkeypatch, group):
+    """It ran for as long as the id is long: exponentially, or to the square."""
+    monkeypatch.setattr("preprocess.sources.groups.SEARCH_SECONDS", 0.2)
+    hostile = "a" * 30_000 + "b"
+    with pytest.raises(PipelineError, match=rf"^data\.group='{re.escape(group)}' takes more than 0\.2 s") as error:
+        groups_of(tmp_path, ["ab", hostile], group)
+    assert f"on the id '{'a' * 80}': expected" in str(error.value) and "or name a key" in str(error.value)
+
+
+def test_an_expression_is_compiled_once_for_all_records_and_by_the_library_that_checks_it(tmp_path, monkeypatch):
+    data = DataConfig(source="", group=r"^\p{Lu}+(?=_)")  # which Python's own library does not know
+    compiled, compile_it = [], regex.compile
+    monkeypatch.setattr(regex, "compile", lambda pattern: compiled.append(pattern) or compile_it(pattern))
+    source = tmp_path / "data.json"
+    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(50)]
+    source.write_text(json.dumps([{"id": f"ÄB_{n}", "conversations": said[n]} for n in range(50)]))
+    intake = Intake(data.model_copy(update={"source": str(source)}))
+    assert {dialogue.group for dialogue in intake} == {"ÄB"} and compiled == [data.group]
 
 
 def test_a_broken_expression_is_refused(tmp_path):
