@@ -159,7 +159,14 @@ class Manifest:
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
             shards.sort(key=lambda record: (record.split, record.index))
-        write_sealed(folder / MANIFEST, asdict(self))
+        fields = vars(self) | {
+            "spec": asdict(self.spec),
+            "text": {name: asdict(one) for name, one in self.text.items()},
+        }
+        fields |= {
+            name: list(map(_as_json, fields[name])) for name in ("shards", "answers")
+        }  # asdict copies each value
+        write_sealed(folder / MANIFEST, fields, wide=True)
 
     def of(self, name: str) -> list[ShardRecord]:
         """The shards of a set."""
@@ -185,6 +192,10 @@ class Manifest:
 
 def _shard_record(raw: dict[str, Any]) -> ShardRecord:
     return ShardRecord(**{**raw, "text": None if raw["text"] is None else TextRecord(**raw["text"])})
+
+
+def _as_json(record: ShardRecord) -> dict[str, Any]:
+    return vars(record) if record.text is None else vars(record) | {"text": vars(record.text)}
 
 
 def link_features(source: Path, folder: Path) -> None:
