@@ -182,7 +182,7 @@ def _is_plain(value: Any) -> bool:
         elif type(item) is not list:
             return False
         if {*map(type, item)} - SCALARS:
-            waiting += [inner for inner in item if type(inner) not in SCALARS and (inner or type(inner) is not dict)]
+            waiting += [inner for inner in item if type(inner) not in SCALARS and (type(inner) is not dict or inner)]
     return True
 
 

@@ -159,13 +159,9 @@ class Manifest:
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
             shards.sort(key=lambda record: (record.split, record.index))
-        fields = vars(self) | {
-            "spec": asdict(self.spec),
-            "text": {name: asdict(one) for name, one in self.text.items()},
-        }
-        fields |= {
-            name: list(map(_as_json, fields[name])) for name in ("shards", "answers")
-        }  # asdict copies each value
+        tables = {name: asdict(table) for name, table in self.text.items()}
+        fields = vars(self) | {"spec": asdict(self.spec), "text": tables}
+        fields |= {"shards": list(map(_as_json, self.shards)), "answers": list(map(_as_json, self.answers))}
         write_sealed(folder / MANIFEST, fields, wide=True)
 
     def of(self, name: str) -> list[ShardRecord]:
@@ -195,6 +191,7 @@ def _shard_record(raw: dict[str, Any]) -> ShardRecord:
 
 
 def _as_json(record: ShardRecord) -> dict[str, Any]:
+    """`asdict`, which would copy each value."""
     return vars(record) if record.text is None else vars(record) | {"text": vars(record.text)}
 
 

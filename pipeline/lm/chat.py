@@ -261,11 +261,11 @@ def _tokens(tokenizer: Any, text: str, most: int | None) -> tuple[np.ndarray, np
     """Ids of a text's first `most` tokens (None: of all), and the characters where they begin. Of a long text a part is
     tokenized that has `MARGIN` tokens more: what follows changes none before these.
     """
-    size = len(text) if most is None else _characters(most)
+    size, enough = len(text) if most is None else _characters(most), (most or 0) + MARGIN
     while True:
         _spend(len(text[:size]))
         encoded = tokenizer(text[:size], add_special_tokens=False, return_offsets_mapping=True)
-        if size >= len(text) or len(encoded["input_ids"]) >= most + MARGIN:
+        if size >= len(text) or len(encoded["input_ids"]) >= enough:
             break
         size *= 2
     starts = [start for start, _ in encoded["offset_mapping"][:most]]
