@@ -68,4 +68,4 @@ def _known(folder: Path) -> dict[str, Any]:
 def _remember(folder: Path, found: dict[str, list]) -> None:
     """Beside what other ranks have found; nothing where the folder may only be read, or is full."""
     with suppress(OSError, PipelineError), FileLock(folder / ".checked.lock"):
-        write_sealed(folder / CHECKED, {"shards": _known(folder) | found})
+        write_sealed(folder / CHECKED, {"shards": _known(folder) | found}, wide=True)

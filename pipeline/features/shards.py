@@ -185,7 +185,10 @@ class Manifest:
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
             shards.sort(key=lambda record: (record.split, record.index))
-        write_sealed(folder / MANIFEST, asdict(self))
+        tables = {name: asdict(table) for name, table in self.text.items()}
+        fields = vars(self) | {"spec": asdict(self.spec), "text": tables}
+        fields |= {"shards": list(map(_as_json, self.shards)), "answers": list(map(_as_json, self.answers))}
+        write_sealed(folder / MANIFEST, fields, wide=True)
 
     def of(self, name: str) -> list[ShardRecord]:
         """The shards of a set."""
@@ -211,6 +214,11 @@ class Manifest:
 
 def _shard_record(raw: dict[str, Any]) -> ShardRecord:
     return ShardRecord(**{**raw, "text": None if raw["text"] is None else TextRecord(**raw["text"])})
+
+
+def _as_json(record: ShardRecord) -> dict[str, Any]:
+    """`asdict`, which would copy each value."""
+    return vars(record) if record.text is None else vars(record) | {"text": vars(record.text)}
 
 
 def link_features(source: Path, folder: Path) -> None:

@@ -12,6 +12,9 @@ own: a turn's `reasoning_content` and its content.
 import hashlib
 import re
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +33,15 @@ SWITCHES = ("enable_thinking", "thinking")  # keywords by which templates turn i
 HARMONY = "<|channel|>"
 _PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
+MARGIN = 256  # tokens at the end of a part of a text that may be others in the whole text
+PER_TOKEN = 4  # characters, about
+
+# What the encoding of one record may cost, counted and not timed: a plan is the same on every machine. A unit is about
+# a microsecond with the embedded target: a character that is tokenized; `TURN` are a turn that is rendered, and
+# 1 / `CHARACTERS` a character of it.
+MOST_WORK = 40_000_000
+TURN, CHARACTERS = 5, 100
+_work: ContextVar[list[int] | None] = ContextVar("work", default=None)  # of the record at hand: units so far
 
 # What a template's own expressions raise for tools and calls that are built otherwise than it expects.
 _UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
@@ -43,6 +55,23 @@ class Unusable(Exception):
 class Encoded:
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T], 1 where the token is the assistant's
+
+
+@contextmanager
+def bounded_work() -> Iterator[None]:
+    """What encodes one record: more than `MOST_WORK` is Unusable("too_long_to_render")."""
+    token = _work.set([0])
+    try:
+        yield
+    finally:
+        _work.reset(token)
+
+
+def _spend(units: int) -> None:
+    if (work := _work.get()) is not None:
+        work[0] += units
+        if work[0] > MOST_WORK:
+            raise Unusable("too_long_to_render")
 
 
 def require_template(tokenizer: Any, name: str) -> None:
@@ -73,15 +102,26 @@ def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[di
     """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
     if not messages:  # transformers renders none without a turn
         raise Unusable("template_refuses")
+    _spend(TURN * len(messages))
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
     except (jinja2.TemplateError, *_UNEXPECTED) as error:
         raise Unusable("template_refuses") from error
+    _spend(len(text) // CHARACTERS)
+    return text
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict] | None = None) -> list[int]:
     """Token ids of a conversation that the assistant is to continue."""
     return tokenizer(render(tokenizer, messages, True, tools), add_special_tokens=False)["input_ids"]
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A sequence's text, and where its answers begin and end there, in characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
 
 
 def encode(
@@ -102,13 +142,60 @@ def encode(
     (without their thoughts, with another closing marker) so gives a sequence for every answer, its mask on that answer
     alone.
 
+    Of a dialogue that is cut, answers are proven up to the first whose prompt begins with the same `max_length` tokens
+    (and `MARGIN`) as the last answer's, and the last one. The prompts between begin so, too, and their answers are cut,
+    with a template that shows a turn in one way as long as it is the last, and in another from then on. An answer
+    between that is "template_not_prefix_stable" does not cost the dialogue.
+
     Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
     """
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = _answers(messages, 0, len(messages))
     if last_only:
         turns = _begun(tokenizer, messages, turns, tools, max_length)[-1:]
-    renderings = _renderings(tokenizer, messages, turns, tools)
-    sequences = [_marked(tokenizer, text, spans, max_length) for text, spans in renderings]
+    renderings = _renderings(tokenizer, messages, turns, tools, max_length)
+    return _trained([_marked(tokenizer, rendering, max_length) for rendering in renderings])
+
+
+def encode_fitting(
+    tokenizer: Any,
+    messages: Messages,
+    ends: Iterable[int],
+    max_length: int,
+    tools: list[dict] | None = None,
+    last_only: bool = False,
+) -> tuple[int, list[Encoded]]:
+    """Of a dialogue's beginnings, of `ends` messages each, how many fit into `max_length` tokens, up to the first that
+    does not; and what `encode` gives of the longest of these. Nothing behind the first that does not fit is rendered.
+    """
+    count, start, due = 0, 0, _characters(max_length)
+    renderings: list[_Rendering] = []
+    sequences: list[Encoded] = []  # of these
+    fitting: list[Encoded] = []
+    for end in ends:
+        turns, start = _answers(messages, start, end), end
+        if last_only:
+            turns, renderings = turns[-1:], []
+        sequences = sequences[: max(len(renderings) - 1, 0)]  # the last rendering may go on
+        for turn in turns:
+            renderings = _extended(renderings, *_proof(tokenizer, messages, turn, tools))
+            if turn != turns[-1] and len(renderings[-1].text) >= due:  # many answers to one question
+                due = due * 3 // 2
+                if len(_tokens(tokenizer, renderings[-1].text, max_length + 1)[0]) > max_length:
+                    return count, fitting
+        sequences += [_marked(tokenizer, one, max_length + 1) for one in renderings[len(sequences) :]]
+        if any(len(sequence.input_ids) > max_length for sequence in sequences):
+            break
+        count, fitting = count + 1, _trained(sequences)
+    return count, fitting
+
+
+def _answers(messages: Messages, start: int, end: int) -> list[int]:
+    """The assistant's turns among those."""
+    return [turn for turn in range(start, end) if messages[turn]["role"] == "assistant"]
+
+
+def _trained(sequences: list[Encoded]) -> list[Encoded]:
+    """Those with an assistant's token. Raises Unusable("no_assistant_token" | "only_assistant_tokens")."""
     answered = [encoded for encoded in sequences if encoded.loss_mask.any()]
     if not answered:
         raise Unusable("no_assistant_token")
@@ -122,40 +209,77 @@ def _begun(
 ) -> list[int]:
     """Those of the answers `turns` whose prompts are shorter than `max_length`."""
 
-    def tokens(turn: int) -> int:
+    def is_behind(turn: int) -> bool:
         prompt = render(tokenizer, messages[:turn], True, tools)
-        return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return len(_tokens(tokenizer, prompt, max_length)[0]) == max_length
 
-    return turns if max_length is None else turns[: bisect_left(turns, max_length, key=tokens)]
+    return turns if max_length is None else turns[: bisect_left(turns, True, key=is_behind)]
 
 
 def _renderings(
-    tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Each sequence's text and where the answers among `turns` begin and end there, in characters."""
-    found: list[tuple[str, list[tuple[int, int]]]] = []
+    tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None, max_length: int | None
+) -> list[_Rendering]:
+    """Of the sequences in which the answers `turns` are, but for those that are cut at `max_length` before them."""
+    renderings: list[_Rendering] = []
+    due, last = _characters(max_length), None
     for turn in turns:
-        before = render(tokenizer, messages[:turn], True, tools)
-        through = render(tokenizer, messages[: turn + 1], False, tools)
-        span = (len(before), len(through.rstrip()))
-        if not (through.startswith(before) and span[0] < span[1]):
-            raise Unusable("template_not_prefix_stable")
-        if found and before.startswith(found[-1][0][: found[-1][1][-1][1]]):
-            found[-1] = (through, [*found[-1][1], span])
-        else:
-            found.append((through, [span]))
-    return found
+        before, through = _proof(tokenizer, messages, turn, tools)
+        renderings = _extended(renderings, before, through)
+        if max_length is None or len(before) < due or turn == turns[-1]:
+            continue
+        due = len(before) * 3 // 2  # counting costs more than rendering
+        _, starts = _tokens(tokenizer, before, max_length + MARGIN)
+        if len(starts) == max_length + MARGIN:
+            last = last or _proof(tokenizer, messages, turns[-1], tools)
+            if last[0].startswith(before[: starts[-1]]):
+                break
+    return renderings
 
 
-def _marked(tokenizer: Any, text: str, spans: list[tuple[int, int]], max_length: int | None) -> Encoded:
+def _proof(tokenizer: Any, messages: Messages, turn: int, tools: list[dict] | None) -> tuple[str, _Rendering]:
+    """An answer's prompt, and the text through it. Raises Unusable where the one does not begin the other."""
+    before = render(tokenizer, messages[:turn], True, tools)
+    through = render(tokenizer, messages[: turn + 1], False, tools)
+    span = (len(before), len(through.rstrip()))
+    if not (through.startswith(before) and span[0] < span[1]):
+        raise Unusable("template_not_prefix_stable")
+    return before, _Rendering(through, [span])
+
+
+def _extended(renderings: list[_Rendering], before: str, through: _Rendering) -> list[_Rendering]:
+    """With another answer: in the last sequence, where its prompt goes on from there, or else in one of its own."""
+    if renderings and before.startswith(renderings[-1].text[: renderings[-1].spans[-1][1]]):
+        return [*renderings[:-1], _Rendering(through.text, [*renderings[-1].spans, *through.spans])]
+    return [*renderings, through]
+
+
+def _marked(tokenizer: Any, rendering: _Rendering, max_length: int | None) -> Encoded:
     """A token is the assistant's when it starts inside of a span."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.asarray(encoded["input_ids"][:max_length], dtype=np.int32)
-    starts = np.asarray([start for start, _ in encoded["offset_mapping"][:max_length]])
+    ids, starts = _tokens(tokenizer, rendering.text, max_length)
     mask = np.zeros(len(ids), dtype=np.uint8)
-    for first, last in spans:
+    for first, last in rendering.spans:
         mask |= ((starts >= first) & (starts < last)).astype(np.uint8)
     return Encoded(ids, mask)
+
+
+def _tokens(tokenizer: Any, text: str, most: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a text's first `most` tokens (None: of all), and the characters where they begin. Of a long text a part is
+    tokenized that has `MARGIN` tokens more: what follows changes none before these.
+    """
+    size, enough = len(text) if most is None else _characters(most), (most or 0) + MARGIN
+    while True:
+        _spend(len(text[:size]))
+        encoded = tokenizer(text[:size], add_special_tokens=False, return_offsets_mapping=True)
+        if size >= len(text) or len(encoded["input_ids"]) >= enough:
+            break
+        size *= 2
+    starts = [start for start, _ in encoded["offset_mapping"][:most]]
+    return np.asarray(encoded["input_ids"][:most], dtype=np.int32), np.asarray(starts)
+
+
+def _characters(tokens: int | None) -> int:
+    """Of a text of so many tokens and `MARGIN`, about."""
+    return PER_TOKEN * ((tokens or 0) + MARGIN)
 
 
 # -- thoughts -----------------------------------------------------------------------------------------------------

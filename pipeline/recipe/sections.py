@@ -1,10 +1,10 @@
 """The sections of a recipe: every key, its type and its default have their home here."""
 
 import math
-import re
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
+import regex
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from pipeline.basics.errors import PipelineError
@@ -46,8 +46,8 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _sound(self):
         try:
-            re.compile(self.group or "")
-        except re.error as error:
+            regex.compile(self.group or "")
+        except regex.error as error:
             raise ValueError(f"group={self.group!r} is no key and no regular expression: {error}") from None
         return self
 

@@ -354,6 +354,10 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
     if grouped := _grouped(manifest):
         lines.append(f"split: {grouped}, each on one side")
+    if alone := counts["grouped"].get("without_group"):
+        lines.append(
+            f"split: {alone} records have no group by data.group={recipe.data.group!r}: each is split by its id"
+        )
     if fed := manifest.lacks("train"):
         what = "answers to {} questions" if QUESTIONS in manifest.text else "states of {} dialogues"
         lines.append(f"train: {what.format(fed)} are made while training reads them")

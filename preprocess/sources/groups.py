@@ -1,10 +1,15 @@
 """Which dialogues are parts of one conversation, and so fall on one side of the split; the split itself."""
 
 import hashlib
+import json
+import math
 import re
 from collections import Counter
+from decimal import Decimal
 from itertools import islice
 from typing import Any
+
+import regex
 
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.sections import DataConfig
@@ -14,19 +19,21 @@ from preprocess.sources.read import Tail, read_records
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
 LOOKED_AT = 1000  # records by which a source is judged
 MOST_PARTS = 8  # of a conversation, on average: ShareGPT's have 1.9. More, and the ids only count: example_0, example_1
+SEARCH_SECONDS = 5  # of an expression of `data.group` in one id, whose worst case may be exponential
 LONGEST = 128  # parts of one conversation: ShareGPT's longest has 89. Those behind are of an id that only counts
 
 
 class Groups:
-    """By `data.group`: a record's key, or a regular expression on its id (its first group, else all that it matches).
-    Without it, by ShareGPT's ids of parts (hRPPgZT_0, hRPPgZT_11) that follow each other, as long as the source's first
-    records look like it. Records come in the source's order.
+    """By `data.group`: a record's key (`_group_name` of its value), or a regular expression on its id (its first group,
+    else all that it matches); a record that has none is a conversation of its own. Without `data.group`, by ShareGPT's
+    ids of parts (hRPPgZT_0, hRPPgZT_11) that follow each other, as long as the source's first records look like it.
+    Records come in the source's order.
     """
 
     def __init__(self, data: DataConfig):
         """Reads the source's first records. Raises PipelineError for an unusable source."""
         self._data, self._key = data, data.group_key
-        self._pattern = re.compile(data.group) if data.group is not None and self._key is None else None
+        self._pattern = regex.compile(data.group) if data.group is not None and self._key is None else None
         self._parts = data.group is None and _holds_parts(data)
         self._before: str | None = None  # the conversation of which the part before was
         self._lengths: Counter = Counter()  # parts by conversation
@@ -40,12 +47,21 @@ class Groups:
         self._asked += 1
         name = None
         if self._key is not None:
-            value = record.get(self._key) if isinstance(record, dict) else None
-            name = str(value).encode(errors="replace").decode() if isinstance(value, str | int) else None
-        elif self._pattern is not None and (found := self._pattern.search(doc_id)):
+            name = _group_name(record.get(self._key)) if isinstance(record, dict) else None
+        elif self._pattern is not None and (found := self._search(doc_id)):
             name = found[1] if self._pattern.groups else found[0]
         self._matched += bool(name)
         return name or doc_id
+
+    def _search(self, doc_id: str) -> regex.Match | None:
+        try:
+            return self._pattern.search(doc_id, timeout=SEARCH_SECONDS)
+        except TimeoutError:
+            raise PipelineError(
+                f"data.group={self._data.group!r} takes more than {SEARCH_SECONDS} s on the id {doc_id[:80]!r}: "
+                "expected an expression that says at once whether it matches. Write it without a repeat inside of a "
+                "repeat, as in (a+)+ or (a|aa)+, or name a key of the records"
+            ) from None
 
     def _conversation(self, doc_id: str) -> str | None:
         found = _PART.search(doc_id)
@@ -62,16 +78,46 @@ class Groups:
             self._seen[group] += 1
 
     def counts(self) -> dict[str, int]:
-        """``{"conversations", "dialogues"}``: of those with more than one dialogue. Raises PipelineError for a
-        `data.group` that no record has.
+        """``{"conversations", "dialogues"}``: of those with more than one dialogue; and by a `data.group` the
+        "without_group", records that are well formed and have none. Raises PipelineError for one that no record has.
         """
-        if self._data.group not in (None, "id") and self._asked and not self._matched:
+        several = [parts for parts in self._seen.values() if parts > 1]
+        counts = {"conversations": len(several), "dialogues": sum(several)}
+        if self._data.group in (None, "id"):
+            return counts
+        if self._asked and not self._matched:
             raise PipelineError(
                 f"data.group={self._data.group!r} is in none of {self._asked} records: expected a key of theirs "
-                "(letters, digits and _) or a regular expression on their ids"
+                "(letters, digits and _) whose value is a text, a number, a list or an object, or a regular expression "
+                "on their ids"
             )
-        several = [parts for parts in self._seen.values() if parts > 1]
-        return {"conversations": len(several), "dialogues": sum(several)}
+        return counts | {"without_group": self._asked - self._matched}
+
+
+def _group_name(value: Any) -> str | None:
+    """The group of records with this value: that of a list or an object is its JSON with sorted keys. None where it
+    says nothing (null, NaN, empty), or is of a Parquet column's own types.
+    """
+    value = _plain(value)
+    if value in (None, "", [], {}) or value != value:
+        return None
+    if isinstance(value, str | int | float):
+        return str(value).encode(errors="replace").decode()
+    try:
+        return json.dumps(value, sort_keys=True)
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """With each number as what it is worth: pandas makes 12.0 of 12 where another record has none."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float | Decimal):
+        return int(value) if math.isfinite(value) and value == int(value) else float(value)
+    return value
 
 
 def _holds_parts(data: DataConfig) -> bool:

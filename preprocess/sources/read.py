@@ -22,6 +22,7 @@ import zstandard
 from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 
+from pipeline.artifacts.regenerated import require_whole
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.sections import DataConfig
@@ -56,8 +57,9 @@ class Tail:
 def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
     """Yields the source's records in its order.
 
-    Raises PipelineError when the source is missing, is of no known form, or is damaged before its end. A line of JSON
-    lines that cannot be parsed is yielded as text, to be counted as malformed.
+    Raises PipelineError when the source is missing, is of no known form, is damaged before its end, or is not what the
+    regeneration beside it wrote. A line of JSON lines that cannot be parsed is yielded as text, to be counted as
+    malformed.
     """
     source = data.source
     if source.startswith(DATASETS) or source.endswith(".parquet"):
@@ -67,6 +69,7 @@ def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
         if source != "embedded:sharegpt":
             raise PipelineError(f"data.source={source!r} is not known; there is 'embedded:sharegpt'")
         source = str(embedded.dialogues())
+    require_whole(source)
     with _open(source) as raw:
         try:
             file = Watched(raw)

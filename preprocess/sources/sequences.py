@@ -14,9 +14,8 @@ all trained but the first, which nothing comes before. It has no turns to cut at
 `max_length` tokens each; so are those of tokens that come with their mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -25,15 +24,19 @@ from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of,
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 
-Encode = Callable[[Messages, int | None], list[Encoded]]  # `chat.encode` of one dialogue's tools and the recipe's rules
+Encode = Callable[[Messages], list[Encoded]]  # `chat.encode` of one dialogue's tools and the recipe's rules
+Fit = Callable[[Messages, Iterable[int]], tuple[int, list[Encoded]]]  # `chat.encode_fitting` of the same
 
 
 def encode_sequences(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[tuple[str, Encoded]], list[str]]:
-    """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`."""
+    """``([(document id, ids and mask), ...], edits)``. Raises Unusable, also for fewer tokens than `min_length`, and as
+    "too_long_to_render" for a dialogue that takes more than `chat.MOST_WORK`.
+    """
     if dialogue.raw is not None:
         sequences, edits = _encode_raw(tokenizer, dialogue.raw, data)
     else:
-        sequences, edits = _encode_turns(tokenizer, dialogue, data)
+        with chat.bounded_work():
+            sequences, edits = _encode_turns(tokenizer, dialogue, data)
     kept = [sequence for sequence in sequences if len(sequence.input_ids) >= data.min_length]
     if not kept:
         raise Unusable("too_short")
@@ -47,27 +50,24 @@ def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     messages, edits = accepted_messages(tokenizer, dialogue)
     edits = [*edits, *_tools_shown(tokenizer, messages, dialogue.tools)]
     messages, thought = _thoughts_settled(tokenizer, messages, dialogue.tools)
-    encode = partial(chat.encode, tokenizer, tools=dialogue.tools, last_only=data.train_turns == "last")
-    groups, cut = _cut(encode, messages, data)
+    rules = {"max_length": data.max_length, "tools": dialogue.tools, "last_only": data.train_turns == "last"}
+    encode, fit = partial(chat.encode, tokenizer, **rules), partial(chat.encode_fitting, tokenizer, **rules)
+    groups, cut = _cut(encode, fit, messages, data.long)
     apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
     return [sequence for group in groups for sequence in group], [*edits, *thought, *cut, *apart]
 
 
-def _cut(encode: Encode, messages: Messages, data: DataConfig) -> tuple[list[list[Encoded]], list[str]]:
+def _cut(encode: Encode, fit: Fit, messages: Messages, long: str) -> tuple[list[list[Encoded]], list[str]]:
     """The sequences of each window (one window, where nothing is cut into several), and edits."""
-    if data.long == "cut":
-        return [encode(messages, data.max_length)], []
-    whole = encode(messages, None)
-    if _longest(whole) <= data.max_length:
+    if long == "cut":
+        return [encode(messages)], []
+    _, whole = fit(messages, [len(messages)])
+    if whole:
         return [whole], []
-    if data.long == "turns":
-        return [_first_exchanges(encode, messages, data.max_length)], ["cut_at_a_turn"]
-    windows, dropped = _windows(encode, messages, data.max_length)
+    if long == "turns":
+        return [_first_exchanges(fit, messages)], ["cut_at_a_turn"]
+    windows, dropped = _windows(encode, fit, messages)
     return windows, ["cut_into_windows", *["exchange_dropped"] * dropped]
-
-
-def _longest(sequences: list[Encoded]) -> int:
-    return max(len(encoded.input_ids) for encoded in sequences)
 
 
 def _tools_shown(tokenizer, messages: Messages, tools: list[dict] | None) -> list[str]:
@@ -77,13 +77,13 @@ def _tools_shown(tokenizer, messages: Messages, tools: list[dict] | None) -> lis
     """
     first = 0  # of results in a row
     for at, message in enumerate(messages):
-        through, calls = messages[: at + 1], message.get("tool_calls", [])
+        calls = message.get("tool_calls", [])
         others = [[*messages[:at], _less(message, place)] for place in {0, len(calls) - 1} if calls]
         if message["role"] != "tool":
             first = at + 1
         elif messages[at + 1 : at + 2] == [] or messages[at + 1]["role"] != "tool":
-            others = [_otherwise(through, place) for place in {first, at}]
-        shown = chat.render(tokenizer, through, False, tools) if others else None
+            others = [_otherwise(messages[: at + 1], place) for place in {first, at}]
+        shown = chat.render(tokenizer, messages[: at + 1], False, tools) if others else None
         if any(_rendered(tokenizer, other, tools) == shown for other in others):
             raise Unusable("template_hides_tools")
     hidden = tools and _rendered(tokenizer, messages, None) == chat.render(tokenizer, messages, False, tools)
@@ -107,7 +107,9 @@ def _rendered(tokenizer, messages: Messages, tools: list[dict] | None) -> str | 
     """None where the template refuses it."""
     try:
         return chat.render(tokenizer, messages, False, tools)
-    except Unusable:
+    except Unusable as reason:
+        if str(reason) != "template_refuses":
+            raise
         return None
 
 
@@ -144,51 +146,42 @@ def accepted_messages(tokenizer, dialogue: Dialogue) -> tuple[Messages, list[str
     return rest, ["system_dropped"]
 
 
-def _split(messages: Messages) -> tuple[Messages, list[Messages]]:
-    """The system turn, if any, and the exchanges: a question and its answer, with the calls and results between."""
-    system = messages[:1] if messages[0]["role"] == "system" else []
-    rest, asking = messages[len(system) :], ("user", "system")
-    begins = [
-        at for at, one in enumerate(rest) if one["role"] in asking and (not at or rest[at - 1]["role"] not in asking)
-    ]
-    return system, [rest[at:end] for at, end in pairwise([*begins, len(rest)])]
+def _split(messages: Messages) -> tuple[Messages, list[int]]:
+    """The system turn, if any, and where the exchanges begin: a question and its answer, with the calls and results
+    between.
+    """
+    system, asking = messages[:1] if messages[0]["role"] == "system" else [], ("user", "system")
+    roles = ["", *(message["role"] for message in messages[len(system) :])]
+    begins = [at for at in range(1, len(roles)) if roles[at] in asking and roles[at - 1] not in asking]
+    return system, [len(system) + at - 1 for at in begins]
 
 
-def _fitting(encode: Encode, system: Messages, exchanges: list[Messages], limit: int) -> tuple[int, list[Encoded]]:
-    """How many exchanges from the first on fit into `limit` tokens, and these, encoded."""
-    count, best = 0, []
-    for end in range(1, len(exchanges) + 1):
-        encoded = encode(system + [turn for pair in exchanges[:end] for turn in pair], None)
-        if _longest(encoded) > limit:
-            break
-        count, best = end, encoded
-    return count, best
-
-
-def _first_exchanges(encode: Encode, messages: Messages, limit: int) -> list[Encoded]:
-    system, exchanges = _split(messages)
-    _, encoded = _fitting(encode, system, exchanges, limit)
+def _first_exchanges(fit: Fit, messages: Messages) -> list[Encoded]:
+    _, begins = _split(messages)
+    _, encoded = fit(messages, [*begins[1:], len(messages)])
     if not encoded:
         raise Unusable("too_long")
     return encoded
 
 
-def _windows(encode: Encode, messages: Messages, limit: int) -> tuple[list[list[Encoded]], int]:
+def _windows(encode: Encode, fit: Fit, messages: Messages) -> tuple[list[list[Encoded]], int]:
     """The windows, and how many exchanges are in none: their question alone is longer than a window."""
-    system, exchanges = _split(messages)
+    system, begins = _split(messages)
+    ends, at = [*begins[1:], len(messages)], 0  # of the exchanges; the first of the window
     windows, dropped = [], 0
-    while exchanges:
-        count, encoded = _fitting(encode, system, exchanges, limit)
+    while at < len(begins):
+        before = begins[at] - len(system)  # messages of earlier windows
+        count, encoded = fit(system + messages[begins[at] :], (end - before for end in ends[at:]))
         if not encoded:
             count = 1
             try:
-                encoded = encode(system + exchanges[0], limit)
+                encoded = encode(system + messages[begins[at] : ends[at]])
             except Unusable as reason:
                 if str(reason) != "no_assistant_token":
                     raise
                 dropped += 1
         windows += [encoded] if encoded else []
-        exchanges = exchanges[count:]
+        at += count
     if not windows:
         raise Unusable("no_assistant_token")
     return windows, dropped

@@ -2,14 +2,19 @@
 them.
 """
 
+import random
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.basics.errors import PipelineError
 from pipeline.lm import chat
 from pipeline.lm.chat import Encoded, Unusable
+from tests import templates
 from tests.kit import TEMPLATE, byte_tokenizer
 
 CHATML = (  # SmolLM2's, which puts a system turn where there is none
@@ -334,3 +339,177 @@ def test_a_cut_dialogue_is_the_beginning_of_the_whole_one(question, answer, limi
     cut = encode(BYTES, messages, limit)
     assert cut.input_ids.tolist() == whole.input_ids[:limit].tolist()
     assert cut.loss_mask.tolist() == whole.loss_mask[:limit].tolist()
+
+
+# -- what lies behind the cut ------------------------------------------------------------------------------------------
+
+
+def encode_throughout(tokenizer, messages, max_length, last_only) -> list[tuple[list[int], list[int]]] | str:
+    """What `chat.encode` is to give, or its reason: every answer is proven, every text is tokenized whole."""
+
+    def width(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if last_only:
+        turns = [turn for turn in turns if width(chat.render(tokenizer, messages[:turn], True)) < max_length][-1:]
+    texts: list[tuple[str, list[tuple[int, int]]]] = []
+    for turn in turns:
+        before, through = (chat.render(tokenizer, messages[: turn + n], not n) for n in (0, 1))
+        span = (len(before), len(through.rstrip()))
+        if not through.startswith(before) or span[0] >= span[1]:
+            return "template_not_prefix_stable"
+        goes_on = texts and before.startswith(texts[-1][0][: texts[-1][1][-1][1]])
+        texts = [*texts[:-1], (through, [*texts[-1][1], span])] if goes_on else [*texts, (through, [span])]
+    sequences = []
+    for text, spans in texts:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in encoded["offset_mapping"][:max_length]])
+        mask = sum((starts >= first) & (starts < last) for first, last in spans).tolist()
+        sequences += [(encoded["input_ids"][:max_length], mask)] if any(mask) else []
+    return sequences or "no_assistant_token"
+
+
+def encode_or_reason(tokenizer, messages, max_length, last_only) -> list[tuple[list[int], list[int]]] | str:
+    try:
+        found = chat.encode(tokenizer, messages, max_length, last_only=last_only)
+        return [(encoded.input_ids.tolist(), encoded.loss_mask.tolist()) for encoded in found]
+    except Unusable as reason:
+        return str(reason)
+
+
+COUNTS = TEMPLATE.replace("{% for", "{{ messages | length }} turns{% for", 1)  # no two prompts begin alike
+LATE = TEMPLATE.replace(
+    "<|{{ m.role }}|>", "<|{{ m.role }}|>{% if messages | length > 20 and loop.first %}LATE {% endif %}"
+)
+HISTORIES = [CHATML, LLAMA_3, QWEN_2_5, REASONING, COUNTS, LATE, *templates.SPECIAL]
+WORDS = [
+    "why",
+    " the",
+    " of 12,345",
+    "\n\n",
+    "    ",
+    "é😀",
+    "=" * 40,
+    "猫が好き",
+    "<|im_end|>",
+    "\u0958" * 9,
+    " ab" * 20,
+]
+
+
+def random_talk(seed: int) -> list[dict]:
+    """Up to 30 exchanges, some of them much longer than others; some answers come with thoughts."""
+    chance = random.Random(seed)
+    messages = [SYSTEM] if chance.random() < 0.3 else []
+    for number in range(chance.choice([1, 8, 30])):
+        texts = ["".join(chance.choices(WORDS, k=chance.choice([1, 2, 8, 20]))) for _ in range(3)]
+        thoughts = f"<think>\n{texts[2]}\n</think>\n\n" if chance.random() < 0.2 else ""
+        messages.append({"role": "user", "content": f"{number} {texts[0]}"})
+        messages.append({"role": "assistant", "content": f"{thoughts}{number} {texts[1]}"})
+    return messages
+
+
+def trained_tokenizer(kind: str):
+    """With merges inside of words, over the whole text as SentencePiece's, or of the likeliest pieces."""
+    if kind == "bytes":
+        return tokenizer_with("")
+    model, trainer = {
+        "byte-level": (models.BPE(), trainers.BpeTrainer(vocab_size=600, show_progress=False)),
+        "whole text": (models.BPE(), trainers.BpeTrainer(vocab_size=600, show_progress=False)),
+        "unigram": (
+            models.Unigram(),
+            trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]),
+        ),
+    }[kind]
+    core = Tokenizer(model)
+    core.pre_tokenizer = {
+        "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "whole text": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        "unigram": pre_tokenizers.Metaspace(split=False),
+    }[kind]
+    lines = [message["content"] for seed in range(40) for message in random_talk(seed)]
+    core.train_from_iterator([line[:400] for line in lines], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte-level", "whole text", "unigram"])
+def test_what_is_cut_is_what_a_proof_of_every_answer_gives(kind):
+    """Of each template, whether it shows all prompts alike, drops thoughts, or begins no two alike."""
+    tokenizer, outcomes = trained_tokenizer(kind), set()
+    for number, template in enumerate(HISTORIES):
+        tokenizer.chat_template = template
+        for seed in range(4):
+            messages, limit = random_talk(97 * number + seed), [64, 300, 900, 64][seed]
+            for last_only in (False, True) if seed == 3 else (False,):
+                wanted = encode_throughout(tokenizer, messages, limit, last_only)
+                assert encode_or_reason(tokenizer, messages, limit, last_only) == wanted, (template, seed, last_only)
+                outcomes.add(min(len(wanted), 2) if isinstance(wanted, list) else wanted)
+    assert {1, 2, "no_assistant_token"} <= outcomes
+
+
+class Counted:
+    """A tokenizer that counts the turns it renders and the characters it tokenizes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.turns, self.characters = tokenizer, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text, **settings):
+        self.characters += len(text)
+        return self._tokenizer(text, **settings)
+
+    def apply_chat_template(self, messages, **settings):
+        self.turns += len(messages)
+        return self._tokenizer.apply_chat_template(messages, **settings)
+
+
+def exchanges(count: int) -> list[dict]:
+    texts = [("user", "Question {n:06d}?"), ("assistant", "Answer {n:06d}.")]
+    return [{"role": role, "content": text.format(n=n)} for n in range(count) for role, text in texts]
+
+
+@pytest.mark.parametrize("template", [CHATML, REASONING, templates.QWEN_3], ids=["chatml", "reasoning", "qwen3"])
+def test_what_is_behind_the_cut_costs_two_renderings(template):
+    """It was rendered twice for each of its answers: the square of their number."""
+    spent = []
+    for count in (100, 1600):
+        tokenizer = Counted(tokenizer_with(template))
+        chat.encode(tokenizer, exchanges(count), 256)
+        spent.append((tokenizer.turns, tokenizer.characters))
+    (few, short), (many, long) = spent
+    assert many - few <= 2 * 2 * 1500 and long == short
+
+
+def test_a_long_text_is_tokenized_as_far_as_it_is_read():
+    tokenizer = Counted(byte_tokenizer())
+    messages = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 100_000}]
+    (encoded,) = chat.encode(tokenizer, messages, 100)
+    assert encoded.loss_mask.sum() == 100 - len(chat.prompt_ids(byte_tokenizer(), messages[:1]))
+    assert tokenizer.characters < 20 * (100 + chat.MARGIN)
+
+
+def test_an_answer_behind_the_cut_is_proven_if_it_is_the_last():
+    """One between two whose prompts begin alike costs nothing any more; one before, or the last, its dialogue."""
+    odd = TEMPLATE.replace(
+        "<|assistant|>{% endif %}", "{{ '?' if 'odd' in messages[-1].content else '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer = tokenizer_with(odd)
+    messages = exchanges(60)
+    for turn, fate in ((0, "template_not_prefix_stable"), (80, None), (118, "template_not_prefix_stable")):
+        asked = [*messages[:turn], messages[turn] | {"content": "odd"}, *messages[turn + 1 :]]
+        got = encode_or_reason(tokenizer, asked, 64, False)
+        assert got == (fate or encode_or_reason(tokenizer, messages, 64, False))
+
+
+def test_the_work_of_one_record_is_bounded(monkeypatch):
+    monkeypatch.setattr(chat, "MOST_WORK", 10_000)
+    messages = exchanges(60)
+    with chat.bounded_work(), pytest.raises(Unusable, match=r"^too_long_to_render$"):
+        chat.encode(byte_tokenizer(), messages, None)
+    for _ in range(5):  # each record begins anew
+        with chat.bounded_work():
+            chat.encode(byte_tokenizer(), messages[:8], None)
+    assert len(chat.prompt_ids(byte_tokenizer(), messages[:-1] * 20)) > 10_000  # no record

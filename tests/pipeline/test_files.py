@@ -1,13 +1,18 @@
 """Files are whole or absent."""
 
+import enum
 import errno
+import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.basics.errors import PipelineError
@@ -17,6 +22,7 @@ from pipeline.basics.files import (
     read_json,
     read_sealed,
     read_sealed_lines,
+    seal_of,
     sealed_lines,
     unsealed,
     write_json,
@@ -148,6 +154,54 @@ def test_whichever_byte_is_flipped_the_content_is_the_same_or_refused(tmp_path, 
             assert "x.json" in str(error) and str(error).endswith(". Do this.")
             refused += 1
     assert refused > len(content) / 2
+
+
+KEYS = st.text(st.characters(categories=["L", "Cs", "So", "Co"]), max_size=3) | st.integers(-3, 12) | st.booleans()
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4)
+ITEMS = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+class Number(enum.IntEnum):
+    SEVEN = 7
+
+
+def seal_of_the_round_trip(value: dict) -> str:
+    rest = json.loads(json.dumps({key: item for key, item in value.items() if key != "seal"}))
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+ODD = [
+    {"a": {"\ud83d\ude00": 1, "\uffff": 2}},  # one character of two halves, which sorts behind the other
+    {"a": {"\ud83d\ude00": 1, "😀": 2}},
+    {"a": {9: "x", 10: "y", "9": "z"}},
+    {"a": {None: 1, True: 2, 1.5: 3}, "b": ("x", [()])},
+    {"a": Counter("aab"), "b": Number.SEVEN, "c": {Number.SEVEN: 1}, "d": {}, "e": [[], {}, ()]},
+    {"seal": "x", "a": float("nan"), "b": -0.0, "c": 10**400},
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4))
+def test_a_seal_is_that_of_the_round_trip_through_json(value):
+    for one in (value, *ODD):
+        assert seal_of(one) == seal_of_the_round_trip(one)
+        content = json.dumps(one | {"seal": seal_of_the_round_trip(one)}).encode()  # written by an earlier version
+        again = json.loads(content)
+        assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
+
+
+@pytest.mark.parametrize("value", [VALUE, {"a": [], "b": {}, "c": [[1], {"d": 2}], 'e"\n': "é\n"}, {}, *ODD[2:]])
+def test_a_wide_file_is_the_same_json_with_a_line_for_each_item(tmp_path, value):
+    write_sealed(tmp_path / "x.json", value)
+    write_sealed(tmp_path / "wide.json", value, wide=True)
+    assert repr(read_sealed(tmp_path / "wide.json", "")) == repr(read_sealed(tmp_path / "x.json", ""))
+    items = (max(len(item), 1) + 2 * (len(item) > 0) if isinstance(item, dict | list) else 1 for item in value.values())
+    lines = (tmp_path / "wide.json").read_text().split("\n")
+    assert len([line for line in lines if line and "seal" not in line]) <= 2 + sum(items)
 
 
 def test_a_file_without_a_seal_is_refused(tmp_path):

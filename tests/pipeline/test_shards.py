@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,6 +202,30 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
         "edits": {},
         "off": None,
     }
+
+
+def test_a_shard_costs_a_manifest_a_few_calls_and_a_line(folder, tmp_path):
+    """Half a thousand calls a shard: 50,000 shards took four seconds to save, each time."""
+    manifest = shards.Manifest.load(folder)
+    (one, *_), calls = manifest.of("train"), []
+
+    def count(_frame, event, _argument):
+        calls.append(event)
+
+    def cost(number: int) -> int:
+        manifest.shards = [replace(one, name=shards.shard_name("train", n), index=n) for n in range(number)]
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            manifest.save(tmp_path)
+            assert shards.Manifest.load(tmp_path).shards == manifest.shards
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert cost(1100) - cost(100) < 1000 * 120
+    lines = (tmp_path / "manifest.json").read_text().splitlines()
+    assert sum(line.startswith('{"name": "features-train-') for line in lines) == 100
 
 
 def test_rows_are_numbered_in_the_order_of_the_table(folder):

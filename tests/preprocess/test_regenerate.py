@@ -11,12 +11,15 @@ import pytest
 
 from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import NoAnswer, PipelineError
+from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.generate import repeats_itself
 from pipeline.features.source import Answer
 from pipeline.lm import chat
+from pipeline.lm.fingerprint import weights_sha256
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import DataConfig
 from preprocess.dump.answers import AnswerWorker
 from preprocess.dump.interview import Conversation
 from preprocess.dump.plan import Plan
@@ -29,6 +32,7 @@ from tests.kit import (
     flip,
     kill_when,
     recipe_tree,
+    replace_once,
     without_ray,
     write_recipe,
     write_sharegpt,
@@ -253,6 +257,61 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
     assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
     assert set(found.values()) == {"train", "validation", "answers"}
+
+
+def write_result(folder: Path, **manifest) -> Path:
+    """A regeneration's result, and a manifest beside it that says this besides."""
+    source = write_sharegpt(folder / "data.json", 3)
+    path = folder / "dialogues.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in json.loads(source.read_text())))
+    write_sealed(
+        folder / "manifest.json", {"made_by": {"target": "0" * 16}, "dialogues_sha256": sha256(path)} | manifest
+    )
+    return path
+
+
+def read_all(path: object) -> list[str]:
+    return [dialogue.doc_id for dialogue in Intake(DataConfig(source=str(path)))]
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_flipped_bit_in_what_was_regenerated_is_refused(tmp_path, form):
+    """It was trained on: in an answer's text no JSON breaks."""
+    path = write_result(tmp_path)
+    assert read_all(form.format(path)) == ["doc0", "doc1", "doc2"]
+    flip(path, path.read_bytes().index(b"because") + 2)
+    for _ in range(2):
+        with pytest.raises(
+            PipelineError, match=r"dialogues\.jsonl was changed or damaged .*Run jakiro regenerate again"
+        ):
+            read_all(form.format(path))
+    write_sealed(tmp_path / "manifest.json", {"made_by": {}, "dialogues_sha256": sha256(path)})
+    assert len(read_all(form.format(path))) == 3
+
+
+def test_a_regeneration_that_is_not_finished_or_whose_manifest_is_damaged_is_no_source(tmp_path):
+    path = write_result(tmp_path, dialogues_sha256=None)
+    with pytest.raises(PipelineError, match=r"its regeneration is not finished .*Run jakiro regenerate again"):
+        read_all(path)
+    path = write_result(tmp_path)
+    replace_once(tmp_path / "manifest.json", "0000", "0001")
+    with pytest.raises(PipelineError, match=r"manifest\.json was changed or damaged .*Run jakiro regenerate again"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("content", ["", "[3]", '{"files": ["dialogues.jsonl"]}', '{"made_by": "me"}', '{"seal": "x"}'])
+def test_somebody_elses_manifest_does_not_matter(tmp_path, content):
+    path = write_result(tmp_path)
+    (tmp_path / "manifest.json").write_text(content)
+    flip(path, path.read_bytes().index(b"because") + 2)
+    assert len(read_all(path)) == 3
+    assert len(read_all(path.rename(tmp_path / "answers.jsonl"))) == 3
+
+
+def test_what_was_regenerated_is_hashed_once_a_process(tmp_path, monkeypatch):
+    path, hashed, hash_it = write_result(tmp_path), [], weights_sha256
+    monkeypatch.setattr("pipeline.artifacts.regenerated.weights_sha256", lambda one: hashed.append(one) or hash_it(one))
+    assert read_all(path) == read_all(path) and hashed == [path]
 
 
 def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path):

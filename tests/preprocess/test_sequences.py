@@ -1,16 +1,29 @@
 """Long, foreign and repeated dialogues: what is dumped of them."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
+from pipeline.lm import chat
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.intake import Duplicates, language, shingles
-from preprocess.sources.sequences import accepted_messages, encode_sequences
-from tests.kit import byte_tokenizer
-from tests.pipeline.test_chat import GEMMA, LLAMA_2, MISTRAL, QWEN_2_5, tokenizer_with
+from preprocess.sources.sequences import _thoughts_settled, accepted_messages, encode_sequences
+from tests.kit import TEMPLATE, byte_tokenizer
+from tests.pipeline.test_chat import (
+    CHATML,
+    GEMMA,
+    HISTORIES,
+    LLAMA_2,
+    MISTRAL,
+    QWEN_2_5,
+    Counted,
+    exchanges,
+    random_talk,
+    tokenizer_with,
+)
 from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled
 
 TOKENIZER = byte_tokenizer()
@@ -178,6 +191,104 @@ def test_thoughts_are_counted_that_a_thinking_target_lacks_or_another_has_to_dro
     got, edits = sequences_of(thoughtful, OFF, max_length=1000)
     assert got == [(f"doc#{n}", upto(n)) for n in range(3)]
     assert edits == ["thoughts_dropped", "thoughts_dropped", "one_sequence_per_answer"]
+
+
+# -- long dialogues --------------------------------------------------------------------------------------------------
+
+
+def windows_throughout(tokenizer, messages: list[dict], limit: int, long: str, last_only: bool) -> list[str]:
+    """What "turns" or "windows" is to give: every beginning is encoded whole. Ids and masks as text, or a reason."""
+
+    def encode(turns: list[dict], most: int | None) -> list[chat.Encoded]:
+        return chat.encode(tokenizer, turns, most, last_only=last_only)
+
+    def fits(sequences: list[chat.Encoded]) -> bool:
+        return all(len(sequence.input_ids) <= limit for sequence in sequences)
+
+    begins = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    system, ends, found = messages[: begins[0]], [*begins[1:], len(messages)], []
+    try:
+        if fits(whole := encode(messages, None)):
+            ends, found = [], whole
+        while ends:
+            rest = messages[begins[-len(ends)] :]
+            beginnings = [system + rest[: end - begins[-len(ends)]] for end in ends]
+            count = 0
+            while count < len(ends) and fits(encode(beginnings[count], None)):
+                count += 1
+            if count:
+                found += encode(beginnings[count - 1], None)
+            elif long == "windows":
+                with suppress(Unusable):  # the question alone is longer
+                    found += encode(beginnings[0], limit)
+            ends = ends[max(count, 1) :] if long == "windows" else []
+    except Unusable as reason:
+        return [str(reason)]
+    reason = "too_long" if long == "turns" else "no_assistant_token"
+    return [str((one.input_ids.tolist(), one.loss_mask.tolist())) for one in found] or [reason]
+
+
+@pytest.mark.parametrize("long", ["turns", "windows"])
+def test_windows_are_what_encoding_every_beginning_gives(long):
+    outcomes = set()
+    for number, template in enumerate(HISTORIES):
+        tokenizer = tokenizer_with(template)
+        for seed in range(4):
+            talk, limit = random_talk(31 * number + seed), [300, 900, 2500, 6000][(number + seed) % 4]
+            messages, _ = accepted_messages(tokenizer, Dialogue("doc", talk[: 20 + len(talk) % 2], ()))
+            messages, _ = _thoughts_settled(tokenizer, messages, None)
+            for rule in ("all", "last"):
+                data = DataConfig(source="", max_length=limit, long=long, train_turns=rule)
+                try:
+                    found, _ = encode_sequences(tokenizer, Dialogue("doc", messages, ()), data)
+                    got = [str((one.input_ids.tolist(), one.loss_mask.tolist())) for _, one in found]
+                except Unusable as reason:
+                    got = [str(reason)]
+                wanted = windows_throughout(tokenizer, messages, limit, long, rule == "last")
+                assert got == wanted, (template, seed, rule)
+                outcomes.add(min(len(got), 2))
+    assert outcomes == {1, 2}
+
+
+@pytest.mark.parametrize(("long", "most"), [("cut", 4), ("turns", 2), ("windows", 100)])
+def test_a_long_dialogue_renders_each_turn_as_often_as_its_window_has_turns(long, most):
+    """It was rendered from the first turn on, for each answer of each beginning of each window."""
+    tokenizer, data = Counted(tokenizer_with(CHATML)), DataConfig(source="", max_length=1000, long=long)
+    encode_sequences(tokenizer, Dialogue("doc", exchanges(1600), ()), data)
+    assert tokenizer.turns < most * 3200 + 2000 and tokenizer.characters < 1000 * most * 3200 + 20_000
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+SHOWS = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+
+
+def with_calls(count: int) -> list[dict]:
+    turns = [{"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "so"}]
+    return [{"role": "user", "content": "why?"}, *turns * count, {"role": "assistant", "content": "so"}]
+
+
+def with_thoughts(count: int) -> list[dict]:
+    answer = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    return [{"role": "user", "content": "why?"}, answer] * count
+
+
+@pytest.mark.parametrize("long", ["cut", "turns", "windows"])
+@pytest.mark.parametrize(
+    ("template", "make"), [(SHOWS, with_calls), (QWEN_3, with_thoughts)], ids=["calls", "thoughts"]
+)
+def test_a_record_that_takes_too_much_rendering_is_a_reason(monkeypatch, template, make, long):
+    """Of calls, results and thoughts each is looked for in a rendering from the first turn on."""
+    monkeypatch.setattr(chat, "MOST_WORK", 500_000, raising=False)
+    data = DataConfig(source="", max_length=600, long=long)
+    tokenizer, turns = Counted(settled(QWEN_3)), []
+    tokenizer._tokenizer.chat_template = template
+    assert encode_sequences(tokenizer, Dialogue("doc", make(3), ()), data)
+    for _ in range(2):
+        tokenizer.turns = 0
+        with pytest.raises(Unusable, match=r"^too_long_to_render$"):
+            encode_sequences(tokenizer, Dialogue("doc", make(400), ()), data)
+        turns.append(tokenizer.turns)
+    assert turns[0] == turns[1] < 500_000 / 5 + 801  # the same whenever and wherever
 
 
 @pytest.mark.parametrize(
