@@ -150,40 +150,19 @@ def _bytes_of(path: Path, tries: int = 5) -> bytes:
 # -- JSON that seals itself: a changed or damaged one is refused by whoever reads it ----------------------------------
 
 SEAL = "seal"  # the key: SHA-256 of the canonical JSON of the rest
-SURROGATE = "\\ud"  # how half of a character begins in JSON
 _compact = json.JSONEncoder(ensure_ascii=False).encode
-SCALARS = {str, int, float, bool, type(None)}
 
 
 def seal_of(value: dict[str, Any]) -> str:
     """The seal of what `value` is after a round trip through JSON, without its own seal; the order of keys does not
     count.
     """
-    rest = {key: item for key, item in value.items() if key != SEAL}
-    text = _canonical(rest) if _is_plain(rest) else SURROGATE
-    if SURROGATE in text:  # the round trip makes one character of two halves, and texts of other keys
-        text = _canonical(json.loads(json.dumps(rest)))
-    return hashlib.sha256(text.encode()).hexdigest()
+    rest = json.loads(json.dumps({key: item for key, item in value.items() if key != SEAL}))
+    return hashlib.sha256(_canonical(rest).encode()).hexdigest()
 
 
 def _canonical(value: dict[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is of JSON's own types alone, and every key is a text."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if type(item) is dict:
-            if {*map(type, item)} - {str}:
-                return False
-            item = item.values()
-        elif type(item) is not list:
-            return False
-        if {*map(type, item)} - SCALARS:
-            waiting += [inner for inner in item if type(inner) not in SCALARS and (type(inner) is not dict or inner)]
-    return True
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
