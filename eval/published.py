@@ -17,9 +17,10 @@ from eval.release.publish import measurement
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.published import download, fetched, is_ours
-from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report, read_rows
+from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report, read_rows, rows_of_release
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sealed_lines, write_json
+from pipeline.basics.public import public_text
 from pipeline.recipe.load import shipped
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import ReleasedRecipe, parse_untrusted
@@ -66,16 +67,16 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
     again = "Give another revision of the repository"
     saved, raw = checkpoint.read_config(folder), read_sealed(folder / RECIPE, again)
     released, target = parse_untrusted(ReleasedRecipe, raw, f"{repository}: {RECIPE}", again), target_of(folder, model)
-    method, measuring = saved.method, released.eval
-    known = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
-    shipped = {name: one for name, one in measuring.benchmarks.items() if one.source in known}
-    left_out = sorted(measuring.benchmarks.keys() - shipped.keys())
+    method = saved.method
+    sources = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
+    public = {name: one for name, one in released.eval.benchmarks.items() if one.source in sources}
+    left_out = sorted(released.eval.benchmarks.keys() - public.keys())
     alone = replace(method, secondary=[], calibration=None)
     methods = {method.draft: alone} | ({"-".join(method.sources): method} if method.secondary else {})
     drafts = {method.draft: saved.config, **saved.secondary}
-    settings = measuring.model_dump(mode="json", exclude={"benchmarks"})
+    settings = released.eval.model_dump(mode="json", exclude={"benchmarks"})
     settings |= {
-        "benchmarks": {name: one.model_dump() for name, one in shipped.items()} or DEFAULT,
+        "benchmarks": {name: one.model_dump() for name, one in public.items()} or DEFAULT,
         "methods": {name: one.to_json() for name, one in methods.items()},
         "tree": method.resolved_tree.to_json(),
     }
@@ -89,8 +90,9 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
         "eval": settings,
         "publish": released.publish.model_dump() | {"draft": method.draft},
     }
-    notes = [f"not measured, for their prompts are its makers': {', '.join(left_out)}"] if left_out else []
-    return recipe, notes + ([] if shipped else [f"measured instead: {', '.join(DEFAULT)}"])
+    notes = [f"not measured, for their prompts are its makers': {', '.join(map(public_text, left_out))}"]
+    notes = notes if left_out else []
+    return recipe, notes + ([] if public else [f"measured instead: {', '.join(DEFAULT)}"])
 
 
 def propose(recipe: Recipe, release: Path) -> str:
@@ -106,7 +108,7 @@ def propose(recipe: Recipe, release: Path) -> str:
     card = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
     new = [row for row in read_rows(release) if "by" not in row.origin]
     replaced = set(map(measurement, new))
-    others = [row for row in read_rows(folder) if measurement(row) not in replaced]
+    others = [row for row in rows_of_release(folder, given.repository) if measurement(row) not in replaced]
     table = sealed_lines(map(asdict, [*others, *new]))
     mine = "\n".join(by_origin([row for row in rows if row.origin.get("draft") == recipe.publish.draft])).encode()
     if mine in card:

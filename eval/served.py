@@ -120,8 +120,9 @@ class Counters:
             if not (math.isfinite(value) and value >= 0 and value == int(value)):
                 raise PipelineError(f"{name} is {value}, expected a count")
         back = [name for (name, labels), value in before.values.items() if self.values.get((name, labels), 0) < value]
-        if back or self.starts != before.starts:
-            raise PipelineError(f"the server was started anew: {back[0] if back else START} is another")
+        back += [name for (name, labels), value in before.starts.items() if self.starts.get((name, labels)) != value]
+        if back:
+            raise PipelineError(f"the server was started anew: {back[0]} went back, or is another")
         found = self.counts - before.counts
         if found.accepted > found.drafted or max(found.by_place.values(), default=0) > found.passes:
             raise PipelineError(f"more was accepted than there was: {found}")
@@ -159,6 +160,7 @@ class Server:
         self._keywords = recipe.target.template_keywords
         self._seed = recipe.seed
         self.model = model or self._server.only_model("choose one with --model")
+        self.answering: Any = None  # the model that its answers name
 
     def ask(self, messages: list[dict[str, str]], temperature: float, level: str) -> Answer:
         """The answer to a conversation. `level`: its caches are not those of others. Raises NoAnswer, PipelineError."""
@@ -186,8 +188,10 @@ class Server:
         try:
             (choice, *_), usage = found["choices"], found["usage"]
             why, name = choice.get("finish_reason"), quoted(str(found.get("system_fingerprint") or ""))
-            if (model := found.get("model", self.model)) != self.model:
-                raise ValueError(f"it is of model {model!r}, asked for {self.model!r}")
+            model = found.get("model") or self.model
+            self.answering = self.answering or model  # a gateway may answer with the name behind an alias
+            if model not in (self.answering, self.model):
+                raise ValueError(f"it is of model {model!r}, the first was of {self.answering!r}")
             tokens = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
             failed = None if why in FINISHED else quoted(str(why))
             return Answer(name, choice["message"]["content"] or "", *tokens, counts_of(found), failed)

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
+from safetensors.torch import save_file
 
 import pipeline
 from eval import main as evaluation
 from eval.published import recipe_of
-from pipeline.artifacts import checkpoint
+from pipeline.artifacts import checkpoint, reports
+from pipeline.artifacts.imported import Imported, import_draft
 from pipeline.artifacts.provenance import own_recipe, write_own_recipe
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
@@ -25,10 +28,11 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.features.shards import Manifest
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import identify
+from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
-from pipeline.running import markdown
+from pipeline.running import entry, markdown
+from pipeline.serving.export import export
 from pipeline.serving.load import target_of
 from preprocess.verify import main as verify
 from tests.eval.test_push import reach
@@ -126,6 +130,17 @@ def test_a_targets_index_names_no_file_elsewhere(tiny_target, tmp_path, name):
         identify(TargetConfig(model=str(tmp_path / "target")))
 
 
+def test_whoever_looks_at_a_run_fetches_nothing_of_its_target(tiny_target, publish, tmp_path):
+    hub, config = publish(), TargetConfig(model="me/target")
+    hub.files = {path.name: path.read_bytes() for path in tiny_target.iterdir()}
+    assert identify_if_here(config) is None and not hub.requests
+    held = identify(config)
+    hub.requests.clear()
+    assert identify_if_here(config) == held and not hub.requests
+    next((tmp_path / "hub").rglob("model.safetensors")).unlink()
+    assert identify_if_here(config) is None and not hub.requests
+
+
 # -- jakiro eval OWNER/NAME --------------------------------------------------------------------------------------------
 
 
@@ -200,7 +215,7 @@ def test_a_benchmark_that_every_machine_fetches_comes_without_a_path(release, pu
 @pytest.mark.parametrize(
     ("section", "values", "said"),
     [
-        ("eval", {"temperatures": [0.0] * 99}, "eval.temperatures"),
+        ("eval", {"temperatures": [0.0] * 999}, "eval.temperatures"),
         ("eval", {"temperatures": ["0"]}, "eval.temperatures.0"),
         ("eval", {"max_new_tokens": 10**9}, "eval.max_new_tokens"),
         ("eval", {"repeats": True}, "eval.repeats"),
@@ -213,7 +228,7 @@ def test_a_benchmark_that_every_machine_fetches_comes_without_a_path(release, pu
 def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, values, said):
     change_sealed(release / "recipe.json", poison(section, **values))
     publish()
-    with pytest.raises(PipelineError, match=f"{ADDRESS}: recipe.json: {said}.* is nothing that a release says"):
+    with pytest.raises(PipelineError, match=f"{ADDRESS}: recipe.json: {said}.* is not a value that a release may have"):
         recipe_of(ADDRESS, ["target.model=me/target"])
 
 
@@ -263,6 +278,11 @@ FORGED = [
     shapes_with(hidden_size="32"),
     shapes_with(target_layers=10**6),
     shapes_with(rms_norm_eps=None),
+    shapes_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0}),
+    shapes_with(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+    shapes_with(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": -1.0}),
+    method_with(draft="\x1b[2J"),
+    method_with(draft="../x"),
     changed_config(weights_sha256='"; import os; "'),
     changed_config(files={"../../x.py": "0" * 64}),
     changed_config(target={"model": "x"}),
@@ -280,8 +300,70 @@ def test_a_forged_config_is_refused_before_anything_is_made_of_it(release, chang
 @pytest.mark.parametrize("values", [{"head_dim": 1 << 23}, {"hidden_size": 1 << 20, "head_dim": 1 << 20}])
 def test_shapes_that_the_weights_have_not_take_no_memory(release, tiny_target, values):
     change_sealed(release / "config.json", shapes_with(**values))
-    with pytest.raises(PipelineError, match=r"does not fit its config\.json: .* in the file"):
+    with pytest.raises(PipelineError, match=r"does not fit its config\.json: .* far more than the file holds"):
         pipeline.load(release, target=str(tiny_target))
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"kind": "medusa", "heads": 1000, "blocks": 1000},
+        {"kind": "jakiro", "experts": 1000, "experts_per_token": 2},
+        {"kind": "dflash", "layers": 1000},
+        {"kind": "gumiho", "mlps": 1000, "blocks": 1000},
+    ],
+)
+def test_settings_of_more_modules_than_the_file_has_tensors_take_no_time(release, tiny_target, draft, monkeypatch):
+    """Nothing of them is built, not even without its tensors."""
+    change_sealed(release / "config.json", changed_config(draft=draft))
+    change_sealed(release / "config.json", lambda raw: raw["method"].update(tree={"depth": 1, "top_k": 1, "nodes": 2}))
+    monkeypatch.setattr(checkpoint, "build", None)
+    with pytest.raises(PipelineError, match=r"the settings make \d+ modules, the file holds \d+ tensors"):
+        checkpoint.of_any_target(release, checkpoint.read_config(release))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": 33},
+        {"num_attention_heads": 3},
+        {"intermediate_size": None, "head_dim": 7},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1.5, "rope_theta": 1.0}},
+    ],
+)
+def test_shapes_that_make_no_layer_are_one_error(release, values):
+    change_sealed(release / "config.json", shapes_with(**values))
+    with pytest.raises(PipelineError, match=r"does not fit its config\.json"):
+        checkpoint.of_any_target(release, checkpoint.read_config(release))
+
+
+@pytest.mark.real
+def test_an_import_of_large_shapes_takes_no_memory(release, tiny_target, tmp_path):
+    export(release, "vllm", tmp_path / "exported")
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    (tmp_path / "exported/config.json").write_text(json.dumps(config | {"head_dim": 1 << 40}))
+    recipe = Recipe.model_validate(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine"))
+    with pytest.raises(PipelineError, match=r"makes no draft\.jakiro: settings and shapes make \d+ numbers, far more"):
+        import_draft(tmp_path / "exported", recipe, "jakiro")
+
+
+CURSOR = "\x1b[2J\x1b]0;evil\x07"
+
+
+def test_names_in_foreign_files_move_no_cursor(release, tmp_path, capsys):
+    change_sealed(release / "config.json", lambda raw: raw["draft"].update({CURSOR: 1}))
+    for command in (lambda: checkpoint.read_config(release), lambda: print_import(tmp_path)):
+        with pytest.raises(SystemExit):
+            entry.run(command)
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and "\\x1b[2J" in said.err
+
+
+def print_import(folder: Path) -> None:
+    save_file({CURSOR: torch.zeros(1)}, folder / "model.safetensors")
+    imported = Imported(dropped={CURSOR: "nothing here reads it"})
+    print("\n".join(imported.said()))
+    raise PipelineError(f"no place for {CURSOR}")
 
 
 def test_load_takes_no_setting_of_a_releases_recipe_but_the_targets_name_and_how_it_is_asked(
@@ -295,7 +377,7 @@ def test_load_takes_no_setting_of_a_releases_recipe_but_the_targets_name_and_how
         pipeline.load(release)
     assert not ran(trap)
     change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(dtype="evil"))
-    with pytest.raises(PipelineError, match=r"eval\.dtype is nothing that a release says"):
+    with pytest.raises(PipelineError, match=r"eval\.dtype is not a value that a release may have"):
         pipeline.load(release, target=str(tiny_target))
 
 
@@ -357,6 +439,13 @@ def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tu
         lambda rows: rows[:1],  # no speed-up
         lambda rows: rows[1:],  # no tau
         lambda rows: changed(rows, details={}),  # of how many prompts
+        lambda rows: changed(rows, details={"prompts": -5}),
+        lambda rows: changed(rows, details={"prompts": True}),
+        lambda rows: changed(rows, details={"prompts": 10**300}),
+        lambda rows: changed(rows, interval=[5.0, 1.0]),
+        lambda rows: [rows[0], *changed(rows[1:], value=1e9)],  # far faster than its tau
+        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "www.evil.com"}),
+        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "a@evil.com"}),
         lambda rows: changed(rows, method="# Owned"),
         lambda rows: changed(rows, benchmark="<script>alert(1)</script>"),
         lambda rows: changed(rows, value=-1),
@@ -382,9 +471,22 @@ def test_figures_of_other_weights_are_no_figures_of_these(fetched):
     assert fetched(rows_of("0" * 64)) == ([], [])
 
 
-def test_a_table_that_is_damaged_or_too_large_gives_no_figure(release, fetched, monkeypatch):
-    monkeypatch.setattr("pipeline.artifacts.reports.MOST_BYTES", 10)
-    assert fetched(rows_of(sha256(release / checkpoint.WEIGHTS)))[0] == []
+def test_a_table_that_is_too_large_is_not_read(release, monkeypatch):
+    weights = sha256(release / checkpoint.WEIGHTS)
+    write_rows(release, rows_of(weights))
+    monkeypatch.setattr(reports, "MOST_BYTES", 10)
+    monkeypatch.setattr(reports, "read_sealed_lines", None)
+    rows, note = reports.published_rows(release, ADDRESS, weights)
+    assert not rows and "it is damaged, too large, or of another version" in note
+    with pytest.raises(PipelineError, match=f"{ADDRESS}: its results.jsonl is damaged, too large"):
+        reports.rows_of_release(release, ADDRESS)
+
+
+def test_a_tau_of_prompt_lookup_may_be_larger_than_the_drafts_depth(release, fetched):
+    """It copies up to as many tokens as its tree has nodes."""
+    rows = changed(rows_of(sha256(release / checkpoint.WEIGHTS)), value=4.2)
+    taken, said = fetched(rows)
+    assert len(taken) == 2 and not said
 
 
 @pytest.mark.real
@@ -409,7 +511,7 @@ def test_text_of_others_is_no_markup():
 def test_how_a_stranger_says_to_have_trained_is_typed(release, fetched):
     evil = {"template": "x" * 10**6}
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | evil))
-    with pytest.raises(PipelineError, match="template is nothing that a release says"):
+    with pytest.raises(PipelineError, match="template is not a value that a release may have"):
         fetched([])
     more = {"template": "t", "start": {"from": "# Owned"}, "imported": {"from": "<script>"}, "parameters": "many"}
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | more))
@@ -477,6 +579,10 @@ def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, na
         lambda raw: raw["shards"][0].update(name="../../x"),
         lambda raw: raw["text"].update({"../x": raw["text"]["train"]}),
         lambda raw: raw["spec"].update(evil=1),
+        lambda raw: raw["spec"].update(hidden_size="32"),
+        lambda raw: raw["spec"].update(engine="\x1b[2J"),
+        lambda raw: raw["spec"].update(stop_ids="x"),
+        lambda raw: raw["shards"][0].update(rows=10**400),
     ],
 )
 def test_a_forged_manifest_of_features_is_refused(tiny_recipe, change):
@@ -510,6 +616,17 @@ def test_a_key_that_others_can_read_or_made_is_not_trusted(tiny_recipe, tmp_path
     write_own_recipe(tmp_path, tiny_recipe)
     key = tmp_path / "cache/machine-key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
-    key.chmod(0o644)
-    with pytest.raises(PipelineError, match="machine-key is another user's, or can be read by others"):
-        own_recipe(tmp_path, [])
+    assert own_recipe(tmp_path, []) == tiny_recipe
+    content = (tmp_path / "own-recipe.json").read_text()
+    for forged in (content.replace('"mac": "', '"mac": "\\ud800'), "{}", '{"recipe": [], "mac": 7}'):
+        (tmp_path / "own-recipe.json").write_text(forged)
+        assert own_recipe(tmp_path, []) is None
+    (tmp_path / "own-recipe.json").write_text(content)
+    key.chmod(0o640)
+    assert own_recipe(tmp_path, []) is None
+    (tmp_path / "own-recipe.json").unlink()
+    write_own_recipe(tmp_path, tiny_recipe)  # a dump goes on without one
+    assert not (tmp_path / "own-recipe.json").exists()
+    monkeypatch.setenv("JAKIRO_CACHE", "/proc/nowhere")
+    write_own_recipe(tmp_path, tiny_recipe)
+    assert own_recipe(tmp_path, []) is None

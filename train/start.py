@@ -24,6 +24,7 @@ from pipeline.lm.model import load_config
 from pipeline.lm.states import Needs
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.start import ON_HUB, start_folder
+from pipeline.recipe.untrusted import Trained, parse_untrusted
 
 OWN = ("vocab_size", "target_layers")  # of a draft's shapes: the target's of now
 APART = {*STARTS, "vocabulary"}  # its rows are moved
@@ -96,7 +97,8 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
         draft = checkpoint.of_any_target(folder, saved)
         facts |= {"sha256": saved.weights_sha256, "target": saved.target["model"]}
         recorded = {"target": saved.target["fingerprint"]}
-        recorded |= {key: saved.training[key] for key in ("template", "template_mark") if key in saved.training}
+        trained = parse_untrusted(Trained, saved.training, folder / checkpoint.CONFIG, "Begin with another").facts()
+        recorded |= {key: trained[key] for key in ("template", "template_mark") if key in trained}
     else:
         draft, _, imported = converted(folder, recipe, name, embed_head, any_vocabulary=True)
         facts["sha256"] = imported["sha256"]

@@ -125,6 +125,7 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
         "secondary": method_of(methods[method]).secondary,
         "table": measured["table"],
         "explanation": report.explain(),
+        "plain": markdown.plain,
         "times": lambda count: "once" if count == 1 else f"{count} times",
         "tuned": measured["tuned"][method.removesuffix("-tuned")] if method.endswith("-tuned") else None,
         "packed": config.pack_linears,

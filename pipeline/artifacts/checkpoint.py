@@ -6,12 +6,14 @@ checkpoint for another target is refused.
 """
 
 import json
+import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +32,11 @@ from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, 
 VERSION = 6
 WEIGHTS, CONFIG, METRICS, PLOT = "model.safetensors", "config.json", "metrics.jsonl", "training.png"
 TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # of a release: files that its config.json seals
+# Settings whose product is a number of modules.
+MODULES = (("layers", "experts"), ("heads", "blocks"), ("mlps", "blocks"))
+SLACK = 1 << 24  # numbers that a draft may have beyond its file's
+# What settings and shapes that fit no module raise.
+UNBUILDABLE = (RuntimeError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError)
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: jakiro train RECIPE"
 FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training", "files")
 
@@ -108,6 +115,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
     write_weights(folder / WEIGHTS, weights)
+    target = identify(recipe.target)
     saved = Saved(
         config=draft.config,
         method=recipe.resolved(name),
@@ -116,8 +124,9 @@ def save(
         target={
             "model": public_name(recipe.target.model),
             "revision": recipe.target.revision,
-            **asdict(identify(recipe.target)),
             "fingerprint": draft.embed_head.fingerprint,
+            "tokenizer": target.tokenizer,
+            "template": target.template,
         },
         train_hash=recipe.train_hash(name),
         weights_sha256=sha256(folder / WEIGHTS),
@@ -244,14 +253,26 @@ def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
     return of_any_target(folder, saved)
 
 
-def _require_sizes(path: Path, saved: Saved) -> None:
-    """Raises ValueError where config.json makes other tensors than the file holds: they would take memory first."""
+def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, list[int]]) -> None:
+    """Raises ValueError where settings and shapes make far more than a file with tensors of these `sizes`, by name, can
+    hold: it would take time and memory first.
+    """
+
+    def setting(name: str) -> int:
+        return getattr(config, name, None) or 1
+
+    modules = max(setting(many) * setting(each) for many, each in MODULES)
+    if modules > len(sizes):
+        raise ValueError(f"the settings make {modules} modules, the file holds {len(sizes)} tensors")
     with torch.device("meta"):
-        wanted = {name: list(tensor.shape) for name, tensor in build(saved.config, saved.shapes).state_dict().items()}
+        numbers = sum(tensor.numel() for tensor in build(config, shapes).state_dict().values())
+    if numbers > 2 * sum(map(math.prod, sizes.values())) + SLACK:
+        raise ValueError(f"settings and shapes make {numbers} numbers, far more than the file holds")
+
+
+def _sizes(path: Path) -> dict[str, list[int]]:
     with safe_open(path, "pt") as tensors:
-        held = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    if odd := sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name)):
-        raise ValueError(f"{odd[0]} is {wanted.get(odd[0])} by {CONFIG}, {held.get(odd[0])} in the file")
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
 def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
@@ -261,11 +282,11 @@ def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
     try:
-        _require_sizes(path, saved)
+        require_sizes(saved.config, saved.shapes, _sizes(path))
         draft = build(saved.config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, *UNBUILDABLE) as error:
         raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
     draft.name = folder.name
     stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())

@@ -18,6 +18,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import read_weights, require_known, their_config, their_shapes, weights_files
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
+from pipeline.basics.public import public_text
 from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.lm.embedding_head import EmbeddingAndHead
@@ -41,7 +42,8 @@ class Imported:
         lines = [f"kept {self.kept} tensors by their names"]
         lines += [f"renamed {theirs} -> {ours}" for theirs, ours in self.renamed.items()]
         lines += [f"made {name}: {what}" for name, what in self.made.items()]
-        return lines + [f"dropped {name}: {why}" for name, why in self.dropped.items()]
+        lines += [f"dropped {name}: {why}" for name, why in self.dropped.items()]
+        return list(map(public_text, lines))
 
 
 def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, str] | None = None) -> list[str]:
@@ -83,8 +85,9 @@ def converted(
         own: dict[str, Any] = {"vocabulary": len(found.weights[IDS]) if IDS in found.weights else None}
         config = replace(config, **own)
     try:
+        checkpoint.require_sizes(config, shapes, {name: list(tensor.shape) for name, tensor in found.weights.items()})
         draft = build(config, shapes)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except checkpoint.UNBUILDABLE as error:
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
     wanted = draft.state_dict()

@@ -19,7 +19,6 @@ import torch
 
 from pipeline.basics.accelerator import accelerator
 from pipeline.basics.embedded import cache_dir
-from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, read_sealed, write_sealed
 from pipeline.basics.public import public_name
 from pipeline.recipe.load import recipe_from
@@ -124,10 +123,9 @@ def write_own_recipe(folder: Path, recipe: Recipe) -> None:
     nor sent to a store, and no other user reads it.
     """
     tree = recipe.model_dump(mode="json")
-    try:
-        content = {"recipe": tree, "mac": _mac(folder, tree)}
-    except OSError:  # a cache folder that may not be written to: `verify` will ask for the recipe
+    if (key := _machine_key()) is None:
         return
+    content = {"recipe": tree, "mac": _mac(key, folder, tree)}
     with atomic_path(folder / OWN_RECIPE, private=True) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -136,32 +134,38 @@ def own_recipe(folder: Path, overrides: list[str]) -> Recipe | None:
     """The recipe that this user wrote into this folder on this machine. None for any other: a recipe may name code, so
     nobody else's data supplies one.
     """
-    if not (folder / OWN_RECIPE).is_file():
+    if not (folder / OWN_RECIPE).is_file() or (key := _machine_key()) is None:
         return None
     content = read_json(folder / OWN_RECIPE)
-    tree, mac = content.get("recipe"), str(content.get("mac"))
-    if not isinstance(tree, dict) or not hmac.compare_digest(mac.encode(), _mac(folder, tree).encode()):
+    tree, mac = content.get("recipe"), content.get("mac")
+    if not isinstance(tree, dict) or not isinstance(mac, str) or not mac.isascii():
+        return None
+    if not hmac.compare_digest(mac, _mac(key, folder, tree)):
         return None
     return recipe_from(tree, folder / OWN_RECIPE, overrides)
 
 
-def _mac(folder: Path, tree: Any) -> str:
-    """The keyed digest of a recipe for a folder. Its key is this user's on this machine."""
+def _mac(key: bytes, folder: Path, tree: Any) -> str:
+    """The keyed digest of a recipe for a folder."""
     message = json.dumps([str(folder.resolve()), tree], sort_keys=True)
-    return hmac.new(_machine_key(), message.encode(), "sha256").hexdigest()
+    return hmac.new(key, message.encode(), "sha256").hexdigest()
 
 
-def _machine_key() -> bytes:
-    """32 random bytes in the cache folder, which no other user reads; made when they are first asked for."""
+def _machine_key() -> bytes | None:
+    """32 random bytes in the cache folder, which no other user reads; made when they are first asked for. None where
+    the folder cannot keep such a secret: it may not be written to, or others can read what is in it.
+    """
     path = cache_dir() / "machine-key"
-    with in_turn(path):
-        if not path.exists():
-            with atomic_path(path, private=True) as temporary:
-                temporary.write_bytes(secrets.token_bytes(32))
-    state = path.lstat()
-    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise PipelineError(f"{path} is another user's, or can be read by others: remove it, and run again")
-    return path.read_bytes()
+    try:
+        with in_turn(path):
+            if not path.exists():
+                with atomic_path(path, private=True) as temporary:
+                    temporary.write_bytes(secrets.token_bytes(32))
+        state = path.lstat()
+        is_private = stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o077
+        return path.read_bytes() if is_private else None
+    except OSError:
+        return None
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:

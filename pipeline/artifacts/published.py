@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.reports import IMPOSSIBLE, ROWS, published_rows, write_rows
+from pipeline.artifacts.reports import ROWS, published_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.drafts import parameter_count
@@ -65,11 +65,11 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft.bind(embed_head)
     facts = parse_untrusted(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
     training: dict[str, Any] = facts | {"parameters": parameter_count(draft), "published": published}
-    rows, left_out = published_rows(source, published["repository"], saved.weights_sha256)
+    rows, note = published_rows(source, published["repository"], saved.weights_sha256)
     with exclusive(folder, "import"):
         write_rows(folder, rows)
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
-    return f"{left_out} of its figures are not carried on: {IMPOSSIBLE}" if left_out else ""
+    return note
 
 
 def download(repository: str, revision: str) -> Path:

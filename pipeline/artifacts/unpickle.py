@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-MULTIPLE = 2  # of the file's size, at most, that its tensors come to: an embedding may be the head as well
+MULTIPLE = 4  # of the file's size, at most, that its tensors come to: one may stand under several names
 SLACK = 1 << 30  # bytes of memory that reading takes whatever the size
 
 

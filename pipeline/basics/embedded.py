@@ -73,6 +73,11 @@ def model_folder(name: str) -> Path:
     return folder
 
 
+def is_made(name: str) -> bool:
+    """Whether `model_folder` has nothing to do."""
+    return (cache_dir() / name / _DONE).exists()
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -37,6 +37,7 @@ _SECRET_KEY = re.compile(
 # AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, WANDB_API_KEY and MLFLOW_TRACKING_PASSWORD have them.
 _SECRET_VARIABLES = {"AZURE_STORAGE_CONNECTION_STRING", "PGPASSWORD"}
 _SHORTEST = 6  # characters of a credential: servers that check none are given "EMPTY", "none" and the like
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for line breaks and tabs
 _ISSUED = re.compile(  # tokens that the Hub, GitHub, GitLab and AWS give out
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
 )
@@ -95,11 +96,12 @@ def public_name(source: str) -> str:
 
 
 def public_text(text: str) -> str:
-    """An error's text without the credentials of the environment, in which each URL lacks its user and query: a library
-    may quote an address that it signed, a server the headers that it was sent.
+    """A text for the terminal: without the environment's credentials, without what moves a cursor, each URL without its
+    user and query. A library may quote an address that it signed, a server the headers that it was sent.
     """
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
+    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     return _URL.sub(lambda found: _without_private_parts(found[0]), text)
 
 

@@ -21,6 +21,7 @@ of `FeatureSpec`, a table's those that its text depends on. A row that no shard 
 not used: which these are, the manifest says.
 """
 
+import re
 import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,6 +74,21 @@ class FeatureSpec:
     def auxiliary(self) -> int:
         """How many auxiliary layers."""
         return len(self.auxiliary_numbers)
+
+
+def checked_spec(raw: dict[str, Any]) -> FeatureSpec:
+    """A spec of somebody's manifest. Raises TypeError or ValueError for what is none."""
+    spec = FeatureSpec(**raw)
+    texts = {name: value for name, value in asdict(spec).items() if name not in ("hidden_size", "version")}
+    if type(spec.hidden_size) is not int or not 0 < spec.hidden_size < 1 << 24:
+        raise ValueError(f"hidden_size={spec.hidden_size!r}")
+    for name, value in texts.items():
+        if not isinstance(value, str) or not value.isprintable() or len(value) > 10_000:
+            raise ValueError(f"{name}={str(value)[:80]!r}")
+    for name in ("stop_ids", "auxiliary_layers"):
+        if not re.fullmatch(r"([0-9]{1,9}( [0-9]{1,9})*)?", texts[name], re.ASCII):
+            raise ValueError(f"{name}={texts[name][:80]!r}")
+    return spec
 
 
 @dataclass(frozen=True)

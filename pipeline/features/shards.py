@@ -24,6 +24,7 @@ from pipeline.features.schema import (
     Row,
     StoredRow,
     arrow_schema,
+    checked_spec,
     from_batch,
     require_same,
     spec_of,
@@ -127,7 +128,7 @@ class Manifest:
                     "by another version of this project; dump again into another folder"
                 )
             found = cls(
-                spec=FeatureSpec(**raw["spec"]),
+                spec=checked_spec(raw["spec"]),
                 shards=list(map(_shard_record, raw["shards"])),
                 accounting=raw["accounting"],
                 complete=raw["complete"],
@@ -137,7 +138,7 @@ class Manifest:
                 prompts_sha256=raw["prompts_sha256"],
                 fed=raw.get("fed", False),
             )
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
@@ -145,8 +146,8 @@ class Manifest:
             try:
                 Accounting.model_validate(found.accounting)
             except ValidationError as error:
-                place = ".".join(map(str, error.errors()[0]["loc"]))
-                raise PipelineError(f"{path}: accounting.{place} is not what a dump writes. {UNREADABLE}") from None
+                place = ".".join(map(str, ("accounting", *error.errors()[0]["loc"])))
+                raise PipelineError(f"{path}: {place} is not what a dump writes. {UNREADABLE}") from None
         names = set[str]()
         sets_fit = all(
             split in SPLITS for split in (*found.text.keys() - {QUESTIONS}, *(s.split for s in found.shards))
@@ -245,7 +246,7 @@ def _is_right(split: str, index: int | None, record: Record) -> bool:
     counts: list[Any] = [record.rows, record.bytes]
     if isinstance(record, ShardRecord):
         counts += [record.index, record.tokens, record.trained_tokens]
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):
         return False
     if isinstance(record, ShardRecord):
         return record.name == shard_name(split, record.index)

@@ -88,13 +88,9 @@ def template_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
 
 
-# What a tokenizer does outside of its backend, and does not do by default.
-_SWITCHES = ("split_special_tokens", "clean_up_tokenization_spaces")
-
-
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     state = tokenizer.backend_tokenizer.to_str() + repr(sorted(tokenizer.special_tokens_map.items()))
-    state += "".join(name for name in _SWITCHES if getattr(tokenizer, name, False))
+    state += "split_special_tokens" if tokenizer.split_special_tokens else ""  # outside of the backend
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -36,6 +38,11 @@ if kind() is None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What says what a target is, of all that lies in its folder.
+_FILES = (
+    *("config.json", "generation_config.json", "*token*", "vocab*", "merges.txt", "*.model", "*.jinja", "*.py"),
+    *("additional_chat_templates/*", "*.safetensors", "*.safetensors.index.json"),
+)
 _WEIGHTS_FILE = re.compile(r"\w[\w.-]*\.safetensors")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -81,12 +88,16 @@ def source(config: TargetConfig) -> Source:
     return Source(name, config.revision, config.trust_remote_code)
 
 
+# RuntimeError: weights of other shapes, no memory; the others: files that hold something else than they should.
+_UNLOADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, StrictDataclassError)
+
+
 @contextmanager
 def _loading(config: TargetConfig) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes, no memory
-        raise PipelineError(f"target {config.model!r} cannot be loaded: {error}") from None
+    except _UNLOADABLE as error:
+        raise PipelineError(f"target {config.model!r} cannot be loaded: {error or type(error).__name__}") from None
 
 
 def load_config(config: TargetConfig) -> Any:
@@ -142,8 +153,9 @@ def weight_files(where: Source) -> dict[str, Path]:
     """Tensor name -> safetensors file. Raises PipelineError when the target has none."""
     index = where.file(_INDEX)
     if index:
-        names, paths = read_json(index)["weight_map"], {}
-        if odd := sorted(name for name in names.values() if not _WEIGHTS_FILE.fullmatch(name)):
+        names: Any = read_json(index).get("weight_map")
+        values, paths = list(names.values()) if isinstance(names, dict) else [names], {}
+        if odd := [name for name in values if not isinstance(name, str) or not _WEIGHTS_FILE.fullmatch(name)]:
             raise PipelineError(f"target {where.name}: {_INDEX} names {odd[0]!r}, expected names of files beside it")
         for shard in sorted(set(names.values())):
             if (path := where.file(shard)) is None:
@@ -189,17 +201,26 @@ def identify(config: TargetConfig) -> TargetIdentity:
 
     with _loading(config):
         first = where.file("config.json")
-    if first is None:
-        raise PipelineError(f"target {config.model!r} has no config.json")
-    folders = first.parent, first.parent / "additional_chat_templates"
-    files = [path for folder in folders for path in folder.glob("*") if path.is_file()]
-    files += [_template_file(config)] if config.chat_template else []
-    asked = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
-    return TargetIdentity(**cached_by_files("targets", asked, files, compute))
+        if first is None:
+            raise PipelineError(f"target {config.model!r} has no config.json")
+        files = [path for pattern in _FILES for path in first.parent.glob(pattern)]
+        files += [_template_file(config)] if config.chat_template else []
+        asked = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
+        return TargetIdentity(**cached_by_files("targets", asked, files, compute))
 
 
 def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
-    """`identify`, or None where the target's files are not on this machine, which may only look at a run."""
+    """`identify`, or None where the target's files are not on this machine, which may only look at a run: nothing is
+    fetched or made.
+    """
+    if config.model.startswith(embedded.PREFIX):
+        if not embedded.is_made(config.model.removeprefix(embedded.PREFIX)):
+            return None
+    elif _OF_THE_HUB.fullmatch(config.model) and not Path(config.model).is_dir():
+        held = try_to_load_from_cache(config.model, "config.json", revision=config.revision or "main")
+        if not isinstance(held, str):
+            return None
+        config = config.model_copy(update={"model": str(Path(held).parent), "revision": None})
     try:
         return identify(config)
     except PipelineError:
@@ -350,11 +371,12 @@ class Target(Verifier):
 def stop_ids_of(config: TargetConfig, tokenizer: Any) -> frozenset[int]:
     """`Target.stop_ids` without loading it."""
     where = source(config)
-    try:
-        generation = GenerationConfig.from_pretrained(where.name, revision=where.revision or "main")
-    except OSError:  # it has no such file
-        generation = GenerationConfig.from_model_config(load_config(config))
-    return frozenset(_stop_ids(generation, tokenizer))
+    with _loading(config):
+        try:
+            generation = GenerationConfig.from_pretrained(where.name, revision=where.revision or "main")
+        except OSError:  # it has no such file
+            generation = GenerationConfig.from_model_config(load_config(config))
+        return frozenset(_stop_ids(generation, tokenizer))
 
 
 def _stop_ids(generation: Any, tokenizer: Any) -> set[int]:

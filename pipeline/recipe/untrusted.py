@@ -6,12 +6,13 @@ processes, and what would weaken the losslessness check.
 """
 
 import json
+import re
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
@@ -21,10 +22,11 @@ from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DraftConfig
+from pipeline.drafts.parts.layers import ROPES
 from pipeline.lm.config import TargetConfig
 
 ON_HUB = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
-MODEL = rf"^({ON_HUB}|{embedded.PREFIX}[A-Za-z0-9_.-]{{1,96}})$"
+MODEL = rf"{ON_HUB}|{embedded.PREFIX}[A-Za-z0-9_.-]{{1,96}}"
 FILE = r"^([A-Za-z0-9_]+/)?[A-Za-z0-9_]+[.](jinja|py|txt)$"  # of a release, whose content its config.json seals
 LARGEST, WIDEST = 1 << 10, 1 << 24  # an integer of a draft's settings, and one of these:
 WIDTHS = {"vocabulary", "mask_token", "window", "width", "mlp_width", "expert_width", "rank", "anchors"}
@@ -32,18 +34,23 @@ WIDTHS |= {"regression_steps"}
 TREE = {"depth": 1 << 10, "top_k": 1 << 16, "nodes": 1 << 16}
 
 
-def _no_way_up(value: str) -> str:
-    if ".." in value:
-        raise ValueError("'..' is no part of a revision")
-    return value
+def _without(parts: str, what: str) -> AfterValidator:
+    """Refuses a text in which the pattern `parts` occurs."""
+
+    def check(value: str) -> str:
+        if re.search(parts, value):
+            raise ValueError(f"it holds {what}")
+        return value
+
+    return AfterValidator(check)
 
 
-Text = Annotated[str, Field(max_length=1000)]
 Short = Annotated[str, Field(max_length=200)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,99}$"), AfterValidator(_no_way_up)]
+Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./+-]{0,99}$"), _without(r"\.\.", "'..'")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Keyword = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Size = Annotated[int, Field(ge=1, le=WIDEST)]
 Real = Annotated[float, Field(ge=-1e12, le=1e12)]
@@ -61,18 +68,21 @@ class ReleasedTarget(Untrusted):
     model: Short
     revision: Revision | None = None
     template_keywords: Annotated[
-        dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=64)]], Field(max_length=32)
+        dict[Keyword, Scalar | Annotated[list[Scalar], Field(max_length=64)]], Field(max_length=32)
     ] = {}
     template_date: date = TargetConfig.model_fields["template_date"].default
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether its name says where it is, on any machine."""
+        return bool(re.fullmatch(MODEL, self.model))
+
     def config(
-        self, model: str | None, chat_template: Path | None, device: str = "auto", trust_remote_code: bool = False
+        self, model: str, chat_template: Path | None, device: str = "auto", trust_remote_code: bool = False
     ) -> TargetConfig:
-        """The target as a user asks for it. `model`: the user's name for it; `chat_template`: a file whose content was
-        checked. Raises ValueError for a name in the release that is none of the Hub.
-        """
+        """The target as a user asks for it. `chat_template`: a file whose content was checked. Raises ValueError."""
         return TargetConfig(
-            model=model or TypeAdapter(Annotated[str, Field(pattern=MODEL)]).validate_python(self.model),
+            model=model,
             revision=self.revision,
             template_keywords=self.template_keywords,
             template_date=self.template_date,
@@ -92,12 +102,12 @@ class ReleasedBenchmark(Untrusted):
 class ReleasedEval(Untrusted):
     """How a release was measured."""
 
-    benchmarks: Annotated[dict[Word, ReleasedBenchmark], Field(min_length=1, max_length=100)]
-    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=10)]], Field(min_length=1, max_length=8)]
+    benchmarks: Annotated[dict[Short, ReleasedBenchmark], Field(min_length=1, max_length=100)]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=10)]], Field(min_length=1, max_length=100)]
     top_k: Size | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 16)]
+    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     repeats: Annotated[int, Field(ge=1, le=100)]
     sampled_repeats: Annotated[int, Field(ge=1, le=100)]
     dtype: Dtype
@@ -106,8 +116,8 @@ class ReleasedEval(Untrusted):
 
 
 class ReleasedPublish(Untrusted):
-    license: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+_ -]{0,63}$")]
-    language: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z-]{2,16}$")]], Field(max_length=200)] = []
+    license: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+_()/-]{0,99}$")]
+    language: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{2,32}$")]], Field(max_length=200)] = []
 
 
 class ReleasedRecipe(Untrusted):
@@ -139,6 +149,14 @@ class DraftedTarget(Untrusted):
     template: Fingerprint
 
 
+def _is_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for a RoPE that no draft here computes."""
+    positive = [rope.get(name, 1) for name in ("rope_theta", "factor", "original_max_position_embeddings")]
+    if rope.get("rope_type", "default") not in ROPES or not all(type(x) in (int, float) and x > 0 for x in positive):
+        raise ValueError(f"expected one of {', '.join(ROPES)} with positive numbers")
+    return rope
+
+
 class Shapes(Untrusted):
     """A draft's, as `pipeline.drafts.parts.layers.shapes_of` gives them."""
 
@@ -149,7 +167,9 @@ class Shapes(Untrusted):
     head_dim: Size
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
     rope_parameters: Annotated[
-        dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=LARGEST)] | None], Field(max_length=32)
+        dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=LARGEST)] | None],
+        Field(max_length=32),
+        AfterValidator(_is_rope),
     ]
     max_position_embeddings: Size
     vocab_size: Size
@@ -198,7 +218,7 @@ class PublishedSettings(Untrusted):
 
 
 class PublishedOrigin(Untrusted):
-    hardware: Annotated[str, Field(pattern=r"^[A-Za-z0-9 .,_()+/@-]{1,200}$")]
+    hardware: Annotated[str, Field(pattern=r"^[A-Za-z0-9 .,_()+/@-]{1,1000}$"), _without(r"(?i)www\.|\S@\S", "a link")]
     code_revision: Annotated[str, Field(pattern=r"^([0-9a-f]{7,40}([+]changes)?|unknown)$")]
     settings: PublishedSettings
     tree: dict[str, Any]
@@ -221,8 +241,14 @@ class PublishedRow(Untrusted):
     benchmark: Word
     temperature: Annotated[int | float, Field(ge=0, le=10)]
     interval: Annotated[list[Annotated[int | float, Field(ge=0, le=1e9)]], Field(min_length=2, max_length=2)] | None
-    details: Annotated[dict[Word, int | float | bool | None], Field(max_length=32)]
+    details: Annotated[dict[Word, Annotated[int | float, Field(ge=-1e12, le=1e12)] | bool | None], Field(max_length=32)]
     origin: PublishedOrigin
+
+    @property
+    def prompts(self) -> int | None:
+        """Of how many the figure is, where it says so."""
+        count = self.details.get("prompts")
+        return count if type(count) is int and count > 0 else None
 
 
 Part = TypeVar("Part", bound=Untrusted)
@@ -237,7 +263,9 @@ def parse_untrusted(kind: type[Part], raw: Any, where: object, remedy: str) -> P
     except ValidationError as error:
         wrong = error.errors()[0]
         place = ".".join(map(str, wrong["loc"])) or "it"
-        raise PipelineError(f"{where}: {place} is nothing that a release says ({wrong['msg']}). {remedy}") from None
+        raise PipelineError(
+            f"{where}: {place} is not a value that a release may have ({wrong['msg']}). {remedy}"
+        ) from None
 
 
 def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "secondary"]) -> None:
@@ -256,6 +284,9 @@ def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "second
 
 def require_method_in_bounds(method: Method) -> None:
     """Raises ValueError for a tree, or tables of scores, larger than any that pays."""
+    for name in method.sources:
+        if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError(f"{name!r} is no name of a draft")
     tree = method.tree or TreeConfig()
     for name, most in TREE.items():
         if getattr(tree, name) > most:

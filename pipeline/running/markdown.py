@@ -13,5 +13,6 @@ def table(heads: list[str], rows: Iterable[list[Any]]) -> str:
 
 
 def plain(text: str) -> str:
-    """The text as a reader of Markdown or HTML sees it, on one line: nothing in it is markup."""
-    return re.sub(r"([\\`*\[\]|#!~:])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+    """The text as a reader of Markdown or HTML sees it, on one line: nothing in it is markup or moves a cursor."""
+    text = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    return re.sub(r"([\\`*\[\]|#!~:_])", r"\\\1", html.escape(text, quote=False))

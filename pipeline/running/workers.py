@@ -262,8 +262,8 @@ def _brings_code() -> bool:
 @contextmanager
 def start_ray(crew: Crew) -> Iterator[None]:
     """Joins the cluster that RAY_ADDRESS names, as a job on it does, else starts Ray on this machine with all of its
-    GPUs, reachable from it alone, and by this user alone. Where the job brings no code, all nodes have it where it is
-    here. Leaves it at the end.
+    GPUs, behind a token and with files that this user alone reaches. Where the job brings no code, all nodes have it
+    where it is here. Leaves it at the end.
     """
     here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
     with ExitStack() as stack:

@@ -101,13 +101,12 @@ def target_of(
     """
     template = checkpoint.sealed_file(folder, checkpoint.TEMPLATE)
     released = _decoding(folder).target
-    try:
-        return released.config(target, template, device, trust_remote_code)
-    except ValueError:
+    if target is None and not released.is_on_hub:
         raise PipelineError(
             f"{folder} was made with a target that is called {released.model!r}, which is no OWNER/NAME of the Hub: "
             "say target=FOLDER, or the Hub's OWNER/NAME (chat: --target; eval: --set target.model=FOLDER)"
-        ) from None
+        )
+    return released.config(target or released.model, template, device, trust_remote_code)
 
 
 def _decoding(folder: Path) -> Decoding:

@@ -70,8 +70,9 @@ def dump(recipe: Recipe) -> list[str]:
         if recipe.features.dump and not manifest.complete:
             raise PipelineError(
                 f"{recipe.features.store} is somebody's dump (features.dump={recipe.features.dump!r}): nothing can be "
-                "added to it, and it is not whole, or holds answers of other lengths or to other calibration prompts: "
-                "set data.calibration_prompts and features.answer_tokens as its card says"
+                "added to it, and it is not whole, or holds answers of other lengths, to other calibration prompts, or "
+                "of a target that ended them at other tokens: set data.calibration_prompts and features.answer_tokens "
+                "as its card says, and take the target's generation_config.json as it was"
             )
         if not manifest.complete:
             _run(recipe, folder, manifest, store)
@@ -345,6 +346,8 @@ def _grouped(manifest: Manifest) -> str:
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
     counts = manifest.accounting
+    if not counts:
+        return [f"{_count(manifest)} shards, without an account of the source's records"]
     lines, total = torn_tail(counts), sum(counts["rejected"].values())
     further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(

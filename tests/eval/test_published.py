@@ -100,7 +100,7 @@ def test_figures_of_another_version_are_told_of_and_the_weights_are_fetched(tree
     hub(release, "me/draft")
     said: list[str] = []
     fetch(published(tree), said.append)
-    assert said[1].startswith("jakiro: 3 of its figures are not carried on: damaged, of another version, or")
+    assert said[1] == "jakiro: its results.jsonl is not carried on: it is damaged, too large, or of another version"
 
 
 def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):

@@ -309,7 +309,15 @@ def test_more_accepted_than_guessed_is_refused(recipe, monkeypatch, kind, path):
 def test_an_answer_of_another_model_is_refused(recipe, monkeypatch):
     with Engine("silent") as engine:
         spoilt(engine, monkeypatch, 3, lambda found: found.update(model="other"))
-        assert "it is of model 'other', asked for 'target'" in refusal(recipe, "--url", engine.url)
+        assert "it is of model 'other', the first was of 'target'" in refusal(recipe, "--url", engine.url)
+
+
+def test_a_gateway_may_name_the_model_behind_an_alias_or_none(recipe, monkeypatch):
+    for name in ("target-0613", None):
+        with Engine("silent") as engine:
+            answer = engine.answer
+            monkeypatch.setattr(engine, "answer", lambda body, answer=answer, name=name: answer(body) | {"model": name})
+            call(served.main, str(recipe), "--url", engine.url, "--concurrency", "1")
 
 
 @pytest.mark.parametrize("why", ["error", "abort", "content_filter"])

@@ -19,6 +19,7 @@ from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
+from pipeline.running import markdown
 from tests.kit import ROOT, change_sealed, dump_here, flip, recipe_tree, write_recipe, write_sharegpt
 from tests.train.runs import kill_training, largest_difference, lines_of, run_training, steps_so_far, train_here
 from tests.train.test_training import ZERO_3
@@ -152,14 +153,14 @@ def test_a_draft_in_an_engines_layout_is_a_start_too(onward, bases, tmp_path):
 
 def test_what_differs_is_named_at_once_and_allowed_by_name(onward, bases, tmp_path):
     shutil.copytree(bases / "eagle3", tmp_path / "draft")
-    change_sealed(tmp_path / "draft/config.json", lambda raw: raw["training"].update(template_mark="another"))
+    change_sealed(tmp_path / "draft/config.json", lambda raw: raw["training"].update(template_mark="f" * 16))
     more = ["draft.eagle3.objective=acceptance", "draft.eagle3.auxiliary_layers=[2]"]
     with pytest.raises(PipelineError) as told:
         begun(onward, tmp_path / "draft", "eagle3", *more, differs="[]")
     for said in ("auxiliary_layers is [1, 2] there and [2] here", "objective is 'soft-ce' there and 'acceptance' here"):
         assert said in str(told.value)
     assert 'start_differs = ["auxiliary_layers", "objective", "target", "template"]' in str(told.value)
-    with pytest.raises(PipelineError, match="template_mark is 'another' there"):
+    with pytest.raises(PipelineError, match=r"template_mark is 'f{16}' there"):
         begun(onward, tmp_path / "draft", "eagle3", more[0], differs="['target', 'objective']")
     three = "['target', 'objective', 'template']"
     draft, facts, _ = begun(onward, tmp_path / "draft", "eagle3", more[0], differs=three)
@@ -219,8 +220,12 @@ def test_a_commit_of_the_hub_is_fetched_and_the_card_says_so(onward, bases, tmp_
     card = (ROOT / "eval/release/card.md.jinja").read_text()
     begin = card.index('{% if "start" in training %}')
     part = card[begin : card.index("\n{% endif %}", begin)] + "{% endif %}"
-    body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part).render(training={"start": facts})
-    assert f"weights of `they/draft`, revision `{'a' * 40}`, a draft of `{facts['target']}`" in body
+    body = (
+        jinja2.Environment(undefined=jinja2.StrictUndefined)
+        .from_string(part)
+        .render(training={"start": facts | {"target": "x`\n\n# Owned <script>"}}, plain=markdown.plain)
+    )
+    assert f"weights of they/draft, revision `{'a' * 40}`, a draft of x\\` \\# Owned &lt;script&gt;, whose file" in body
     assert f"`{facts['sha256']}`; what differed there: target. It has 64 of this draft's 64 tokens." in body
 
 
