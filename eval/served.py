@@ -388,9 +388,7 @@ def main() -> None:
     if refused := sum(row.value or 0 for row in rows if row.figure == "refused"):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
     if failed := sum(row.value or 0 for row in rows if row.figure == "failed"):
-        print(
-            f"{failed} answers failed (finish_reason is neither stop nor length) and are left out: see the server's log"
-        )
+        print(f"{failed} answers failed (they end neither with stop nor length) and are left out: see its log")
     for why, levels in Counter(row.details["why"] for row in rows if row.figure == WITHHELD).items():
         print(f"{levels} measurements have no tau, for the server's counters are not those of the answers: {why}")
     if differ:

@@ -24,11 +24,12 @@ not used: which these are, the manifest says.
 import re
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.basics.errors import PipelineError
 
@@ -74,6 +75,25 @@ class FeatureSpec:
     def auxiliary(self) -> int:
         """How many auxiliary layers."""
         return len(self.auxiliary_numbers)
+
+
+Count = Annotated[int, Field(ge=0)]
+Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
+
+
+class Accounting(BaseModel):
+    """What became of the source's records."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    records: Count
+    further_sequences: Count
+    accepted: Count
+    rejected: Counts
+    skipped: Counts
+    edits: Counts
+    grouped: Counts
+    torn_tail_after: Count | None
 
 
 def checked_spec(raw: dict[str, Any]) -> FeatureSpec:

@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sha256, write_sealed
 from pipeline.features.schema import (
     VERSION,
+    Accounting,
     FeatureSpec,
     Row,
     StoredRow,
@@ -74,25 +75,6 @@ Record = ShardRecord | TextRecord  # of a file
 def kind_of(record: Record) -> str:
     """For messages."""
     return "feature shard" if isinstance(record, ShardRecord) else "text table"
-
-
-Count = Annotated[int, Field(ge=0)]
-Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
-
-
-class Accounting(BaseModel):
-    """What became of the source's records."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    records: Count
-    further_sequences: Count
-    accepted: Count
-    rejected: Counts
-    skipped: Counts
-    edits: Counts
-    grouped: Counts
-    torn_tail_after: Count | None
 
 
 @dataclass
