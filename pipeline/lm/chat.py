@@ -34,7 +34,7 @@ HARMONY = "<|channel|>"
 _PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
 MARGIN = 256  # tokens at the end of a part of a text that may be others in the whole text
-PER_TOKEN = 4  # characters, about
+PER_TOKEN = 6  # characters: more than most have, or a part would be tokenized twice
 
 # What the encoding of one record may cost, counted and not timed: a plan is the same on every machine. A unit is about
 # a microsecond with the embedded target: a character that is tokenized; `TURN` are a turn that is rendered, and
