@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.tasks import Job, decode_all, job_of, measuring
+from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of
 from eval.published import propose, recipe_of
 from eval.release.hub import require_repository_name
 from eval.release.page import samples
@@ -132,7 +132,7 @@ def main() -> None:
     publish(recipe.run_dir, "eval")
     path = recipe.eval_dir / REPORT
     require_rows(recipe.release_dir)  # told now, not after all decoding
-    with measuring(recipe):
+    with evaluation_lock(recipe):
         job = job_of(recipe, arguments.tuned)
         measured = read_report(path) if measured_already(path, job.key) else measure(job)
         print(measured["table"])

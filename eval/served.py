@@ -38,7 +38,7 @@ from pipeline.artifacts.reports import Row, put_rows
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
-from pipeline.features.engines.openai import OpenAI, quoted
+from pipeline.features.engines.openai import OpenAI, excerpt
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -147,7 +147,7 @@ class Conversation:
     refused: NoAnswer | None = None  # a turn was; then the others count as little
 
     @property
-    def counted(self) -> list[Answer]:
+    def valid(self) -> list[Answer]:
         return [] if self.refused else [answer for answer in self.answers if not answer.failed]
 
 
@@ -187,18 +187,18 @@ class Server:
         found = self._server.ask("POST", "/v1/chat/completions", body)
         try:
             (choice, *_), usage = found["choices"], found["usage"]
-            why, name = choice.get("finish_reason"), quoted(str(found.get("system_fingerprint") or ""))
+            why, name = choice.get("finish_reason"), excerpt(str(found.get("system_fingerprint") or ""))
             model = found.get("model") or self.model
             self.answering = self.answering or model  # a gateway may answer with the name behind an alias
             if model not in (self.answering, self.model):
                 raise ValueError(f"it is of model {model!r}, the first was of {self.answering!r}")
             tokens = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
-            failed = None if why in FINISHED else quoted(str(why))
+            failed = None if why in FINISHED else excerpt(str(why))
             return Answer(name, choice["message"]["content"] or "", *tokens, counts_of(found), failed)
         except _FAILED as error:
             raise PipelineError(
                 f"{self._server.url} does not answer as /v1/chat/completions should: {type(error).__name__}: "
-                f"{quoted(str(error))}, got {quoted(found)}"
+                f"{excerpt(str(error))}, got {excerpt(found)}"
             ) from error
 
     def counters(self) -> Counters | None:
@@ -281,7 +281,7 @@ def level(
             found.append(conversation)
             progress.advance(1, benchmark=tasks[0].benchmark, concurrency=concurrency)
     seconds, after = time.perf_counter() - begin, server.counters()
-    flat = [answer for one in found for answer in one.counted]
+    flat = [answer for one in found for answer in one.valid]
     refused = [one.refused for one in found if one.refused]
     failed = [answer.failed for one in found for answer in one.answers if answer.failed]
     if not flat:
@@ -293,7 +293,7 @@ def level(
     counts = sum(told, Counts())
     if not told and (before or after):
         try:
-            counts = counted(before, after, sum(len(one.answers) for one in found) - len(flat))
+            counts = counts_between(before, after, sum(len(one.answers) for one in found) - len(flat))
         except PipelineError as error:
             why, figures[WITHHELD] = str(error), 1
     if counts.drafted and counts.tau:
@@ -303,7 +303,7 @@ def level(
     return figures, found, why
 
 
-def counted(before: Counters | None, after: Counters | None, left_out: int) -> Counts:
+def counts_between(before: Counters | None, after: Counters | None, left_out: int) -> Counts:
     """By a server's counters around a level. Raises PipelineError where they are of other answers than those here."""
     if not (before and after):
         raise PipelineError("/metrics had the counters only before it, or only after it")
@@ -323,14 +323,14 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
     rows: list[Row] = []
     found = provenance(recipe)  # of this machine, which asks; the server's hardware is not known
     origin = {"run": recipe.name, "recipe_hash": found["recipe_hash"], "code_revision": found["code_revision"]}
-    origins = {draft: origin | {"model": quoted(public_name(server.model))} for draft, server in servers.items()}
+    origins = {draft: origin | {"model": excerpt(public_name(server.model))} for draft, server in servers.items()}
     with Progress("served", len(tasks) * len(concurrency) * len(servers), "prompts") as progress:
         for group, size in product(_groups(tasks), concurrency):
             figures: dict[bool, dict[str, float]] = {}
             why: dict[bool, str] = {}
             for draft, server in servers.items():
                 figures[draft], conversations, why[draft] = level(server, group, size, progress)
-                for task, answers in zip(group, (one.counted for one in conversations), strict=True):
+                for task, answers in zip(group, (one.valid for one in conversations), strict=True):
                     if not answers:
                         continue
                     origins[draft]["server"] = answers[0].server

@@ -26,7 +26,7 @@ import numpy as np
 
 from eval.measure.harness import Answered, EvalTask, Harness
 from eval.measure.prompts import load_prompts
-from eval.measure.tasks import digests_of, make_harness, measuring, tuned_for
+from eval.measure.tasks import digests_of, evaluation_lock, make_harness, tuned_for
 from eval.tuning.calibrate import Answer
 from eval.tuning.choose import Replays, largest, tune
 from eval.tuning.costs import measure_costs
@@ -123,7 +123,7 @@ def main() -> None:
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
-    with measuring(recipe):
+    with evaluation_lock(recipe):
         path = tune_methods(recipe, names, arguments.prompts, arguments.depth, arguments.max_nodes)
     print(f"{path} is written: the next run measures what it holds beside the recipe's trees")
 

@@ -1,5 +1,5 @@
 """What the pages, the README and each command's own help say is what the code does: commands parse, keys, kinds,
-engines, tests and files are there, and a default that is quoted is the code's.
+engines, tests and files are there, and a default that is excerpt is the code's.
 """
 
 import argparse

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.report import by_place, usual_said
-from eval.measure.tasks import make_harness, measuring, methods_of
+from eval.measure.tasks import evaluation_lock, make_harness, methods_of
 from eval.release import publish
 from eval.release.folder import files_in
 from eval.release.hub import require_repository_name
@@ -537,7 +537,7 @@ def test_whoever_has_not_the_target_may_look_at_a_run(of_a_folder, tmp_path):
 def test_one_command_at_a_time_measures_a_run(copied):
     """A tuned tree would stand over what was not measured with it, and of two tuners one would lose its result."""
     recipe, run = copied
-    with measuring(load_recipe(recipe, [f"output={run}"])):
+    with evaluation_lock(load_recipe(recipe, [f"output={run}"])):
         for command in (evaluate, tune):
             with pytest.raises(PipelineError, match="eval: another evaluation or tuning is writing here"):
                 call(command, str(recipe), "--set", f"output={run}")

@@ -190,7 +190,7 @@ class Echo(Loopback):
         return Echoing
 
 
-@pytest.mark.parametrize("key", ["sk-" + SECRET, 'sk-"quoted"\\' + SECRET])
+@pytest.mark.parametrize("key", ["sk-" + SECRET, 'sk-"excerpt"\\' + SECRET])
 @pytest.mark.parametrize(
     ("status", "answer", "complaint"),
     [

@@ -84,7 +84,7 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
     }
 
 
-def measuring(recipe: Recipe) -> AbstractContextManager[None]:
+def evaluation_lock(recipe: Recipe) -> AbstractContextManager[None]:
     """Holds what a run measures for one command, from its first look at weights and trees to its last figure. Raises
     PipelineError where another one has it.
     """
@@ -164,7 +164,7 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     """Every task's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
 
     `fleet(recipe, methods, tasks)` yields (task, outcome) as they come; without one they are decoded in this process.
-    The caller holds the run's evaluation (`measuring`).
+    The caller holds the run's evaluation (`evaluation_lock`).
     """
     finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
     missing = [task for task in job.tasks if task.name not in finished]

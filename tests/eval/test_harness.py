@@ -332,7 +332,7 @@ def test_what_is_finished_is_not_decoded_again(tiny_recipe):
             asked.append(task.name)
             yield task, Outcome([], {}, left_out=task.temperature > 0)
 
-    with pytest.raises(KeyboardInterrupt), tasks.measuring(recipe):
+    with pytest.raises(KeyboardInterrupt), tasks.evaluation_lock(recipe):
         tasks.decode_all(job, lambda *given: fleet(*given, stop_after=3))
     found = tasks.decode_all(job, lambda *given: fleet(*given, stop_after=None))
     assert sorted(asked) == sorted(task.name for task in all_tasks)

@@ -277,7 +277,7 @@ def test_a_method_is_complete_and_stays_the_same_through_json(recipe_file):
         ("train.epochs=3", lambda r: r.train.epochs, 3),
         ("train.learning_rate=1e-3", lambda r: r.train.learning_rate, 1e-3),
         ("target.model=/a/b-c", lambda r: r.target.model, "/a/b-c"),
-        ('target.model="quoted"', lambda r: r.target.model, "quoted"),
+        ('target.model="excerpt"', lambda r: r.target.model, "excerpt"),
         ("data.source=a=b", lambda r: r.data.source, "a=b"),
         ("train.verify_checksums=false", lambda r: r.train.verify_checksums, False),
         ("eval.temperatures=[0.5]", lambda r: r.eval.temperatures, [0.5]),

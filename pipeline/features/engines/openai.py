@@ -18,7 +18,7 @@ REFUSED = (400, 413, 422)
 KEY = "OPENAI_API_KEY"
 
 
-def quoted(reply: Any) -> str:
+def excerpt(reply: Any) -> str:
     """The begin of what a server answers, for a message: without the key, which it may repeat."""
     return public_text(" ".join((reply if isinstance(reply, str) else json.dumps(reply)).split()))[:300]
 
@@ -46,10 +46,10 @@ class OpenAI:
             found = [str(one["id"]) for one in listed["data"]]
         except (KeyError, TypeError) as error:
             raise PipelineError(
-                f"{self.url}/v1/models lists no models, got {quoted(listed)}: is it a server that speaks OpenAI's API?"
+                f"{self.url}/v1/models lists no models, got {excerpt(listed)}: is it a server that speaks OpenAI's API?"
             ) from error
         if len(found) != 1:
-            raise PipelineError(f"{self.url} serves {quoted(found)}: {choose}")
+            raise PipelineError(f"{self.url} serves {excerpt(found)}: {choose}")
         return found[0]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -66,11 +66,11 @@ class OpenAI:
                 if status in (401, 403):  # what it says may show the key, if only in part
                     remedy = f"{'Check' if os.environ.get(KEY) else 'Set'} {KEY}, the key that this server wants"
                 else:
-                    remedy = f"{quoted(error.response.text)}. See the server's log"
+                    remedy = f"{excerpt(error.response.text)}. See the server's log"
                 why, again = f"{self.url}{path} answers {status}: {remedy}", status in BUSY
                 kind: type[PipelineError] = NoAnswer if status in REFUSED else PipelineError
             except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-                why = f"{self.url}{path} cannot be read: {type(error).__name__}: {quoted(str(error))}"
+                why = f"{self.url}{path} cannot be read: {type(error).__name__}: {excerpt(str(error))}"
                 why += ". Is it the address of a server that speaks OpenAI's API?"
                 kind, again = PipelineError, isinstance(error, httpx2.TransportError)
             if not again:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.features.engines.openai import OpenAI, quoted
+from pipeline.features.engines.openai import OpenAI, excerpt
 from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_tokenizer, stop_ids_of
@@ -69,7 +69,7 @@ class ServerSource:
         except (KeyError, IndexError, TypeError) as error:
             raise PipelineError(
                 f"{self._server.url} does not answer as /v1/completions should: {type(error).__name__}: {error}, got "
-                f"{quoted(found)}"
+                f"{excerpt(found)}"
             ) from None
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         stop = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self.stop_ids else min(self.stop_ids)
