@@ -127,7 +127,7 @@ def _to_checkpoint(
     if draft.token_ids_U is not None:
         facts["vocabulary_coverage"] = round(coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
-        checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts)
+        checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts, store.spec)
         _finish(recipe, name)
     engine.barrier()
     said = f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"

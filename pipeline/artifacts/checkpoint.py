@@ -25,6 +25,7 @@ from pipeline.basics.public import public_name
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
+from pipeline.features.schema import FeatureSpec
 from pipeline.lm.model import identify
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
@@ -109,13 +110,21 @@ class Saved:
 
 
 def save(
-    folder: Path, draft: TrainedDraft, weights: dict[str, torch.Tensor], recipe: Recipe, name: str, training: dict
+    folder: Path,
+    draft: TrainedDraft,
+    weights: dict[str, torch.Tensor],
+    recipe: Recipe,
+    name: str,
+    training: dict,
+    spec: FeatureSpec | None = None,
 ) -> None:
-    """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card."""
+    """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card.
+    `spec`: of the features that it was trained on; it is a draft of what the target was then, not of what it is now.
+    """
+    target = spec or identify(recipe.target)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
     write_weights(folder / WEIGHTS, weights)
-    target = identify(recipe.target)
     saved = Saved(
         config=draft.config,
         method=recipe.resolved(name),

@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.artifacts.checkpoint import CONFIG, METRICS, WEIGHTS, export, load, metrics_of, read_config, save
+from pipeline.artifacts.checkpoint import (
+    CONFIG,
+    METRICS,
+    WEIGHTS,
+    export,
+    load,
+    metrics_of,
+    read_config,
+    require_trained_under,
+    save,
+)
+from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
@@ -200,3 +211,15 @@ def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):
     flip(folder / METRICS)
     with pytest.raises(PipelineError, match=r"metrics.jsonl was changed or damaged after the training"):
         metrics_of(folder)
+
+
+def test_a_draft_is_of_what_its_features_were_dumped_from(tiny_recipe, loaded_target, embed_head):
+    """A target whose tokenizer changes while it is trained is another one."""
+    draft = build(tiny_recipe.draft["eagle"], shapes_of(loaded_target.config))
+    draft.bind(embed_head)
+    folder, spec = tiny_recipe.draft_dir("eagle"), feature_spec(tiny_recipe)
+    save(folder, draft, draft.state_dict(), tiny_recipe, "eagle", {}, spec)
+    assert require_trained_under(tiny_recipe, "eagle").target["tokenizer"] == spec.tokenizer
+    save(folder, draft, draft.state_dict(), tiny_recipe, "eagle", {}, replace(spec, tokenizer="f" * 16))
+    with pytest.raises(PipelineError, match=r"holds a draft of another target .*tokenizer is .*, was 'f{16}'"):
+        require_trained_under(tiny_recipe, "eagle")
