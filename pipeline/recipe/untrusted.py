@@ -18,7 +18,6 @@ from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
 from pipeline.basics.section import Dtype, Scalar
-from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DraftConfig
@@ -45,7 +44,7 @@ def _without(parts: str, what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Short = Annotated[str, Field(max_length=200)]
+Short = Annotated[str, Field(max_length=500)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./+-]{0,99}$"), _without(r"\.\.", "'..'")]
@@ -143,7 +142,7 @@ class DraftedTarget(Untrusted):
     """The target of a draft, in its config.json."""
 
     model: Short
-    revision: Revision | None
+    revision: Short | None
     fingerprint: Fingerprint
     tokenizer: Fingerprint
     template: Fingerprint
@@ -151,8 +150,9 @@ class DraftedTarget(Untrusted):
 
 def _is_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError for a RoPE that no draft here computes."""
-    positive = [rope.get(name, 1) for name in ("rope_theta", "factor", "original_max_position_embeddings")]
-    if rope.get("rope_type", "default") not in ROPES or not all(type(x) in (int, float) and x > 0 for x in positive):
+    numbers = [rope.get(name) for name in ("rope_theta", "factor", "original_max_position_embeddings")]
+    are_positive = all(x is None or (type(x) in (int, float) and x > 0) for x in numbers)
+    if rope.get("rope_type", "default") not in ROPES or not are_positive:
         raise ValueError(f"expected one of {', '.join(ROPES)} with positive numbers")
     return rope
 
@@ -291,10 +291,8 @@ def require_method_in_bounds(method: Method) -> None:
     for name, most in TREE.items():
         if getattr(tree, name) > most:
             raise ValueError(f"tree.{name}={getattr(tree, name)}: expected at most {most}")
-    points = [curve for by_source in _curves(method.calibration) for curve in by_source.values()]
-    if len(method.secondary) > 8 or sum(len(curve.x) for curves in points for curve in curves.values()) > 1 << 20:
+    by_temperature = method.calibration.curves if method.calibration else {}
+    levels = [level for by_source in by_temperature.values() for level in by_source.values()]
+    points = sum(len(curve.x) for level in levels for curve in level.values())
+    if len(method.secondary) > 8 or points > 1 << 20:
         raise ValueError("more secondary sources, or points of calibration, than any method has")
-
-
-def _curves(calibration: Calibration | None) -> list[Any]:
-    return [] if calibration is None else list(calibration.curves.values())
