@@ -81,16 +81,12 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
     if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
         return False
     checkpoint.require_trained_under(recipe, name)
-    if checkpoint.lacks_plot(recipe.draft_dir(name)):  # it was killed behind its checkpoint
-        _finish(recipe, name)
-    return True
-
-
-def _finish(recipe: Recipe, name: str) -> None:
-    """Removes the resume state of a draft whose checkpoint is there, and draws its training."""
     folder = recipe.draft_dir(name)
-    shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
-    draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
+    if checkpoint.lacks_plot(folder):  # it was killed behind its checkpoint
+        if not recipe.train.resume:  # a shared folder may hold another run's state by now
+            shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
+        draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
+    return True
 
 
 def _to_checkpoint(
@@ -128,7 +124,8 @@ def _to_checkpoint(
         facts["vocabulary_coverage"] = round(coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
         checkpoint.save(folder, draft, run.kept_weights, recipe, name, facts, store.spec)
-        _finish(recipe, name)
+        shutil.rmtree(state)
+        draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
     engine.barrier()
     said = f"{name}: {parameters:,} parameters, {facts['trained_tokens']:,} trained tokens, in {folder}"
     said += f"; it began with {start}" if start else ""

@@ -50,7 +50,7 @@ class Saved:
     method: Method  # how it decodes by default
     secondary: dict[str, DraftConfig]  # settings of the method's secondary sources
     shapes: dict[str, Any]
-    target: dict[str, Any]  # model, revision, fingerprint
+    target: dict[str, Any]  # model, revision; fingerprints of its weights, tokenizer and template
     train_hash: str
     weights_sha256: str
     metrics_sha256: str | None

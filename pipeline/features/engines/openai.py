@@ -19,7 +19,7 @@ KEY = "OPENAI_API_KEY"
 
 
 def excerpt(reply: Any) -> str:
-    """The begin of what a server answers, for a message: without the key, which it may repeat."""
+    """The beginning of a server's reply, for a message: without the key, which it may repeat."""
     return public_text(" ".join((reply if isinstance(reply, str) else json.dumps(reply)).split()))[:300]
 
 
