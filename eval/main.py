@@ -126,7 +126,7 @@ def main() -> None:
     recipe_file, said = theirs or (arguments.recipe, [])
     for line in said:
         print(line)
-    recipe = load_recipe(recipe_file, arguments.overrides)
+    recipe = load_recipe(recipe_file, arguments.overrides, begin=True)
     if arguments.push:
         require_repository_name(arguments.push)
     publish(recipe.run_dir, "eval")

@@ -119,7 +119,7 @@ def main() -> None:
     if arguments.max_nodes < 2 or arguments.depth < 1 or arguments.prompts < 1:
         parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
     repeats = [f"eval.{key}={arguments.repeats}" for key in ("repeats", "sampled_repeats")]
-    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *repeats])
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *repeats], begin=True)
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--draft", help="train only this one of the recipe's drafts")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, begin=True)
     if arguments.draft and arguments.draft not in recipe.to_train:
         parser.error(f"--draft {arguments.draft}: the recipe has {', '.join(recipe.to_train)} to train")
     if not recipe.to_train:

@@ -113,6 +113,8 @@ def _of_draft(recipe: Recipe, saved: checkpoint.Saved) -> Facts:
         "own_answers": recipe.data.answers == "target" or are_of(recipe.data.source, saved.target["fingerprint"]),
         "dialogues": training.get("dialogues"),
         "training": training,
+        "train_dtype": recipe.train.dtype,
+        "target_dtype": recipe.target.dtype,
         "max_length": recipe.data.max_length,
         "chain": training.get("validation", {}).get("estimated_chain_tau"),
         "features": features_on_hub(recipe),

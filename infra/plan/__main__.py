@@ -44,6 +44,7 @@ from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FP8
 from pipeline.lm.model import load_config, resolve_device
+from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
@@ -239,6 +240,8 @@ def disk_warning(stored_dtype: str) -> str:
 
 def warnings(plan: Plan) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.steps
+    if slow := warn_of_emulation(recipe):
+        yield slow
     if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
         yield disk_warning(recipe.stored_dtype)
     if recipe.to_train and recipe.train.warms_up_throughout(steps):
@@ -253,6 +256,7 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=float)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    print(describe_dtypes(recipe), flush=True)
     plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
     print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
     for warning in warnings(plan):

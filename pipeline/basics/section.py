@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]  # auto: pipeline/recipe/dtypes.py
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]  # becomes the name of a folder
 # of a whole cluster; a machine alone takes fewer (pipeline/running/cores.py)

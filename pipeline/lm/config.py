@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.basics.section import Dtype, Positive, Scalar, Section
+from pipeline.basics.section import AutoDtype, Positive, Scalar, Section
 
 ENGINE_KEYS = {"engine", "engine_python", "engine_url", "tensor_parallel", "engine_options"}
 # Of vLLM's EngineArgs: how it uses the machine. Others are keys of the recipe, or change what the target computes.
@@ -25,7 +25,8 @@ class TargetConfig(Section):
 
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
     revision: str | None = None
-    dtype: Dtype = "bfloat16"  # of the feature dump; evaluation has its own
+    # Of the feature dump; evaluation has its own. auto: bfloat16 where the device computes it natively, else float32.
+    dtype: AutoDtype = "bfloat16"
     engine: Literal["transformers", "vllm", "server"] = "transformers"  # what computes states and answers of the dump
     engine_python: str | None = None  # the Python of vLLM's own environment
     engine_url: str | None = None  # of a server that runs already: it answers, and gives no states

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline.basics import embedded
-from pipeline.basics.accelerator import accelerator, kind
+from pipeline.basics.accelerator import kind, resolve_device
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
 from pipeline.lm.attention import require_tree_attention, use_masks
@@ -126,17 +126,6 @@ def _template_file(config: TargetConfig) -> Path:
     if not template.is_file():
         raise PipelineError(f"target.chat_template {named} does not exist: expected a Jinja file")
     return template
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of this name; of "spread" the first. Where the target's hidden states arrive, `Target.device` says."""
-    here = accelerator()
-    if name == "cpu" or (name == "auto" and here is None):
-        return torch.device("cpu")
-    if here is None or (name == "cuda" and here.type != "cuda"):
-        what = "no accelerator" if here is None else f"one of kind {here.type!r}"
-        raise PipelineError(f"target.device={name!r}, but torch sees {what} here: use 'auto' or 'cpu'")
-    return here
 
 
 def placement(config: TargetConfig) -> dict[str, Any]:

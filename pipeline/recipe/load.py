@@ -18,6 +18,7 @@ from pipeline.basics.files import ROOT, SEAL, checked
 from pipeline.basics.public import require_no_credential
 from pipeline.basics.settings import Settings
 from pipeline.drafts import DRAFTS, RENAMED
+from pipeline.recipe.dtypes import resolve_dtypes
 from pipeline.recipe.recipe import Recipe
 
 RECIPES = ROOT / "infra/recipes"  # that come with the project
@@ -25,10 +26,10 @@ RECIPES = ROOT / "infra/recipes"  # that come with the project
 _AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: bool = False) -> Recipe:
     """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings).
 
-    `path`: of a file; or one of `shipped`.
+    `path`: of a file; or one of `shipped`. `begin`: the run begins, and keeps what the dtype "auto" became.
     """
     path = recipe_file(path)
     try:
@@ -43,7 +44,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
     if not isinstance(tree, dict):
         raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
-    return recipe_from(tree, path, overrides or [])
+    return resolve_dtypes(recipe_from(tree, path, overrides or []), begin)
 
 
 def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:

@@ -8,7 +8,7 @@ import regex
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.section import Dtype, Folder, Fraction, Gpus, Name, Positive, Processes, Section
+from pipeline.basics.section import AutoDtype, Dtype, Folder, Fraction, Gpus, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
@@ -144,7 +144,7 @@ class TrainConfig(Section):
     mask: Literal["predicted", "legacy"] = (
         "predicted"  # legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's
     )
-    dtype: Dtype = "bfloat16"
+    dtype: AutoDtype = "bfloat16"  # auto: bfloat16 where the device computes it natively, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     recompute: bool = False  # activations again in the backward instead of keeping them
     not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out
@@ -245,7 +245,7 @@ class EvalConfig(Section):
     repeats: Positive = 3  # at temperature 0
     sampled_repeats: Positive = 3  # above it, each with its own seed
     warmups: Positive = 3
-    dtype: Dtype = "bfloat16"
+    dtype: AutoDtype = "bfloat16"
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always

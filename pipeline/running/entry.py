@@ -67,7 +67,7 @@ def run_job(stage: str, description: str | None, job: Callable[[Recipe], Iterabl
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         add_recipe_arguments(parser)
         arguments = parser.parse_args()
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        recipe = load_recipe(arguments.recipe, arguments.overrides, begin=True)
         publish(recipe.run_dir, stage)
         for line in job(recipe):
             print(line)

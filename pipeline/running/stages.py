@@ -25,6 +25,7 @@ from pipeline.basics.files import ROOT, exclusive, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
+from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
@@ -190,7 +191,7 @@ def require_step(recipe: Recipe) -> None:
 
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     """All stages up to `until`."""
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(recipe_path, overrides, begin=True)
     require_choice(recipe)
     if until != "preprocess":  # before hours of dumping
         if recipe.target.device != "cpu":
@@ -204,6 +205,8 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     wanted = stages(recipe_path, overrides, recipe)
     wanted = wanted[: 1 + [stage.name for stage in wanted].index(until)]
     shown = Display(sys.stdout)
+    for line in filter(None, (describe_dtypes(recipe), warn_of_emulation(recipe))):
+        shown.say(line)
     if until != "preprocess":
         fetch(recipe, shown.say)
     for stage in wanted:

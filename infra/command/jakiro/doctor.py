@@ -26,6 +26,7 @@ import jakiro
 from pipeline.basics import embedded
 from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
+from pipeline.recipe.dtypes import describe_bfloat16, native_dtype
 from pipeline.running import entry
 from pipeline.running.cores import cores
 
@@ -102,6 +103,11 @@ def gpus() -> Iterator[Finding]:
         yield _judged(free > 0.9 * total, what, "another process is using it: nvidia-smi says which", "note")
 
 
+def dtypes() -> Iterator[Finding]:
+    dtype = native_dtype("auto")
+    yield Finding("ok", f"{describe_bfloat16('auto')}: dtype = 'auto' is {dtype}")
+
+
 def limits() -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _judged(files >= FILES, f"{files:,} open files allowed", f"ulimit -n {min(most, 65536)}", "note")
@@ -167,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     found = []
-    for part in (packages, gpus, limits, places, network, engines):
+    for part in (packages, gpus, dtypes, limits, places, network, engines):
         for finding in part():
             print(finding, flush=True)
             found.append(finding.verdict)
