@@ -133,7 +133,7 @@ def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, laye
 
 
 def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is_given(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("pipeline.lm.model.accelerator", lambda: None)
+    monkeypatch.setattr("pipeline.basics.accelerator.accelerator", lambda: None)
     recipe, known = changed(tiny_recipe, "target", device="cuda"), {"dump-speed": 1000.0, "train-speed": 1000.0}
     missing = make(recipe, {**known, "decode-ms": None})
     assert missing.rows[-1][1:3] == ["time", "unknown"] and missing.figures["eval: hours"] is None

@@ -49,6 +49,7 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry, markdown
+from preprocess.sources.sizes import require_sizes
 
 VALIDATION = 1 / 3  # of a token's training
 FORMULA = "formula"
@@ -196,6 +197,7 @@ def make(recipe: Recipe, given: dict[str, float | None]) -> Plan:
         recipe.train.require_exact_sum(recipe.train.accumulation(ranks))
     if recipe.target.engine == "vllm":
         engine.require_gpus(recipe.target, elsewhere=given["dump-speed"] is not None)
+    require_sizes(recipe)
     plan.train(plan.dump(sample_source(recipe)))
     plan.evaluate()
     plan.all()

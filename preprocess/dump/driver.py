@@ -50,6 +50,7 @@ from preprocess.dump.plan import QUESTION, Plan, question_batch
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker
+from preprocess.sources.sizes import require_sizes
 
 REJECTED = "rejected.jsonl"
 SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
@@ -75,6 +76,7 @@ def dump(recipe: Recipe) -> list[str]:
                 "as its card says, and take the target's generation_config.json as it was"
             )
         if not manifest.complete:
+            require_sizes(recipe)
             _run(recipe, folder, manifest, store)
         return _report(recipe, manifest)
 

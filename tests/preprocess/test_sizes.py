@@ -1,0 +1,98 @@
+"""What a source holds against what its recipe asks of it: told before the first forward, with every number."""
+
+import json
+import re
+
+import pytest
+
+from infra.plan.__main__ import make
+from pipeline.basics.errors import PipelineError
+from pipeline.recipe.recipe import Recipe
+from preprocess.dump.driver import dump
+from preprocess.sources.sizes import look_at, require_sizes
+from tests.kit import dump_here, recipe_tree, write_sharegpt
+
+
+@pytest.fixture
+def recipe(tiny_target, tmp_path):
+    """Make a recipe of so many dialogues, of two exchanges each; keys by section."""
+
+    def make_recipe(count: int, **sections: dict) -> Recipe:
+        tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json", count), tmp_path / "run")
+        for section, keys in sections.items():
+            tree[section] |= keys
+        return Recipe.model_validate(tree)
+
+    return make_recipe
+
+
+def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(recipe):
+    keys = {"heldout_fraction": 0.02, "heldout_prompts": 100, "calibration_prompts": 16}
+    wants = recipe(150, data=keys, train={"keep": "best"})
+    held = look_at(wants, 1000).held_out
+    message = (
+        f"its 150 dialogues hold out {held} (data.heldout_fraction=0.02), but the recipe wants at least 101: "
+        "validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 prompts (data.heldout_prompts, "
+        "data.calibration_prompts), of which eval asks 2. "
+    )
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        require_sizes(wants)
+    for start in (dump, lambda wrong: make(wrong, {})):
+        with pytest.raises(PipelineError, match="wants at least 101"):
+            start(wants)
+    assert not list(wants.run_dir.rglob("*.arrow"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "advice", "taken"),
+    [
+        (10, "Set data.heldout_fraction=0.22", {"heldout_fraction": 0.22, "heldout_prompts": 10}),
+        (30, "Set data.heldout_fraction=0.3, and", {"heldout_fraction": 0.3, "heldout_prompts": 14}),
+    ],
+)
+def test_the_advice_holds(recipe, prompts, advice, taken):
+    with pytest.raises(PipelineError, match=advice):
+        require_sizes(recipe(60, data={"heldout_fraction": 0.01, "heldout_prompts": prompts}, train={"keep": "best"}))
+    require_sizes(recipe(60, data=taken, train={"keep": "best"}))
+
+
+def test_too_few_dialogues_for_any_fraction_ask_for_more(recipe):
+    with pytest.raises(PipelineError, match=r"Give more data$"):
+        require_sizes(recipe(8, data={"heldout_prompts": 30}, train={"keep": "best"}))
+
+
+def test_a_look_ends_where_it_knows_enough(recipe):
+    look = look_at(recipe(400), 5)
+    assert look.held_out >= 5 and not look.whole and look.dialogues < 400
+    whole = look_at(recipe(100), 1000)
+    assert whole.whole and whole.dialogues == 100 and 5 < whole.held_out < 40
+
+
+def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
+    """60 dialogues, at least 40 of them to train on, 8 a step, two epochs: 10 to 14 steps."""
+    steps = look_at(recipe(60), 1000).train // 8 * 2
+    require_sizes(recipe(60, train={"warmup_steps": steps - 1}))
+    late = recipe(60, train={"warmup_steps": steps})
+    with pytest.raises(
+        PipelineError, match=f"warmup_steps={steps}, but the run has at most {steps} steps: .* or train"
+    ):
+        dump_here(late)
+    assert not list(late.run_dir.rglob("*.arrow"))
+    require_sizes(recipe(60, train={"warmup_steps": steps, "schedule": "constant"}))
+    with pytest.raises(PipelineError, match="at most 7 training dialogues do not fill one global batch of 8"):
+        require_sizes(recipe(60, data={"max_dialogues": 7}))
+
+
+def test_a_warm_up_is_compared_with_an_estimate_where_tokens_end_the_data(recipe):
+    look = look_at(recipe(400), 5)
+    assert not look.whole
+    few = recipe(400, data={"max_tokens": 2000}, train={"warmup_steps": 50})
+    with pytest.raises(PipelineError, match="warmup_steps=50, but the run has about"):
+        require_sizes(few)
+    require_sizes(recipe(400, data={"max_tokens": 2000}, train={"warmup_steps": 2}))
+
+
+def test_a_source_without_a_usable_dialogue_is_the_dumps_to_refuse(recipe, tmp_path):
+    empty = recipe(60)
+    (tmp_path / "data.json").write_text(json.dumps([{"id": "a", "conversations": []}]))
+    require_sizes(empty)
