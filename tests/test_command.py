@@ -18,7 +18,9 @@ from jakiro import doctor, new, push, recipes
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import DRAFTS
+from pipeline.recipe.dtypes import native_dtype
 from pipeline.recipe.load import load_recipe, override_arguments, shipped
+from preprocess.sources.sizes import look_at, require_sizes
 from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
 GB = 10**9
@@ -145,6 +147,9 @@ def test_recipes_says_target_and_drafts_of_each(capsys):
     assert "qwen" not in shown
 
 
+SOURCE = new.Source(records=100_000, whole=False, usable=1.0, length=300.0, report="")
+
+
 def asked(out: Path, target: Path, data: Path, **more: str) -> list[str]:
     given = {"target": str(target), "data": str(data), "license": "apache-2.0", **more}
     return [str(out), *(word for key, value in given.items() for word in (f"--{key}", value))]
@@ -154,7 +159,7 @@ def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, 
     out, data = tmp_path / "my.toml", write_sharegpt(tmp_path / "data.json", 30)
     call(new.main, *asked(out, tiny_target, data, draft="p-eagle"))
     shown, recipe = capsys.readouterr().out, load_recipe(out)
-    assert "of its first 30 records 30 are usable: " in shown and "2 layers" in shown
+    assert "30 records; of the first 30 30 are usable: " in shown and "2 layers" in shown
     assert (
         recipe.draft["p-eagle"].kind == "p-eagle"
         and recipe.target.device == "cpu"
@@ -162,6 +167,30 @@ def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, 
     )
     with pytest.raises(PipelineError, match="is there already"):
         call(new.main, *asked(out, tiny_target, data))
+
+
+@pytest.mark.parametrize("count", [24, 60, 150, 1000])
+def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_path, count):
+    out = tmp_path / "my.toml"
+    call(new.main, *asked(out, tiny_target, write_sharegpt(tmp_path / "data.json", count)))
+    recipe = load_recipe(out)
+    require_sizes(recipe)
+    look = look_at(recipe, 10**6)
+    wanted = max(recipe.data.validation_dialogues, recipe.data.heldout_prompts + recipe.data.calibration_prompts)
+    assert recipe.eval.benchmarks["heldout"].prompts <= recipe.data.heldout_prompts < look.held_out
+    assert wanted <= 1.5 * look.held_out and look.held_out <= 0.35 * count
+    assert recipe.data.max_tokens is None and recipe.train.dtype == recipe.target.dtype == native_dtype("cpu")
+    steps = recipe.train.steps(look.train, 0, 1)
+    assert 10 * recipe.train.warmup_steps <= steps + 10 and steps >= 60
+
+
+def test_the_sizes_of_a_large_source_are_the_papers_on_gpus_and_a_quarter_of_an_hours_on_a_laptop():
+    large = new.Sizes.of(SOURCE, new.Machine(8, 80 * GB), 8)
+    assert (large.heldout_fraction, large.validation, large.heldout_prompts, large.calibration) == (0.02, 256, 100, 16)
+    assert (large.max_tokens, large.global_batch, large.epochs, large.warmup) == (None, 16, 20, 2000)
+    small = new.Sizes.of(SOURCE, new.Machine(0, 0), 2)
+    assert (small.heldout_fraction, small.validation, small.heldout_prompts, small.calibration) == (0.02, 24, 20, 16)
+    assert (small.max_tokens, small.global_batch, small.epochs, small.warmup) == (270_000, 16, 3, 16)
 
 
 def test_new_leaves_no_recipe_for_data_that_it_cannot_use(tiny_target, tmp_path):
@@ -186,7 +215,7 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
     assert tuple(new.Share.of(machine, weights)) == share
     config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
     given = Namespace(target="OWNER/NAME", data="data.json", draft="eagle3", license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(new.recipe_text(given, config, machine, weights))
+    given.out.write_text(new.recipe_text(given, config, machine, weights, SOURCE))
     recipe = load_recipe(given.out)
     recipe.train.require_exact_sum(recipe.train.accumulation(gpus))
     assert recipe.data.max_length == 1024
@@ -197,7 +226,7 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
 def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
     config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
     given = Namespace(target="OWNER/NAME", data="data.json", draft=draft, license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(new.recipe_text(given, config, new.Machine(0, 0), 16 * GB))
+    given.out.write_text(new.recipe_text(given, config, new.Machine(0, 0), 16 * GB, SOURCE))
     tree, in_one = load_recipe(given.out).tree(draft), draft in ("jakiro", "p-eagle")  # both levels from one forward
     assert (tree.nodes, tree.depth, tree.parallel) == ((6, 2, 2) if in_one else (6, 1, 1))
 

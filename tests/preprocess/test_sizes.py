@@ -32,8 +32,8 @@ def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(rec
     held = look_at(wants, 1000).held_out
     message = (
         f"its 150 dialogues hold out {held} (data.heldout_fraction=0.02), but the recipe wants at least 101: "
-        "validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 prompts (data.heldout_prompts, "
-        "data.calibration_prompts), of which eval asks 2. "
+        "validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 prompts "
+        "(data.heldout_prompts, data.calibration_prompts), of which eval asks 2. "
     )
     with pytest.raises(PipelineError, match=re.escape(message)):
         require_sizes(wants)

@@ -1,14 +1,16 @@
-"""Writes a commented recipe for your target, after a look at its config, your data's first records and the GPUs here.
+"""Writes a commented recipe for your target, after a look at its config, your data and the GPUs here.
 
     jakiro new my.toml --target meta-llama/Llama-3.1-8B-Instruct --data /data/sharegpt.json --license llama3.1
     jakiro new my.toml --target ./model --data hf://datasets/OWNER/NAME/file.json --draft eagle3 --license apache-2.0
 
-Nothing of the weights is read. What the recipe takes: `jakiro plan my.toml`.
+Its sizes follow from the number of records, of which 20,000 are counted at most. Nothing of the weights is read. What
+the recipe takes: `jakiro plan my.toml`.
 """
 
 import argparse
 import math
 from collections import Counter
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_tokenizer, parameter_count_of
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import DataConfig
 from pipeline.running import entry
 from pipeline.running.cores import cores
 from preprocess.sources.groups import Groups
@@ -33,7 +35,13 @@ from preprocess.sources.intake import clean_in_language
 from preprocess.sources.read import Tail, read_records
 from preprocess.sources.sequences import encode_sequences
 
-LOOKED_AT = 200  # records
+COUNTED, ENCODED = 20_000, 200  # records, at most
+LAPTOP_TOKENS = 270_000  # a quarter of an hour for a target of 0.1B
+_LAPTOP = {"validation": 24, "heldout_prompts": 20, "calibration": 16, "prompts": 12}  # held-out dialogues
+_GPUS = {"validation": 256, "heldout_prompts": 100, "calibration": 16, "prompts": 80}
+SPARE = 1.25  # times as many are held out as are wanted: the hash of an id decides
+LARGEST = 0.2  # share of dialogues that are held out
+FEW_STEPS = 20  # an epoch, below which a CPU's global batch is the smallest
 GB = 1e9
 ROOM = 1.3  # a worker's memory over its weights, roughly: the batch in flight, the allocator
 TEMPLATE = jakiro.HOME / "infra/templates/recipe.toml.jinja"
@@ -74,15 +82,95 @@ class Share(NamedTuple):
         return cls("auto" if each == 1 else "spread", machine.gpus // each, each, machine.gpus)
 
 
-def _batch(ranks: int) -> tuple[int, int]:
-    """(global batch, micro-batch): the papers' 16, or the next multiple that so many ranks share."""
-    micro = 2 if 16 % (2 * ranks) == 0 else 1
-    return math.ceil(16 / (micro * ranks)) * micro * ranks, micro
+@dataclass(frozen=True)
+class Source:
+    """What a look at a source's records gave: all of them where `whole`."""
+
+    records: int
+    whole: bool
+    usable: float  # share of those that were encoded
+    length: float  # tokens of a sequence
+    report: str
+
+    @property
+    def dialogues(self) -> int:
+        return max(int(self.records * self.usable), 1)
+
+    @classmethod
+    def of(cls, target: TargetConfig, data: DataConfig) -> "Source":
+        """Count the records, up to a limit, and encode the first ones. Raises PipelineError where none is usable."""
+        tokenizer, groups, refused = load_tokenizer(target), Groups(data), Counter[str]()
+        lengths: list[int] = []
+        learnt = records = 0
+        for record in islice(read_records(data, Tail()), COUNTED):
+            records += 1
+            if records > ENCODED:
+                continue
+            try:
+                sequences, _ = encode_sequences(tokenizer, clean_in_language(record, data, groups), data)
+            except Unusable as error:
+                refused[str(error).partition(":")[0]] += 1
+                continue
+            lengths += [len(one.input_ids) for _, one in sequences]
+            learnt += sum(int(one.loss_mask.sum()) for _, one in sequences)
+        tried = min(records, ENCODED)
+        why = ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
+        if not lengths:
+            raise PipelineError(
+                f"none of the first {tried} records of {data.source} is usable ({why or 'it is empty'})"
+            )
+        usable, length = tried - sum(refused.values()), sum(lengths) / len(lengths)
+        whole = records < COUNTED
+        report = (
+            f"{'' if whole else 'more than '}{records:,} records; of the first {tried} {usable} are usable"
+            f"{f' ({why})' if why else ''}: {length:.0f} tokens each, {100 * learnt / sum(lengths):.0f}% of them the "
+            "assistant's"
+        )
+        return cls(records, whole, usable / tried, length, report)
 
 
-def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weights: float) -> str:
+@dataclass(frozen=True)
+class Sizes:
+    """How a recipe divides a source, and how long it trains on it."""
+
+    heldout_fraction: float
+    validation: int
+    heldout_prompts: int
+    calibration: int
+    prompts: int
+    max_tokens: int | None
+    tokens: int  # to train on, roughly
+    global_batch: int
+    micro_batch: int
+    epochs: int
+    steps: int
+    warmup: int
+
+    @classmethod
+    def of(cls, source: Source, machine: Machine, ranks: int) -> "Sizes":
+        """The papers' sizes on GPUs, a quarter of an hour's on a CPU, and less of each where the source is small."""
+        wanted = _LAPTOP if not machine.gpus else _GPUS
+        dialogues, need = source.dialogues, max(wanted["validation"], wanted["heldout_prompts"] + wanted["calibration"])
+        fraction = min(max(math.ceil(100 * SPARE * need / dialogues) / 100, 0.02), LARGEST)
+        share = min(fraction * dialogues / SPARE / need, 1)
+        held = {name: max(int(count * share), 1) for name, count in wanted.items()}
+        every = int(dialogues * (1 - fraction) * source.length)
+        budget = None if machine.gpus or (source.whole and every <= LAPTOP_TOKENS) else LAPTOP_TOKENS
+        tokens = min(every, budget or every)
+        micro = 2 if 16 % (2 * ranks) == 0 else 1
+        rows = int(tokens / source.length)
+        batches = 16 if machine.gpus or rows >= 16 * FEW_STEPS else micro * ranks
+        batch = math.ceil(batches / (micro * ranks)) * micro * ranks
+        epochs = 20 if machine.gpus else min(max(math.ceil(3 * LAPTOP_TOKENS / max(tokens, 1)), 3), 20)
+        steps = rows // batch * epochs
+        most = 2000 if machine.gpus else 20
+        warmup = min(most, steps // 10) if source.whole or budget else most
+        return cls(fraction, **held, max_tokens=budget, tokens=tokens, global_batch=batch, micro_batch=micro,
+                   epochs=epochs, steps=steps, warmup=warmup)  # fmt: skip
+
+
+def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weights: float, source: Source) -> str:
     share = Share.of(machine, weights)
-    global_batch, micro_batch = _batch(share.ranks)
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     template = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(TEMPLATE.read_text())
     return template.render(
@@ -95,36 +183,15 @@ def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weight
         laptop=not machine.gpus,
         name=given.out.stem,
         share=share,
-        max_length=min(2048 if machine.gpus else 512, config.max_position_embeddings),
-        global_batch=global_batch,
-        micro_batch=micro_batch,
+        max_length=length_of(config, machine),
+        source=source,
+        sizes=Sizes.of(source, machine, share.ranks),
     )
 
 
-def look(recipe: Recipe) -> str:
-    """What becomes of the source's first records. Raises PipelineError where none is usable."""
-    tokenizer, groups, refused = load_tokenizer(recipe.target), Groups(recipe.data), Counter[str]()
-    lengths: list[int] = []
-    learnt = tried = 0
-    for record in islice(read_records(recipe.data, Tail()), LOOKED_AT):
-        tried += 1
-        try:
-            sequences, _ = encode_sequences(tokenizer, clean_in_language(record, recipe.data, groups), recipe.data)
-        except Unusable as error:
-            refused[str(error).partition(":")[0]] += 1
-            continue
-        lengths += [len(one.input_ids) for _, one in sequences]
-        learnt += sum(int(one.loss_mask.sum()) for _, one in sequences)
-    why = ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
-    if not lengths:
-        raise PipelineError(
-            f"none of the first {tried} records of {recipe.data.source} is usable ({why or 'it is empty'})"
-        )
-    share = 100 * learnt / sum(lengths)
-    return (
-        f"of its first {tried} records {tried - sum(refused.values())} are usable{f' ({why})' if why else ''}: "
-        f"{sum(lengths) / len(lengths):.0f} tokens each, {share:.0f}% of them the assistant's"
-    )
+def length_of(config: Any, machine: Machine) -> int:
+    """Tokens of a dialogue, at most."""
+    return min(2048 if machine.gpus else 512, config.max_position_embeddings)
 
 
 def main() -> None:
@@ -141,12 +208,15 @@ def main() -> None:
     target = TargetConfig(model=given.target)
     config = load_config(target)
     weights = 2 * parameter_count_of(target)
-    text = recipe_text(given, config, Machine.here(), weights)
-    with atomic_path(given.out) as unfinished:  # it stays away where its data are of no use
+    machine = Machine.here()
+    Share.of(machine, weights)  # refused before the data are read
+    source = Source.of(target, DataConfig(source=given.data, max_length=length_of(config, machine)))
+    text = recipe_text(given, config, machine, weights, source)
+    with atomic_path(given.out) as unfinished:  # it stays away where its recipe is of no use
         unfinished.write_text(text)
-        said = look(load_recipe(unfinished))
+        load_recipe(unfinished)
     print(f"target: {type(config).__name__}, {config.num_hidden_layers} layers, {weights / 2e9:.2f}B parameters")
-    print(f"data: {said}")
+    print(f"data: {source.report}")
     print(f"{given.out} is written: read it, then jakiro plan {given.out} and jakiro run {given.out}")
 
 
