@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from infra.plan import engine
+from infra.plan import engine, speeds
 from infra.plan.__main__ import answers, disk_warning, make
 from infra.plan.fed import stream
 from infra.plan.memory import (
@@ -82,6 +82,22 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     size = sum(file.bytes for file in (*manifest.shards, *manifest.text.values()))
     assert abs(figures["dump: tokens"] / tokens - 1) < 0.1
     assert abs(figures["dump: disk"] / size - 1) < 0.2  # so small shards are mostly frame
+
+
+def test_a_probe_ends_after_its_time_with_what_it_measured(monkeypatch):
+    clock = iter(range(0, 10_000, 8))  # seconds: each call takes eight, or what comes between
+    monkeypatch.setattr(speeds, "now", lambda device: next(clock))
+    calls: list[int] = []
+    assert speeds.mean_seconds(lambda: calls.append(1), torch.device("cpu"), 4, 5) == 8
+    assert len(calls) == 3  # 24 s, and the last one counts: warm ones are better than none
+    quick = iter(number / 100 for number in range(100_000))
+    monkeypatch.setattr(speeds, "now", lambda device: next(quick))
+    calls.clear()
+    assert speeds.mean_seconds(lambda: calls.append(1), torch.device("cpu"), 4, 20, calls=52) == pytest.approx(0.01)
+    assert len(calls) == 52
+    calls.clear()
+    speeds.mean_seconds(lambda: calls.append(1), torch.device("cpu"), 2, 0.095)
+    assert len(calls) == 12
 
 
 def test_the_planned_bytes_and_passes_of_a_stream(tiny_recipe):

@@ -3,7 +3,8 @@
     python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R]
 
 Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
-measured here. A row of the table is a figure, with where it comes from. The last line is JSON, its times in hours.
+measured here, each for 20 seconds at most. A row of the table is a figure, with where it comes from. The last line is
+JSON, its times in hours.
 Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
@@ -92,6 +93,7 @@ class Plan:
             resolve_device(self.recipe.target.device)
         except PipelineError:
             return None, f"no such device here: give --{flag}"
+        print(f"measuring {flag}: up to {speeds.PROBE} s after loading ...", flush=True)
         value = measure()
         shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         return value, f"{shown} {unit}, measured on {hardware(self.recipe.target.device)}"

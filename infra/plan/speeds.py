@@ -2,7 +2,7 @@
 
 import random
 import time
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document, FeatureWorker
 
 TOGETHER = 32  # documents of the dump that are timed together
+PROBE = 20  # seconds, after which a measurement ends with what it has
 CONTEXT = 256  # tokens before the plain ones that are timed
 
 
@@ -40,16 +41,17 @@ def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
         worker.close()
 
 
-def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = 20) -> float:
-    """Tokens a second of a worker here, as it works but for the writing, for at least so many seconds."""
+def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = PROBE) -> float:
+    """Tokens a second of a worker here, as it works but for the writing, in about so many seconds."""
     mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it
     for _ in worker.rows(worker.batches(mixed[:1], {}), mixed[:1], {}):  # warms up
         pass
-    tokens, first, begin = 0, 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds and first < len(mixed):
-        part = mixed[first : first + TOGETHER]
-        tokens += sum(row.tokens for row in worker.rows(worker.batches(part, {}), part, {}))
-        first += TOGETHER
+    tokens, begin = 0, time.perf_counter()
+    parts = (mixed[first : first + TOGETHER] for first in range(0, len(mixed), TOGETHER))
+    for row in (row for part in parts for row in worker.rows(worker.batches(part, {}), part, {})):
+        tokens += row.tokens
+        if time.perf_counter() - begin > seconds:
+            break
     return tokens / (time.perf_counter() - begin)
 
 
@@ -79,18 +81,29 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     objective = objective_of(draft.config, config.mask)
     totals, auxiliary = dict.fromkeys(objective.groups, length), range(len(draft.needs.auxiliary))
     batch = collate(rows, objective, totals, auxiliary=auxiliary).to(device, dtype)
-    tokens, begin = 0, 0.0
-    for step in count():
-        if step == 2:  # warm
-            tokens, begin = 0, now(device)
+
+    def step() -> None:
         loss, _ = objective.loss(draft, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        tokens += length * config.micro_batch
-        if step >= 4 and time.perf_counter() - begin > seconds:
-            break
-    return tokens / (now(device) - begin)
+
+    return length * config.micro_batch / mean_seconds(step, device, 2, seconds)
+
+
+def mean_seconds(
+    work: Callable[[], object], device: torch.device, warm: int, seconds: float, calls: int | None = None
+) -> float:
+    """Seconds of one of the calls that so many seconds hold, at most `calls`. The first `warm` of them count only where
+    they take a probe's whole time.
+    """
+    took: list[float] = []
+    while len(took) != calls and sum(took) < PROBE and (len(took) < warm + 3 or sum(took[warm:]) < seconds):
+        begin = now(device)
+        work()
+        took.append(now(device) - begin)
+    timed = took[warm:] or took[-1:]
+    return sum(timed) / len(timed)
 
 
 def plain_token(recipe: Recipe, tokens: int = 48) -> float:
@@ -100,10 +113,9 @@ def plain_token(recipe: Recipe, tokens: int = 48) -> float:
         pack(target, {})
     cache = target.new_cache(CONTEXT + tokens + 4)
     target.forward(torch.zeros(CONTEXT, dtype=torch.long, device=target.device), cache)
-    begin = 0.0
-    for step in range(tokens + 4):
-        if step == 4:
-            begin = now(target.device)
+
+    def token() -> None:
         hidden_ND = target.forward(torch.ones(1, dtype=torch.long, device=target.device), cache).final_ND
         int(target.head(hidden_ND[-1]).argmax())  # waits
-    return (now(target.device) - begin) / tokens
+
+    return mean_seconds(token, target.device, 4, PROBE, calls=tokens + 4)
