@@ -146,6 +146,11 @@ class Sizes:
     steps: int
     warmup: int
 
+    @property
+    def every(self) -> int:
+        """Steps from one validation to the next: four of them in a short training."""
+        return min(max(self.steps // 4, 10), 500)
+
     @classmethod
     def of(cls, source: Source, machine: Machine, ranks: int) -> "Sizes":
         """The papers' sizes on GPUs, a quarter of an hour's on a CPU, and less of each where the source is small."""
