@@ -102,9 +102,8 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
     tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished(task.index), recipe))
     start = sum(_count(Part(**journal[index])) for index in journal)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
-        for part in records(recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch"):
+        for part in records(recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch", progress, _count):
             journal.add(part.index, asdict(part))
-            progress.advance(_count(part), parts=len(journal))
     counts, edits, rejected = Counter(), Counter(), list(intake.rejected)
     with atomic_path(folder / DIALOGUES) as temporary:
         with temporary.open("w", encoding="utf-8") as file:

@@ -7,6 +7,7 @@ from true features where decoding has true ones and from the draft's own elsewhe
 `Decoder` decodes them, to show it.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -47,9 +48,16 @@ def hybrids(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, LoadedM
 
 
 def estimate(
-    draft: TrainedDraft, methods: dict[str, LoadedMethod], answers: FeatureStore, rank: int, ranks: int
+    draft: TrainedDraft,
+    methods: dict[str, LoadedMethod],
+    answers: FeatureStore,
+    rank: int,
+    ranks: int,
+    counted_one: Callable[[], None] = lambda: None,
 ) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, by method. The draft of them all holds whole weights."""
+    """Counts of this rank's share of the answers, by method. The draft of them all holds whole weights. Calls
+    `counted_one` after each answer.
+    """
     out = {name: Acceptance() for name in methods}
     for number in range(rank, len(answers), ranks):
         row = answers.row(number)
@@ -57,6 +65,7 @@ def estimate(
         begin = int(row.loss_mask.argmax())
         for name, method in methods.items():
             out[name].merge(counted(method, states, tokens, begin))
+        counted_one()
     return out
 
 

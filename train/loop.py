@@ -31,6 +31,7 @@ from train.engine.ranks import by_rank_0, fail_together
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import coverage, frequent_tokens
+from train.pace import Pace
 from train.start import Start, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
@@ -192,6 +193,8 @@ class _Run:
         self._validation_copy: TrainedDraft | None = None  # validates; made once
         self._watched: dict[str, LoadedMethod] = {}  # of the validation copy, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
+        self._progress: Progress  # both are there from the first step on
+        self._pace: Pace
         self._metrics = None
         if engine.rank == 0:
             tracker = open_tracker(recipe, name, self._folder)
@@ -217,6 +220,8 @@ class _Run:
         quiet, first = self._engine.rank != 0, self._engine.step
         yield first
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
+            self._progress = progress
+            self._pace = Pace(self._batches.order.steps, self._config.validate_every, first)
             begin, before, idle = time.monotonic(), self._done.trained_tokens, self._store.waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
@@ -224,7 +229,8 @@ class _Run:
                 shown = self._one_step(micro_batches)
                 seconds = time.monotonic() - begin
                 speed, waited = (self._done.trained_tokens - before) / seconds, (self._store.waited - idle) / seconds
-                progress.advance(1, **shown, **{"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"})
+                shown |= {"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"}
+                progress.reach(self._engine.step, self._pace.left(self._engine.step), **shown)
                 yield self._engine.step
 
     def _one_step(self, micro_batches) -> dict[str, str]:
@@ -279,12 +285,16 @@ class _Run:
 
     def _validate(self) -> None:
         pooled: dict = {}
-        engine = self._engine
-        for batch in self._batches.validation(self._heldout, engine.step, engine.device):
-            add_sums(pooled, engine.measure(batch))
-        self._done.validation = self._averages(engine.total(pooled))
-        if self._answers is not None:
-            self._done.validation |= self._acceptance()
+        engine, answers = self._engine, self._answers
+        parts = math.ceil(len(self._heldout) / (self._config.micro_batch * engine.ranks))
+        parts += len(range(engine.rank, len(answers), engine.ranks)) if answers is not None else 0
+        with self._pace.validation(parts, self._show) as part:
+            for batch in self._batches.validation(self._heldout, engine.step, engine.device):
+                add_sums(pooled, engine.measure(batch))
+                part()
+            self._done.validation = self._averages(engine.total(pooled))
+            if answers is not None:
+                self._done.validation |= self._acceptance(part)
         self._done.validation["trained_tokens"] = self._done.trained_tokens
         if self._done.best is not None and self._done.best["step"] == self._engine.step:
             self._done.best["validation"] = self._done.validation
@@ -298,13 +308,17 @@ class _Run:
         self._engine.fill(self._validation_copy)
         return self._validation_copy
 
-    def _acceptance(self) -> dict[str, float]:
+    def _show(self, doing: str) -> None:
+        self._progress.note(doing, self._pace.left(self._engine.step))
+
+    def _acceptance(self, part: Callable[[], None]) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""
         draft = self._whole()
         with fail_together():
             if not self._watched:
                 self._watched = acceptance.both(draft, self._tree) | acceptance.hybrids(self._recipe, self._name, draft)
-            mine = acceptance.estimate(draft, self._watched, self._answers, self._engine.rank, self._engine.ranks)
+            rank, ranks = self._engine.rank, self._engine.ranks
+            mine = acceptance.estimate(draft, self._watched, self._answers, rank, ranks, part)
         found = self._engine.gathered(mine)
         for other in found[1:]:
             for name, counts in found[0].items():

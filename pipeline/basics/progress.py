@@ -8,9 +8,11 @@ Node exporter's textfile collector reads such a folder, `jakiro metrics RECIPE` 
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,14 +30,30 @@ class Progress:
     def __init__(self, what: str, total: int, unit: str, start: int = 0, quiet: bool = False):
         self._what, self._total, self._unit, self._done = what, total, unit, start
         self._last, self._quiet = 0.0, quiet
+        self._shown: dict[str, Any] = {}
+        self._left: float | None = None
         channel = os.environ.get(CHANNEL)
         self._channel = Path(channel) if channel and not quiet else None
         self._bar = None
         if not quiet and self._channel is None:
-            self._bar = tqdm(total=total, initial=start, desc=what, unit=f" {unit}", mininterval=1, dynamic_ncols=True)
-        self._send({})
+            every = 1 if sys.stderr.isatty() else EVERY
+            self._bar = tqdm(
+                total=total, initial=start, desc=what, unit=f" {unit}", mininterval=every, dynamic_ncols=True
+            )
+        self._send()
+
+    @property
+    def done(self) -> int:
+        return self._done
 
     def advance(self, amount: int, **shown: Any) -> None:
+        self.reach(self._done + amount, **shown)
+
+    def reach(self, done: int, left: float | None = None, **shown: Any) -> None:
+        """Set the work that is done, which never falls: a worker that is lost begins its part anew. `left`: seconds to
+        the end, where the stage knows more than the mean speed.
+        """
+        amount, self._left, self._shown = max(done - self._done, 0), left, shown
         self._done += amount
         if not self._quiet:
             _tell(self._what, self._done, self._total, self._unit, shown)
@@ -43,8 +61,12 @@ class Progress:
             if shown:
                 self._bar.set_postfix(shown, refresh=False)
             self._bar.update(amount)
-        elif time.monotonic() - self._last > 0.5 or self._done >= self._total:
-            self._send(shown)
+        elif time.monotonic() - self._last > 0.5 or 0 < self._total <= self._done:
+            self._send()
+
+    def note(self, now: str, left: float | None = None) -> None:
+        """Show what is being done while nothing is counted, beside the last figures."""
+        self.reach(self._done, left, **{**self._shown, "now": now})
 
     def expect(self, total: int) -> None:
         """The total turns out to be another."""
@@ -56,7 +78,7 @@ class Progress:
         if self._bar is not None:
             self._bar.total = total
             self._bar.refresh()
-        self._send({})
+        self._send()
 
     def __enter__(self) -> "Progress":
         return self
@@ -66,18 +88,20 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _send(self, shown: dict) -> None:
+    def _send(self) -> None:
         if self._channel is not None:
             self._last = time.monotonic()
-            line = {"what": self._what, "done": self._done, "total": self._total, "unit": self._unit, "shown": shown}
+            line = {"what": self._what, "done": self._done, "total": self._total, "unit": self._unit}
+            line |= {"shown": self._shown, "left": self._left}
             with self._channel.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
 
 # -- what `pipeline run` shows of it ----------------------------------------------------------------------------------
 
-EVERY = 30  # seconds between two lines
-_KEYS = {"what", "done", "total", "unit", "shown"}  # of a report
+EVERY = 30  # seconds between two lines of a log
+IDLE = 60  # the same where nothing has moved
+_KEYS = {"what", "done", "total", "unit", "shown", "left"}  # of a report
 
 
 def new_reports(reports: TextIO) -> Iterator[dict[str, Any]]:
@@ -103,43 +127,66 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Display:
-    """The stage's newest report as a line: in a log one every half minute, on a terminal in its place, each second.
+@dataclass
+class _Work:
+    """One kind of work: where its clock started, and its last movement."""
 
-    `clock` gives seconds.
+    began: float
+    first: int  # done when it began
+    moved: float
+    done: int
+    shown: dict[str, Any]
+
+
+class Display:
+    """The stage's newest report as a line: on a terminal in its place, each second; in a log every half minute where
+    something has moved, else every minute. `clock` gives seconds.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock = out, clock
         self._erase, self._every = ("\r\x1b[K", 1) if out.isatty() else ("", EVERY)
         self._stage, self._began, self._told = "", 0.0, 0.0
-        self._first: dict[str, tuple[float, int]] = {}  # by kind of work: when it began, and what was done then
-        self._done: dict[str, int] = {}
+        self._works: dict[str, _Work] = {}  # by kind
         self._newest: dict[str, Any] | None = None
+        self._came = self._changed = 0.0  # when the newest report came, and when it last brought news
         self.seen: dict[str, str] = {}  # of the stage, what was shown last under each name
 
     def say(self, line: str) -> None:
         self._write(f"{line}\n")
 
     def begin(self, stage: str) -> None:
-        self._stage, self._first, self._newest, self.seen = stage, {}, None, {}
-        self._began = self._told = self._clock()
+        self._stage, self._works, self._newest, self.seen = stage, {}, None, {}
+        self._began = self._told = self._came = self._changed = self._clock()
 
     def update(self, reports: TextIO) -> None:
         """Looks at what the stage reports, and says so when it is time."""
         now = self._clock()
         for report in new_reports(reports):
-            what, done = report["what"], report["done"]
-            if what not in self._first or done < self._done[what]:  # begun, or begun again: the next draft's
-                self._first[what] = now, done
-            self._done[what], self._newest = done, report
-            self.seen |= report["shown"]
-        if now - self._told >= self._every:
+            self._take(report, now)
+        due = self._every if self._erase or self._changed > self._told else max(self._every, IDLE)
+        if now - self._told >= due:
             self._told, line = now, f"{self._stage}: {self._progress(now)}"
             if self._erase:
                 self._write(line[: shutil.get_terminal_size().columns - 1])
             else:
                 self.say(line)
+
+    def _take(self, report: dict[str, Any], now: float) -> None:
+        """Work begins when its first part does: while nothing of it is done, the clock starts anew with what is being
+        done (loading, then the first shard).
+        """
+        before, what, done, shown = self._newest, report["what"], report["done"], report["shown"]
+        work = self._works.get(what)
+        if work is None or done < work.done or (done == work.first and shown != work.shown):
+            work = self._works[what] = _Work(now, done, now, done, shown)
+        if done > work.done:
+            work.moved = now
+        work.done, work.shown = done, shown
+        self._newest, self._came = report, now
+        self.seen |= shown
+        if before is None or any(before[key] != report[key] for key in ("what", "done", "total", "shown")):
+            self._changed = now
 
     def end(self) -> None:
         """The stage has ended, well or not."""
@@ -155,13 +202,19 @@ class Display:
         done, total, unit = report["done"], report["total"], report["unit"]
         share = f" of {total:,} {unit} ({done / total:.0%})" if total else f" {unit}"
         words = [f"{report['what']}: {done:,}{share}"]
-        began, before = self._first[report["what"]]
-        if done > before and now > began:
-            speed = (done - before) / (now - began)
+        work, left = self._works[report["what"]], report["left"]
+        if work.moved > work.began:
+            speed = (done - work.first) / (work.moved - work.began)
             words.append(f"{speed:,.0f} {unit}/s" if speed >= 10 else f"{speed:.2g} {unit}/s")
-            if total > done:
-                words.append(f"about {duration((total - done) / speed)} left")
-        return ", ".join([*words, *(f"{key} {value}" for key, value in report["shown"].items())])
+            if left is None and total > done:
+                left = (total - done) / speed - (now - work.moved)
+            elif left is not None:
+                left -= now - self._came
+            if left is not None:
+                words.append(f"about {duration(max(left, 0))} left")
+        words += [f"{key} {value}" for key, value in report["shown"].items()]
+        words += [f"nothing new for {duration(now - self._changed)}"] if now - self._changed >= IDLE else []
+        return ", ".join(words)
 
 
 # -- what Prometheus reads of it --------------------------------------------------------------------------------------

@@ -16,8 +16,13 @@ CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # ROCm knows both, an
 NO_GPUS = {CUDA: "", HIP: ""}  # in the environment of a process that is to see none
 PASSED_ON = (BATCH_INVARIANT,)  # of the driver's environment, to workers on every node
 NOT_YET: Any = object()  # a source of tasks that has none for now, but may have one later, yields this
-Heartbeat = Callable[[tuple[str, ...]], None]  # takes the ids of the items that are worked on from now on
+Watch = Callable[[int, str], None]  # takes what is done of the tasks in work, and what the workers are doing
 log = logging.getLogger(__name__)
+
+
+class Heartbeat(Protocol):
+    def __call__(self, items: tuple[str, ...], done: int = 0) -> None:
+        """Name the items that are worked on from now on, and how much of the task is done, as its job counts it."""
 
 
 class Task(Protocol):

@@ -31,7 +31,19 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Loss, Losses, Task, Worker, hide_gpus, room_for
+from pipeline.running.crew import (
+    NOT_YET,
+    PASSED_ON,
+    Crew,
+    Heartbeat,
+    Loss,
+    Losses,
+    Task,
+    Watch,
+    Worker,
+    hide_gpus,
+    room_for,
+)
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
@@ -40,21 +52,32 @@ LONGEST_SOCKET = 107  # bytes of a Unix socket's path
 RAYS_SOCKET = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
 SHORT = "/tmp"
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+IDLE, NAMED = "idle", 3  # a worker without a task; so many tasks in work are named
 LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker's last heartbeat."""
+
+    count: int = 0  # of all so far
+    items: tuple[str, ...] = ()
+    task: str = ""  # its title
+    done: int = 0  # of that task
 
 
 class Heartbeats:
     """The workers' signs of life, kept beside the driver: what a worker was busy with is known after it is gone."""
 
     def __init__(self):
-        self._beats: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._beats: dict[int, Beat] = {}
 
-    def beat(self, number: int, items: tuple[str, ...]) -> None:
-        self._beats[number] = (self._beats.get(number, (0, ()))[0] + 1, items)
+    def beat(self, number: int, *last: Any) -> None:
+        self._beats[number] = Beat(self._beats.get(number, Beat()).count + 1, *last)
 
-    def read(self) -> dict[int, tuple[int, tuple[str, ...]]]:
-        """By worker: how many heartbeats there were, and the items that the last one named."""
+    def read(self) -> dict[int, Beat]:
+        """By worker."""
         return self._beats
 
 
@@ -63,7 +86,8 @@ class WorkerActor:
 
     def __init__(self, make: Callable[[Heartbeat], Worker], number: int, heartbeats: Any, gpus: float):
         hide_gpus(gpus)
-        self._make, self._heartbeat = make, lambda items: ray.get(heartbeats.beat.remote(number, items))
+        self._make, self._task = make, ""
+        self._heartbeat = lambda items, done=0: ray.get(heartbeats.beat.remote(number, items, self._task, done))
 
     def ready(self) -> None:
         self._heartbeat(())  # it has its room, and loads from now on
@@ -71,6 +95,7 @@ class WorkerActor:
         self._worker.ready()
 
     def work(self, task: Any) -> Any:
+        self._task = task.title
         self._heartbeat(())
         return self._worker.work(task)
 
@@ -98,6 +123,7 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._crew, self._make, self._losses, self._clock = crew, make, losses, clock
+        self._watch: Watch = lambda done, doing: None
         self._heartbeats: Any = None
         self._gpus = 0.0  # of a worker; known when Ray's nodes are
         self._spawned = 0
@@ -107,14 +133,16 @@ class Pool:
         self._lost_in_a_row = 0  # workers lost since the last finished task
         self._not_loaded = 0  # workers lost while they loaded, since one last was ready
 
-    def results(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
+    def results(self, tasks: Iterator[Task], watch: Watch | None = None) -> Iterator[tuple[Any, Any]]:
         """(task, record) as they are finished, in any order. A source that yields NOT_YET is asked again and again.
-        Raises PipelineError; finished tasks stay finished.
+        Each look at the workers is told to `watch`. Raises PipelineError; finished tasks stay finished.
         """
+        self._watch = watch or self._watch
         first = next((task for task in tasks if task is not NOT_YET), None)
         if first is None:
             return
         self._again.append(first)
+        self._watch(0, "starting Ray")
         with start_ray(self._crew):
             yield from self._results(tasks)
 
@@ -197,9 +225,10 @@ class Pool:
     def _look_for_hangs(self) -> None:
         now, patience, beats = self._clock(), self._crew.hang_seconds, ray.get(self._heartbeats.read.remote())
         for member in self._members:
-            count, _ = beats.get(member.number, (0, ()))
+            count = beats.get(member.number, Beat()).count
             if count != member.beats:
                 member.beats, member.since = count, now
+        self._tell(beats)
         late = [member for member in self._members if now - member.since > patience]
         together = self._crew.all_at_once
         if not together and len(late) == len(self._members) and all(member.loading is not None for member in late):
@@ -212,6 +241,14 @@ class Pool:
             loads = member.loading is not None and (together or member.beats > 0)
             if member.tasks or loads:
                 self._lose(member, f"it gave no sign of life for {patience} s ({self._crew.section}.hang_seconds).")
+
+    def _tell(self, beats: dict[int, Beat]) -> None:
+        titles = [_title(member) for member in self._members]
+        known = (beats.get(member.number, Beat()) for member in self._members)
+        done = sum(beat.done for beat, title in zip(known, titles, strict=True) if beat.task == title)
+        names = list(dict.fromkeys(title for title in titles if title != IDLE))
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        self._watch(done, ", ".join(names[:NAMED]) + more or "waiting for work")
 
     def _lose(self, member: _Member, why: str, raised: bool = False) -> None:
         """Replaces a worker that died, hung or failed; its tasks are given out again."""
@@ -232,8 +269,8 @@ class Pool:
             )
         held = list(member.tasks.values())
         if held:
-            _, busy = ray.get(self._heartbeats.read.remote()).get(member.number, (0, ()))
-            held[0] = self._losses.retry(held[0], Loss(busy, why, raised))
+            beat = ray.get(self._heartbeats.read.remote()).get(member.number, Beat())
+            held[0] = self._losses.retry(held[0], Loss(beat.items, why, raised))
         self._members[self._members.index(member)] = self._spawn()
         self._again.extend(held)
 
@@ -241,7 +278,7 @@ class Pool:
 def _title(member: _Member) -> str:
     if member.loading is not None:
         return "loading the target"
-    return next(iter(member.tasks.values())).title if member.tasks else "idle"
+    return next(iter(member.tasks.values())).title if member.tasks else IDLE
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,7 +36,8 @@ class AnswerWorker:
 
     @cached_property
     def _interview(self) -> Interview:
-        return Interview(self._recipe, open_source(self._recipe.target), self._busy)
+        source = open_source(self._recipe.target)
+        return Interview(self._recipe, source, self._busy, lambda conversation, _: int(not conversation.open))
 
     def work(self, task: ShardTask) -> Part:
         """The same whoever does it, and however often, on the same hardware."""
@@ -44,6 +45,7 @@ class AnswerWorker:
         for dialogue in left:
             if dialogue.doc_id in task.suspects:
                 list(self._interview.hold([dialogue]))
+        self._busy.begin()
         done = [conversation for held in self._interview.hold(left) for conversation in held]
         kept = [conversation for conversation in done if conversation.answers]
         unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}

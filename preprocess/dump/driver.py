@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -193,13 +194,13 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
-    done = manifest.total("train", "tokens")
-    most = recipe.data.max_tokens or 0  # of training tokens: what is held out comes beside them
     make = worker_of(recipe, folder, manifest.spec)
     # They are made again when training reads them; with known texts, those that an earlier dump kept stay.
     if recipe.features.keep == "window" and (manifest.fed or recipe.answers_streamed):
         manifest.shards = [*manifest.of("validation"), *filter(partial(_is_sample, recipe), manifest.of("train"))]
-    with Progress("dump", most and max(most, done), "tokens", start=done) as progress, ledger, ExitStack() as stack:
+    made_here = (*SPLITS, ANSWERS) if recipe.features.keep == "all" else ("validation", ANSWERS)
+    done = sum(manifest.total(split, "tokens") for split in made_here)
+    with Progress("dump", 0, "tokens", start=done) as progress, ledger, ExitStack() as stack:
         own = recipe.data.answers == "target"  # then the shards bring the texts
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
@@ -207,13 +208,9 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         }
         if recipe.answers_streamed:
             tables[QUESTIONS] = stack.enter_context(arrow_file(folder / text_name(QUESTIONS), QUESTION))
-        tasks = _tasks(recipe, plan, manifest, tables)
-        for record in records(recipe, make, tasks, "features.batch_tokens"):
+        tasks = _tasks(recipe, plan, manifest, tables, progress)
+        for record in records(recipe, make, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             ledger.add(record)
-            if 0 < most < plan.train_tokens:
-                progress.expect(plan.train_tokens)
-            progress.advance(record.tokens if record.split == "train" else 0, shards=_count(manifest))
-        progress.expect(manifest.total("train", "tokens"))  # the source may hold fewer
         _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
     manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
@@ -271,7 +268,7 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     shards, made = manifest.shards, manifest.of("train")
     if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected; it counts such questions
         rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in made)
-        shards = [*shards, ShardRecord("", "train", 0, rest, plan.train_tokens, 0, 0, "")]
+        shards = [*shards, ShardRecord("", "train", 0, rest, plan.tokens["train"], 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
     if not any(shard.rows for shard in made or shards if shard.split == "train"):
         raise PipelineError(
@@ -286,7 +283,9 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
         )
 
 
-def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile]) -> Iterator[ShardTask]:
+def _tasks(
+    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile], progress: Progress
+) -> Iterator[ShardTask]:
     """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
     by every run: the same bytes as long as the source and the settings are the same. The target's own answers are no
     texts yet.
@@ -294,6 +293,7 @@ def _tasks(recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, Arr
     finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
     later = {"train"} if recipe.features.keep == "window" else set()
     for task in plan.tasks():
+        progress.expect(plan.expected_tokens)
         if task.split in tables:
             tables[task.split].write(text_batch(task.in_order, manifest.spec))
         if task.split == "train" and QUESTIONS in tables:

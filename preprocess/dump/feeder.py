@@ -14,11 +14,13 @@ shard that is not there. In the end none is left.
 import time
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from pipeline.artifacts.features import MADE, feature_spec, read_wanted, store_of, wanted_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
+from pipeline.basics.progress import Progress
 from pipeline.features.checked import checked
 from pipeline.features.shards import QUESTIONS, Manifest, ShardRecord, damage
 from pipeline.features.text import TextTable
@@ -98,15 +100,17 @@ class _Feeder:
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
         for record in self._manifest.of("train"):
             _require_all(record)
-        for record in records(self._recipe, make, self._tasks(), "features.batch_tokens"):
-            _require_all(record)
-            self._note(record)
-            self._count()
-            self._making.discard(record.index)
-            self._manifest.shards.append(record)
-            self._manifest.save(self._folder)
-            self._made += 1
-            self._tokens += record.tokens
+        with Progress("feed", 0, "tokens") as progress:
+            batches, tokens = "features.batch_tokens", attrgetter("tokens")
+            for record in records(self._recipe, make, self._tasks(), batches, progress, tokens):
+                _require_all(record)
+                self._note(record)
+                self._count()
+                self._making.discard(record.index)
+                self._manifest.shards.append(record)
+                self._manifest.save(self._folder)
+                self._made += 1
+                self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
         reasons = Counter(self._rejected.values())

@@ -5,7 +5,7 @@ answer that is empty, runs in circles or ends in its thoughts, and after one tha
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,8 +64,10 @@ def not_asked(dialogue: Dialogue) -> str | None:
 class Interview:
     """Asks a source. The answers are the same whoever asks, and however often, on the same hardware."""
 
-    def __init__(self, recipe: Recipe, source: FeatureSource, busy: Busy):
+    def __init__(self, recipe: Recipe, source: FeatureSource, busy: Busy, count: Callable[[Conversation, Answer], int]):
+        """`count`: what an answer is to the task's progress."""
         self._recipe, self._settings, self._source, self._busy = recipe, recipe.regenerate, source, busy
+        self._count = count
         self.reading = Lock()  # tokenizers are not made for threads
 
     @property
@@ -112,6 +114,7 @@ class Interview:
                 for (prompt, conversation), answer in zip(batch, self._answers(batch, capture), strict=True):
                     with self.reading:
                         self._take(conversation, prompt, answer)
+                    self._busy.add(self._count(conversation, answer))
         return conversations
 
     def _opened(self, dialogue: Dialogue) -> Conversation:

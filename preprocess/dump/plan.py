@@ -109,7 +109,8 @@ class Plan:
     calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training's sake
     _open: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
-    train_tokens: int = 0  # so far; the last dialogue may go beyond ``data.max_tokens``
+    tokens: Counter = field(default_factory=Counter)  # by split, so far; the last dialogue may go beyond max_tokens
+    _read: bool = False  # all of the source
     _unusable: list[tuple[str, str]] = field(default_factory=list)
     _intake: Intake = field(init=False)
 
@@ -125,6 +126,26 @@ class Plan:
         """(document id, reason), before anything was dumped: by the intake, then for what their encoding is."""
         return [*self._intake.rejected, *self._unusable]
 
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of all shards of the dump, about; 0 where nobody knows: of answers that the target is to give, and of
+        a source without ``data.max_tokens`` until it is read.
+        """
+        data, features = self.recipe.data, self.recipe.features
+        if data.answers == "target" or not (self._read or data.max_tokens or features.keep == "window"):
+            return 0
+        expected = Counter(self.tokens)
+        prompts = len(self.calibration)
+        if not self._read:
+            prompts = data.calibration_prompts
+            expected["train"] = max(self.tokens["train"], data.max_tokens or 0)
+            mean = self.tokens.total() / max(self.accepted.total(), 1)
+            expected["validation"] += round(mean * (data.validation_dialogues - self.accepted["validation"]))
+        if features.keep == "window":  # they are made while training reads them
+            del expected["train"]
+        asked = sum(len(prompt.input_ids) for prompt in self.calibration)
+        return expected.total() + asked + prompts * features.answer_tokens
+
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
         for dialogue, encode in self._dialogues():
@@ -139,10 +160,11 @@ class Plan:
                     continue
                 self._open[split].append(document)
                 self.accepted[split] += 1
-                if split == "train" and isinstance(document, Document):
-                    self.train_tokens += len(document.input_ids)
+                if isinstance(document, Document):
+                    self.tokens[split] += len(document.input_ids)
                 if len(self._open[split]) == self.recipe.features.rows_per_shard:
                     yield self._close(split)
+        self._read = True
         for split, documents in self._open.items():
             if documents:
                 yield self._close(split)
@@ -203,7 +225,7 @@ class Plan:
         data = self.recipe.data
         if split == "validation":
             return self.accepted[split] >= data.validation_dialogues
-        tokens = data.max_tokens is not None and self.train_tokens >= data.max_tokens
+        tokens = data.max_tokens is not None and self.tokens["train"] >= data.max_tokens
         return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
 
     def _offer_prompt(self, dialogue) -> None:

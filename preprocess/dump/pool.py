@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.basics.progress import Progress
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Crew, Heartbeat, Loss, Worker
 from pipeline.running.workers import Pool
@@ -34,8 +35,24 @@ def crew_of(recipe: Recipe) -> Crew:
 
 
 def records(
-    recipe: Recipe, make: Callable[[Heartbeat], Worker], tasks: Iterator[ShardTask], batch_key: str
+    recipe: Recipe,
+    make: Callable[[Heartbeat], Worker],
+    tasks: Iterator[ShardTask],
+    batch_key: str,
+    progress: Progress,
+    size: Callable[[Any], int],
 ) -> Iterator[Any]:
-    """What the workers return for their tasks, as they finish. Raises PipelineError; finished files stay finished."""
-    for _, record in Pool(crew_of(recipe), make, SetAside(batch_key)).results(tasks):
+    """What the workers return for their tasks, as they finish. `progress` moves with their batches; `size` is what a
+    record counts in it. Raises PipelineError; finished files stay finished.
+    """
+    done = progress.done
+
+    def watch(in_work: int, doing: str) -> None:
+        progress.reach(done + in_work, now=doing)
+
+    progress.note("reading the source")
+    for _, record in Pool(crew_of(recipe), make, SetAside(batch_key)).results(tasks, watch):
+        done += size(record)
+        progress.reach(done)
         yield record
+    progress.expect(done)  # the source may hold fewer

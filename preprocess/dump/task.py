@@ -22,7 +22,7 @@ KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
 log = logging.getLogger(__name__)
 
 
-def nobody_listens(_: tuple[str, ...]) -> None:
+def nobody_listens(items: tuple[str, ...], done: int = 0) -> None:
     """The heartbeat of a worker outside of a pool."""
 
 
@@ -46,20 +46,31 @@ def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: 
 
 
 class Busy:
-    """What the threads of a worker are busy with; the heartbeat names all of it."""
+    """What the threads of a worker are busy with, and how much of its task is done; the heartbeat names all of it."""
 
     def __init__(self, heartbeat: Heartbeat):
         self._heartbeat, self._lock = heartbeat, Lock()
         self.now: list[tuple[str, ...]] = []
+        self.done = 0
 
     def take(self, doc_ids: tuple[str, ...]) -> None:
         with self._lock:
             self.now.append(doc_ids)
         self.beat()
 
-    def free(self, doc_ids: tuple[str, ...]) -> None:
+    def free(self, doc_ids: tuple[str, ...], done: int = 0) -> None:
         with self._lock:
             self.now.remove(doc_ids)
+            self.done += done
+
+    def begin(self) -> None:
+        """Nothing of the task is done."""
+        self.done = 0
+
+    def add(self, done: int) -> None:
+        """The next heartbeat names it."""
+        with self._lock:
+            self.done += done
 
     @contextmanager
     def on(self, doc_ids: tuple[str, ...]) -> Iterator[None]:
@@ -70,7 +81,7 @@ class Busy:
 
     def beat(self) -> None:
         with self._lock:
-            self._heartbeat(tuple(dict.fromkeys(doc_id for batch in self.now for doc_id in batch)))
+            self._heartbeat(tuple(dict.fromkeys(doc_id for batch in self.now for doc_id in batch)), self.done)
 
 
 def in_flight(recipe: Recipe) -> int:

@@ -1,6 +1,5 @@
 """One worker of the dump: a target and the shards it writes. A plain class; `pool.py` makes a Ray actor of it."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ import torch
 
 from pipeline.artifacts.features import store_of
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.basics.progress import CHANNEL, Progress
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import identity_of, open_source
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
@@ -45,6 +43,11 @@ class Document:
     loss_mask: np.ndarray
     states_TSD: torch.Tensor | None = None  # where the target's answer brought them
     asked: str | None = None  # the dialogue that the target answered, where this is what it said
+
+    @property
+    def to_read(self) -> int:
+        """Tokens that a forward adds to the progress: those that the target said were counted as it said them."""
+        return len(self.input_ids) - (int(self.loss_mask.sum()) if self.asked else 0)
 
     def content(self) -> bytes:
         ids, mask = self.input_ids.astype("<i4"), self.loss_mask.astype("u1")
@@ -80,6 +83,7 @@ class _Stored:
     """A batch in the form in which its shard stores it."""
 
     doc_ids: tuple[str, ...]
+    tokens: int  # `Document.to_read` of all
     columns: list[list[torch.Tensor]]  # of each dialogue
     finite_B: torch.Tensor
     event: torch.Event | None  # of `to_host`
@@ -167,7 +171,7 @@ class FeatureWorker:
 
     @cached_property
     def _interview(self) -> Interview:
-        return Interview(self._recipe, self._source, self._busy)
+        return Interview(self._recipe, self._source, self._busy, lambda _, answer: len(answer.tokens))
 
     def work(self, task: ShardTask) -> ShardRecord:
         """Writes the task's shard: the same bytes whoever writes it, and however often (by an engine that batches by
@@ -180,6 +184,7 @@ class FeatureWorker:
             if one.doc_id in task.suspects:
                 for batch in [[one]] if isinstance(one, Document) else self._held([one], _Own({})):
                     self._arrived(self._compute(batch))
+        self._busy.begin()
         own, first = _Own(dict(task.set_aside)), 0
         if task.split == ANSWERS:
             own.texts = longest_first(self._answered(task, own.rejected))
@@ -255,22 +260,15 @@ class FeatureWorker:
                     (answer,) = self._source.answers([prompt], sampling, capture, self._busy.beat, plainly=True)
                 if not answer.tokens:
                     rejected[document.doc_id] = NOT_ANSWERED
+            self._busy.add(len(answer.tokens))
             ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
-            return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD)
-
-        def told(answers: Iterable[Document]) -> list[Document]:
-            found, quiet = [], CHANNEL not in os.environ  # a worker has no terminal
-            with Progress("answers to calibration prompts", len(task.documents), "answers", quiet=quiet) as progress:
-                for answer in answers:
-                    found.append(answer)
-                    progress.advance(1)
-            return found
+            return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD, asked=document.doc_id)
 
         if not self._source.one_pass:  # this thread computes
-            return told(map(answered, task.documents))
+            return list(map(answered, task.documents))
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-            return told(threads.map(answered, task.documents))
+            return list(threads.map(answered, task.documents))
 
     def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
         """``states_TSD`` of each dialogue, in the target's dtype, on its device."""
@@ -288,16 +286,17 @@ class FeatureWorker:
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
         rest = iter(sent[1:])
-        stored = _Stored(doc_ids, [[next(rest) for _ in columns] for columns, _ in found], sent[0], event)
+        tokens = sum(document.to_read for document in batch)
+        stored = _Stored(doc_ids, tokens, [[next(rest) for _ in columns] for columns, _ in found], sent[0], event)
         if event is None:
-            self._busy.free(doc_ids)
+            self._busy.free(doc_ids, tokens)
         return stored
 
     def _arrived(self, stored: _Stored) -> _Stored:
         """What went wrong on an accelerator is raised here."""
         if stored.event is not None:
             stored.event.synchronize()
-            self._busy.free(stored.doc_ids)
+            self._busy.free(stored.doc_ids, stored.tokens)
         return stored
 
     def _stored(self, states_TSD: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.basics.progress import EVERY, Display, duration, new_reports
+from pipeline.basics.progress import EVERY, IDLE, Display, duration, new_reports
 from pipeline.running.stages import _run_stage, stages
 from tests.kit import write_recipe
 
@@ -21,8 +21,9 @@ class Clock:
         return self.seconds
 
 
-def report(done: int, total: int = 1000, what: str = "dump", **shown) -> str:
-    return json.dumps({"what": what, "done": done, "total": total, "unit": "tokens", "shown": shown}) + "\n"
+def report(done: int, total: int = 1000, what: str = "dump", left: float | None = None, **shown) -> str:
+    line = {"what": what, "done": done, "total": total, "unit": "tokens", "shown": shown, "left": left}
+    return json.dumps(line) + "\n"
 
 
 @pytest.fixture
@@ -41,20 +42,43 @@ def append(channel: io.StringIO, text: str) -> None:
     channel.seek(at)
 
 
-def test_a_line_every_half_minute_says_progress_speed_and_what_is_left(watched):
+def told(watched, *timed: tuple[int, str], until: int) -> list[str]:
+    """The lines, of reports that come at these seconds."""
     lines, clock, out, channel = watched
-    append(channel, report(100))
-    for second in range(1, 3 * EVERY):
+    for second in range(1, until + 1):
         clock.seconds = second
-        if second == 1:
-            lines.update(channel)  # from here on the speed is counted
-            append(channel, report(400, shards=3))
+        for at, text in timed:
+            if at == second:
+                append(channel, text)
         lines.update(channel)
-    assert out.getvalue().splitlines() == [
-        "preprocess: dump: 400 of 1,000 tokens (40%), 10 tokens/s, about 58 s left, shards 3",
-        "preprocess: dump: 400 of 1,000 tokens (40%), 5.1 tokens/s, about 118 s left, shards 3".replace(
-            "118 s", "2 min"
-        ),
+    return out.getvalue().splitlines()
+
+
+def test_a_line_every_half_minute_says_progress_speed_and_what_is_left(watched):
+    """The speed is that of the time in which the parts were done; the part in work has its share of what is left."""
+    assert told(watched, (1, report(100)), (21, report(300)), (41, report(500, shards=3)), until=60) == [
+        "preprocess: dump: 300 of 1,000 tokens (30%), 10 tokens/s, about 61 s left",
+        "preprocess: dump: 500 of 1,000 tokens (50%), 10 tokens/s, about 31 s left, shards 3",
+    ]
+
+
+def test_where_nothing_moves_a_line_a_minute_says_what_is_being_done(watched):
+    """Loading is no part of the work's time: its speed and what is left are those of the shards."""
+    loading, shard = report(0, now="loading the target"), report(0, now="shard train-0")
+    lines = told(watched, (1, loading), (280, shard), (290, report(100, now="shard train-0")), until=5 * IDLE)
+    assert lines == [
+        "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target",
+        "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 2 min",
+        "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 3 min",
+        "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 4 min",
+        "preprocess: dump: 100 of 1,000 tokens (10%), 10 tokens/s, about 80 s left, now shard train-0",
+    ]
+
+
+def test_a_stage_that_knows_what_is_left_is_believed(watched):
+    reports = (1, report(100)), (2, report(200)), (20, report(200, left=500, now="validation, 1 of 9"))
+    assert told(watched, *reports, until=EVERY) == [
+        "preprocess: dump: 200 of 1,000 tokens (20%), 100 tokens/s, about 8 min left, now validation, 1 of 9"
     ]
 
 
@@ -88,9 +112,9 @@ def test_the_next_stage_starts_with_a_clean_slate(watched):
     lines.update(channel)
     lines.end()
     lines.begin("train")
-    clock.seconds = EVERY
+    clock.seconds = IDLE
     lines.update(channel)
-    assert out.getvalue() == f"train: no progress to report yet after {EVERY} s\n"
+    assert out.getvalue() == f"train: no progress to report yet after {IDLE} s\n"
 
 
 def test_a_report_written_in_part_waits_for_its_end():

@@ -104,6 +104,39 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path):
     assert [title for title, loss in lost.items() if loss.raised] == ["raises"]
 
 
+class Counting:
+    """Says how much of its task is done, and goes on when that was seen."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat):
+        self._folder, self._heartbeat = folder, heartbeat
+
+    def ready(self) -> None:
+        pass
+
+    def work(self, task: Task) -> str:
+        for done in (7, 11):
+            self._heartbeat(("an item",), done)
+            end = time.monotonic() + PATIENCE
+            while not (self._folder / f"seen {done} of {task.title}").exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        return "done"
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+def test_what_is_done_of_a_task_is_seen_while_a_worker_is_at_it(tmp_path):
+    seen = []
+
+    def watch(done: int, doing: str) -> None:
+        seen.append((done, doing))
+        (tmp_path / f"seen {done} of {doing}").touch()
+
+    pool = Hasty(tmp_path, replace(CREW, workers=1), Counting)
+    assert [record for _, record in pool.results(iter([Task("one"), Task("two")]), watch)] == ["done", "done"]
+    assert seen[0] == (0, "starting Ray") and (0, "loading the target") in seen
+    assert {(done, title) for title in ("one", "two") for done in (7, 11)} <= set(seen)
+
+
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
 def test_an_error_for_the_user_ends_the_job(tmp_path):

@@ -13,10 +13,11 @@ import pytest
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import CHANNEL
-from pipeline.features.shards import ANSWERS, MANIFEST, Manifest, usable_texts
+from pipeline.basics.progress import Progress
+from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, Manifest, usable_texts
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import features_state
+from preprocess.dump import driver
 from preprocess.dump.driver import dump
 from tests import cluster
 from tests.kit import (
@@ -79,18 +80,60 @@ def test_a_second_run_finds_everything_done(job):
     assert checksums(features) == before
 
 
-@pytest.mark.parametrize("most", [2000, 1_000_000])
-def test_its_progress_ends_at_its_total(tiny_recipe, tmp_path, monkeypatch, most):
-    """Of training tokens, which `data.max_tokens` is of: the last dialogue may go beyond, the source may hold fewer."""
-    channel = tmp_path / "progress"
-    monkeypatch.setenv(CHANNEL, str(channel))
+class Shown(Progress):
+    """Of the dump's progress all that is shown, however short after the last."""
+
+    def __init__(self, what, total, unit, start=0, quiet=False):
+        super().__init__(what, total, unit, start, quiet=True)
+        self.shown = [(start, total)]
+        Shown.last = self
+
+    def reach(self, done, left=None, **shown):
+        super().reach(done, left, **shown)
+        self.shown.append((self._done, self._total))
+
+    def expect(self, total):
+        super().expect(total)
+        self.shown.append((self._done, self._total))
+
+
+def tokens_of(manifest: Manifest, *splits: str) -> int:
+    return sum(manifest.total(split, "tokens") for split in splits)
+
+
+@pytest.mark.parametrize("most", [2000, 1_000_000, None])
+def test_its_progress_counts_all_tokens_and_ends_at_its_total(tiny_recipe, monkeypatch, most):
+    """Those of training, validation and answers; `data.max_tokens` is of the first: its last dialogue may go beyond,
+    the source may hold fewer. Nobody knows the total of a source without it before all is read.
+    """
+    monkeypatch.setattr(driver, "Progress", Shown)
     data = tiny_recipe.data.model_copy(update={"max_tokens": most})
-    dump_here(tiny_recipe.model_copy(update={"data": data}))
-    reports = [json.loads(line) for line in channel.read_text().splitlines()]
-    told = [(report["done"], report["total"]) for report in reports if report["what"] == "dump"]
-    train = Manifest.load(tiny_recipe.features_dir).total("train", "tokens")
-    assert told[0] == (0, most) and told[-1] == (train, train)
-    assert all(done <= total for done, total in told)
+    recipe = tiny_recipe.model_copy(update={"data": data})
+    manifest = dump_here(recipe)
+    whole = tokens_of(manifest, *SPLITS, ANSWERS)
+    assert Shown.last.shown[0] == (0, 0) and Shown.last.shown[-1] == (whole, whole)
+    known = [total for _, total in Shown.last.shown if total]
+    assert most is None or known[0] > most  # what is held out is in it from the first task on
+    assert most != 2000 or max(known) < 1.5 * whole
+    dump_here(recipe.model_copy(update={"data": data.model_copy(update={"calibration_prompts": 3})}))
+    kept = tokens_of(manifest, *SPLITS)  # what is there is done; the answers are given anew
+    anew = tokens_of(Manifest.load(recipe.features_dir), *SPLITS, ANSWERS)
+    assert Shown.last.shown[0] == (kept, 0) and Shown.last.shown[-1] == (anew, anew)
+
+
+def test_tokens_move_within_a_shard(tiny_recipe, monkeypatch):
+    """By batches, for training as for validation, and answer by answer."""
+    monkeypatch.setattr(driver, "Progress", Shown)
+    features = tiny_recipe.features.model_copy(update={"rows_per_shard": 100, "batch_tokens": 300})
+    manifest = dump_here(tiny_recipe.model_copy(update={"features": features}))
+    assert len(manifest.shards) == 2 and len(manifest.answers) == 1
+    ends, end = [], 0
+    for record in (*manifest.shards, *manifest.answers):  # as they were made
+        begin, end = end, end + record.tokens
+        ends.append(len({done for done, _ in Shown.last.shown if begin < done < end}))
+    assert min(ends) >= 3 and ends[0] > 20
+    done = [done for done, _ in Shown.last.shown]
+    assert done == sorted(done) and done[-1] == end
 
 
 def open_to_others(place: Path) -> list[Path]:

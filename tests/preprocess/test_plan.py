@@ -234,7 +234,7 @@ def test_training_stops_with_the_dialogue_that_reaches_a_limit_and_validation_do
     assert [d.doc_id for d in train] == [d.doc_id for d in unlimited[: len(train)]]
     lengths = [len(document.input_ids) for document in train]
     if "max_tokens" in limit:
-        assert sum(lengths[:-1]) < 1000 <= sum(lengths) == plan.train_tokens
+        assert sum(lengths[:-1]) < 1000 <= sum(lengths) == plan.tokens["train"]
     else:
         assert len(train) == limit["max_dialogues"]
     assert plan.skipped["train is full"] == len(unlimited) - len(train)

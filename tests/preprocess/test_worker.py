@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.basics.progress import CHANNEL, new_reports
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
@@ -272,24 +271,22 @@ def test_features_too_large_for_the_stored_dtype_are_rejected(tmp_path, source, 
     assert set(record.rejected) == {d.doc_id for d in task.documents}
 
 
-def test_the_answers_are_plain_decodings_and_the_features_theirs(
-    source, tiny_target, loaded_target, tmp_path, monkeypatch
-):
-    monkeypatch.setenv(CHANNEL, str(tmp_path / "progress"))
+def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_target, loaded_target):
     recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
     folder = recipe.features_dir
     (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
     beats = []
-    worker = FeatureWorker(recipe, folder, feature_spec(recipe), beats.append)
+    worker = FeatureWorker(recipe, folder, feature_spec(recipe), lambda items, done: beats.append((items, done)))
     record = worker.work(task)
     assert record.documents == task.fingerprint  # of the prompts: what a dump that goes on compares
     store = listed(recipe, folder, task, record)
     prompts = {document.doc_id: document.input_ids.tolist() for document in task.documents}
     assert len(store) == len(prompts) == 4
-    assert all(beats.count((doc_id,)) > 1 for doc_id in prompts)  # while it is answered, too
-    with (tmp_path / "progress").open() as reports:
-        *_, last = new_reports(reports)
-    assert (last["what"], last["done"], last["total"]) == ("answers to calibration prompts", 4, 4)
+    named = [items for items, _ in beats]
+    assert all(named.count((doc_id,)) > 1 for doc_id in prompts)  # while it is answered, too
+    counted = [done for _, done in beats]
+    assert counted == sorted(counted) and len(set(counted)) >= 4  # it moves answer by answer
+    assert counted[-1] < worker._busy.done == record.tokens  # what was said and what was read, each once
     for number in range(len(store)):
         row = store.row(number)
         prompt = prompts[row.doc_id]
@@ -344,7 +341,7 @@ def test_a_sequence_is_what_the_target_read_and_said(ids, mask, kept):
 def test_what_the_target_said_is_named_by_the_dialogue_that_was_asked(tmp_path, source, tiny_target):
     """One may give several sequences; who loses a worker is set aside by the dialogue."""
     recipe, beats = float_recipe(tiny_target, source, auxiliary_layers=[1, 2]), []
-    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe), beats.append)
+    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe), lambda items, _: beats.append(items))
     worker._forward = drawn
     said = [replace(document(f"a#{place}", 9), asked="a") for place in range(2)]
     worker._arrived(worker._compute([*said, document("b", 8)]))
