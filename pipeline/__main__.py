@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, keeps=sys.argv[1:2] == ["run"])

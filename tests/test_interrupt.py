@@ -1,6 +1,7 @@
 """Ctrl-C as a terminal sends it, to every process of the command's group: one line, status 130, nobody left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -94,7 +95,8 @@ def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
 
     status, error = interrupted(process, began, tmp_path / "stderr", str(recipe), times=3)
     assert status == 130
-    assert [line for line in error if not is_bar(line)] == [LINE]
+    lines = [re.sub(r", but the [\d,]+ tokens of what is in work, which are made again", "", line) for line in error]
+    assert [line for line in lines if not is_bar(line)] == [LINE]
     wait_until(lambda: not engines.left_of(python))
 
 

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.basics import progress
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import exclusive
 from pipeline.basics.progress import METRICS, Progress, lines_of, publish, told_by
 from pipeline.running import stages
 from tests.kit import ROOT, command_environment, free_port, recipe_tree, write_recipe, write_sharegpt
@@ -42,9 +44,7 @@ def test_numbers_that_people_read_are_numbers_there(run):
     assert found["jakiro_done", "train"] == 5 and found["jakiro_total", "train"] == 20
     assert ("benchmark", "train") not in found
     [line] = lines_of(run)
-    assert line.startswith(
-        "train: train eagle: 5 of 20 steps (25%), loss 2.135, tokens/s 1,234, waiting 0.12; told 0 s"
-    )
+    assert line.startswith("train eagle: 5 of 20 steps (25%), loss 2.135, tokens/s 1,234, waiting 12%; told 0 s ago")
     with Progress("train eagle", 20, "steps", start=19) as shown:
         shown.advance(1)
     assert not list(lines_of(run))  # it is done
@@ -57,7 +57,7 @@ def test_stages_stand_side_by_side_and_each_metric_once(run):
             shown.advance(7)
     names = [metric.name for metric in told_by(run)]
     assert len(names) == len(set(names)) and {stage for _, stage in values(run)} == {"dump", "feed"}
-    assert next(lines_of(run)).startswith("dump: dump: 7 tokens; told")
+    assert next(lines_of(run)).startswith("dump: 7 tokens; told")
     shown.expect(7)  # as a source that held fewer turns out to
     assert [line.split(":")[0] for line in lines_of(run)] == ["dump"]  # the feeder's is done
 
@@ -116,7 +116,21 @@ def test_status_watches_until_all_is_done(run, tmp_path, tiny_target, monkeypatc
     stages.status(str(recipe), [], watch=3)
     told = capsys.readouterr().out
     assert looks == [3, 3] and told.count("to do  preprocess") == 2 and told.count("done   preprocess") == 1
-    assert told.count("dump: dump: 4 of 10 tokens (40%)") == 2
+    assert told.count("  dump: 4 of 10 tokens (40%)") == 2
+
+
+@pytest.mark.parametrize(("stage", "folder"), [("preprocess", "features"), ("train", "drafts/eagle"), ("eval", "eval")])
+def test_status_says_which_stage_runs(run, tmp_path, tiny_target, capsys, stage, folder):
+    recipe = write_recipe(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), run), tmp_path / "tiny.toml")
+    with exclusive(run / folder, "work"):
+        stages.status(str(recipe), [])
+        with pytest.raises(PipelineError), exclusive(run / folder, "work"):  # to look holds nothing, and frees nothing
+            pass
+    stages.status(str(recipe), [])
+    words = [line.split() for line in capsys.readouterr().out.splitlines() if "preprocess" in line or line[:2] == "  "]
+    names = ["preprocess", "train", "eval"]
+    assert [line[0] for line in words[:3]] == ["runs" if name == stage else "to" for name in names]
+    assert [line[0] for line in words[3:]] == ["to"] * 3
 
 
 def test_the_dashboard_asks_for_metrics_that_are_told(run):

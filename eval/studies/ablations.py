@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, keeps=True)

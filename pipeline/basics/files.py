@@ -85,6 +85,14 @@ def exclusive(folder: Path, work: str, beside: bool = False) -> Iterator[None]:
         yield
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process of this machine holds the folder by `exclusive`. The question itself holds nothing."""
+    lock, known = folder / ".lock", Path("/proc/locks")
+    if not (lock.exists() and known.exists()):
+        return False
+    return any(f":{lock.stat().st_ino} " in line and "FLOCK" in line for line in known.read_text().splitlines())
+
+
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
     """Holds a file that is read and then written anew, while other processes that want it wait; makes its folder."""

@@ -68,6 +68,13 @@ class Progress:
         """Show what is being done while nothing is counted, beside the last figures."""
         self.reach(self._done, left, **{**self._shown, "now": now})
 
+    def give_up(self, kept: int) -> str:
+        """Say what is shown as done beyond `kept`, and is to be done again; the empty text where nothing is."""
+        lost = self._done - kept
+        told = f"but the {lost:,} {self._unit} of what is in work, which are made again" if lost > 0 else ""
+        self._send(lost=told)
+        return told
+
     def expect(self, total: int) -> None:
         """The total turns out to be another."""
         if total == self._total:
@@ -88,11 +95,11 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _send(self) -> None:
+    def _send(self, **more: str) -> None:
         if self._channel is not None:
             self._last = time.monotonic()
             line = {"what": self._what, "done": self._done, "total": self._total, "unit": self._unit}
-            line |= {"shown": self._shown, "left": self._left}
+            line |= {"shown": self._shown, "left": self._left, **more}
             with self._channel.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -151,6 +158,7 @@ class Display:
         self._newest: dict[str, Any] | None = None
         self._came = self._changed = 0.0  # when the newest report came, and when it last brought news
         self.seen: dict[str, str] = {}  # of the stage, what was shown last under each name
+        self.lost = ""  # of what was shown as done, by a stage that a signal ended
 
     def say(self, line: str) -> None:
         self._write(f"{line}\n")
@@ -183,7 +191,7 @@ class Display:
         if done > work.done:
             work.moved = now
         work.done, work.shown = done, shown
-        self._newest, self._came = report, now
+        self._newest, self._came, self.lost = report, now, report.get("lost", "")
         self.seen |= shown
         if before is None or any(before[key] != report[key] for key in ("what", "done", "total", "shown")):
             self._changed = now
@@ -221,6 +229,7 @@ class Display:
 
 METRICS = "metrics"  # of a run
 TELL_EVERY = 5.0  # seconds
+SHARES = {"waiting"}  # figures that people read in percent
 _place: Path | None = None  # of this process, which is one stage's
 _told = 0.0
 _works: dict[str, tuple[int, int, str, dict[str, Any]]] = {}  # of the stage, each as it was last told
@@ -303,5 +312,10 @@ def lines_of(run: Path) -> Iterator[str]:
         if done == total:
             continue
         share = f" of {total:,.0f} {unit} ({done / total:.0%})" if total else f" {unit}"
-        shown = "".join(f", {name} {value:,.4g}" for name, value in work["shown"].items())
-        yield f"{stage}: {what}: {done:,.0f}{share}{shown}; told {time.time() - beats[stage]:,.0f} s ago"
+        shown = "".join(f", {name} {_words(name, value)}" for name, value in work["shown"].items())
+        title = what if what.partition(" ")[0] == stage else f"{stage}: {what}"
+        yield f"{title}: {done:,.0f}{share}{shown}; told {duration(time.time() - beats[stage])} ago"
+
+
+def _words(name: str, value: float) -> str:
+    return f"{value:.0%}" if name in SHARES else f"{value:,.4g}"

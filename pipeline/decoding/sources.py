@@ -35,7 +35,6 @@ BRANCHES = 3  # children of one node that are copied
 
 COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
 
-Agreement = Literal["either", "max"]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.children import CHILD
 from pipeline.running.signals import leave_on_signals, raise_on_signals
 
+KEPT, AGAIN = "what is finished is kept", "run the same command again to continue"
 _NO_PERMISSION = (
     "cannot be read or written ({why}): change its permissions, or give another place (the recipe's output)"
 )
@@ -34,14 +35,22 @@ _REFUSED = {
 }
 
 
-def run(main: Callable[[], None]) -> None:
-    received = raise_on_signals(_interrupted)
+def run(main: Callable[[], None], keeps: bool = False) -> None:
+    """Run a command. `keeps`: run again after a signal, it goes on from what is finished. A note on a KeyboardInterrupt
+    says what is not.
+    """
+
+    def leave(number: int, lost: str = "") -> None:
+        _interrupted(number, f": {KEPT}{lost}; {AGAIN}" if keeps else "")
+
+    received = raise_on_signals(leave)
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
             sys.exit(_told(error))
-        _interrupted(received[0] if received else signal.SIGINT)  # whatever it led to
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        leave(received[0] if received else signal.SIGINT, notes)  # whatever it led to
 
 
 def run_rank(main: Callable[[], None]) -> None:
@@ -51,7 +60,8 @@ def run_rank(main: Callable[[], None]) -> None:
     """
 
     rank = os.environ.get("RANK", "0")
-    leave_on_signals(lambda number: _interrupted(number, silent=rank != "0", begin="\n"))  # behind a progress bar
+    told = f": {KEPT}; {AGAIN}"
+    leave_on_signals(lambda number: _interrupted(number, told, silent=rank != "0", begin="\n"))  # behind a bar
     status = 0
     try:
         main()
@@ -72,7 +82,7 @@ def run_job(stage: str, description: str | None, job: Callable[[Recipe], Iterabl
         for line in job(recipe):
             print(line)
 
-    run(main)
+    run(main, keeps=True)
 
 
 def _told(error: Exception) -> int:
@@ -85,11 +95,13 @@ def _told(error: Exception) -> int:
     return 2
 
 
-def _interrupted(number: int, silent: bool = False, begin: str = "") -> None:
-    """Ends the process, without Python's teardown: another Ctrl-C would print a traceback in it."""
+def _interrupted(number: int, told: str, silent: bool = False, begin: str = "") -> None:
+    """Say what is `told` behind the signal's word, and end the process without Python's teardown: another Ctrl-C would
+    print a traceback in it.
+    """
     if not silent and CHILD not in os.environ:
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-        sys.stderr.write(f"{begin}{what}: what is finished is kept; run the same command again to continue\n")
+        sys.stderr.write(f"{begin}{what}{told}\n")
     _leave(128 + number)
 
 

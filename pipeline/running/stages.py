@@ -21,7 +21,7 @@ from pipeline.artifacts.features import MADE, answers_hash, of_another_target, w
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, eval_state, read_report
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, exclusive, read_sealed
+from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
@@ -252,6 +252,12 @@ def _run_stage(recipe: Recipe, stage: Stage, log: Path, shown: Display) -> None:
                 fed()
                 time.sleep(0.3)
             shown.update(reports)
+        except KeyboardInterrupt as error:
+            children.end(process)
+            shown.update(reports)
+            if shown.lost:
+                error.add_note(shown.lost)
+            raise
         finally:
             children.end(process)
             shown.end()
@@ -306,6 +312,12 @@ def _print_release(recipe: Recipe) -> None:
         print(f"plot: {recipe.release_dir / plot}")
 
 
+def _held_by(stage: str, recipe: Recipe) -> list[Path]:
+    """The folders that it holds while it runs."""
+    drafts = [recipe.draft_dir(name) for name in recipe.to_train]
+    return {"preprocess": [recipe.features_dir], "train": drafts, "eval": [recipe.eval_dir]}[stage]
+
+
 def status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
     """`watch`: seconds after which to look again, until all is done."""
     recipe = load_recipe(recipe_path, overrides)
@@ -316,7 +328,9 @@ def status(recipe_path: str, overrides: list[str], watch: float | None = None) -
         for stage in stages(recipe_path, overrides, recipe):
             done, state = stage.state(recipe)
             undone |= not done
-            lines.append(f"  {'done' if done else 'to do':<6} {stage.name:<11} {state}")
+            running = any(map(is_held, _held_by(stage.name, recipe)))
+            word = "done" if done else "runs" if running else "to do"
+            lines.append(f"  {word:<6} {stage.name:<11} {state}")
         lines += [f"  {line}" for line in lines_of(recipe.run_dir)] if undone else []
         print("\x1b[H\x1b[2J" * (watch is not None and sys.stdout.isatty()) + "\n".join(lines), flush=True)
         if watch is None or not undone:

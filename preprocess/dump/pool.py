@@ -51,8 +51,13 @@ def records(
         progress.reach(done + in_work, now=doing)
 
     progress.note("reading the source")
-    for _, record in Pool(crew_of(recipe), make, SetAside(batch_key)).results(tasks, watch):
-        done += size(record)
-        progress.reach(done)
-        yield record
+    try:
+        for _, record in Pool(crew_of(recipe), make, SetAside(batch_key)).results(tasks, watch):
+            done += size(record)
+            progress.reach(done)
+            yield record
+    except KeyboardInterrupt as error:
+        if lost := progress.give_up(done):
+            error.add_note(lost)
+        raise
     progress.expect(done)  # the source may hold fewer

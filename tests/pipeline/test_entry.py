@@ -54,17 +54,34 @@ def interrupted(tmp_path) -> Callable[..., tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
-def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, status, word):
-    ended, out, error = interrupted(WAITING.format(cleaning=0, grace=9), number)
-    assert (ended, out) == (status, "ready\nclosed\n")
-    assert error == f"{word}: what is finished is kept; run the same command again to continue\n"
+@pytest.mark.parametrize(
+    ("keeps", "told"),
+    [
+        (")", ""),  # as of a plan, a status: they keep nothing
+        (", keeps=True)", ": what is finished is kept; run the same command again to continue"),
+    ],
+)
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, status, word, keeps, told):
+    code = WAITING.format(cleaning=0, grace=9).replace("entry.run(main)", f"entry.run(main{keeps}")
+    ended, out, error = interrupted(code, number)
+    assert (ended, out, error) == (status, "ready\nclosed\n", f"{word}{told}\n")
 
 
 @pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
+def test_a_note_says_what_is_not_kept(interrupted):
+    code = WAITING.format(cleaning=0, grace=9).replace("entry.run(main)", "entry.run(main, keeps=True)")
+    code = code.replace(
+        "finally:", "except KeyboardInterrupt as error:\n        error.add_note('but this')\n        raise"
+    )
+    ended, _, error = interrupted(code, signal.SIGINT)
+    kept = "what is finished is kept, but this; run the same command again to continue"
+    assert (ended, error) == (130, f"interrupted: {kept}\n")
+
+
 def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(interrupted, grace, cleaning, out):
     code = WAITING.format(cleaning=f"{cleaning}); print('done'", grace=grace)
     ended, said, error = interrupted(code, signal.SIGINT, signal.SIGINT)
-    assert (ended, said) == (130, out) and error.count("\n") == 1 and error.startswith("interrupted: ")
+    assert (ended, said) == (130, out) and error.count("\n") == 1 and error.startswith("interrupted")
 
 
 def test_what_an_interruption_leads_to_is_not_told(interrupted):
@@ -139,12 +156,26 @@ from pipeline.running import entry
 from pipeline.running.stages import Stage, _run_stage
 from pipeline.basics.progress import Display
 from pipeline.recipe.load import load_recipe
-inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+inner = '''
+import json, os, signal, sys, time
+
+
+def leave(*_):
+    report = {"what": "dump", "done": 7, "total": 9, "unit": "tokens", "shown": {}, "left": None, "lost": "but four"}
+    with open(os.environ["JAKIRO_PROGRESS_FILE"], "a") as file:
+        print(json.dumps(report), file=file)
+    sys.exit(143)
+
+
+signal.signal(signal.SIGTERM, leave)
+print(os.getpid(), flush=True)
+time.sleep(60)
+'''
 def main():
     recipe = load_recipe(sys.argv[1])
     stage = Stage("dump", [sys.executable, "-c", inner], {}, None)
     _run_stage(recipe, stage, Path(sys.argv[2]), Display(sys.stdout))
-entry.run(main)
+entry.run(main, keeps=True)
 """
 
 
@@ -159,7 +190,11 @@ def test_ctrl_c_ends_a_run_with_its_stage_in_one_line(tiny_target, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGINT)
     status, error = process.wait(PATIENCE), _text(tmp_path / "error")
-    assert status == 130 and error.count("\n") == 1 and error.startswith("interrupted: ")
+    assert (
+        status == 130
+        and error.count("\n") == 1
+        and error.startswith("interrupted: what is finished is kept, but four;")
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(int(said), 0)
 

@@ -19,6 +19,7 @@ from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import features_state
 from preprocess.dump import driver
 from preprocess.dump.driver import dump
+from preprocess.dump.worker import FeatureWorker
 from tests import cluster
 from tests.kit import (
     BIN,
@@ -134,6 +135,26 @@ def test_tokens_move_within_a_shard(tiny_recipe, monkeypatch):
     assert min(ends) >= 3 and ends[0] > 20
     done = [done for done, _ in Shown.last.shown]
     assert done == sorted(done) and done[-1] == end
+
+
+def test_an_interrupted_dump_says_what_is_made_again(tiny_recipe, monkeypatch):
+    """The tokens of the shard in work; a finished one stays."""
+
+    class Interrupted(FeatureWorker):
+        def _forward(self, batch):
+            if any(document.doc_id == "doc40" for document in batch):
+                raise KeyboardInterrupt
+            return super()._forward(batch)
+
+    monkeypatch.setattr(driver, "Progress", Shown)
+    monkeypatch.setattr(driver, "FeatureWorker", Interrupted)
+    features = tiny_recipe.features.model_copy(update={"batch_tokens": 100})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        dump_here(tiny_recipe.model_copy(update={"features": features}))
+    kept = tokens_of(Manifest.load(tiny_recipe.features_dir), *SPLITS)
+    lost = Shown.last.shown[-1][0] - kept
+    assert kept > 0 and lost > 0
+    assert caught.value.__notes__ == [f"but the {lost:,} tokens of what is in work, which are made again"]
 
 
 def open_to_others(place: Path) -> list[Path]:

@@ -65,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, keeps=True)
