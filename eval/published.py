@@ -21,7 +21,7 @@ from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report,
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sealed_lines, write_json
 from pipeline.basics.public import public_text
-from pipeline.recipe.load import shipped
+from pipeline.recipe.read import shipped
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import ReleasedRecipe, parse_untrusted
 from pipeline.serving.load import target_of

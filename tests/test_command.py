@@ -19,7 +19,8 @@ from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import DRAFTS
 from pipeline.recipe.dtypes import native_dtype
-from pipeline.recipe.load import load_recipe, override_arguments, shipped
+from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.recipe.read import shipped
 from preprocess.sources.sizes import look_at, require_sizes
 from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
@@ -54,6 +55,39 @@ def said(installed: Path, folder: Path, *arguments: str) -> subprocess.Completed
     environment = {**command_environment(), "PATH": f"{installed}:/usr/bin:/bin"}
     command = [str(installed / "jakiro"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=500)
+
+
+LIGHT = """
+import json, sys
+import jakiro
+arguments, heavy = json.loads(sys.argv[1]), {"torch", "transformers", "ray", "deepspeed", "datasets", "numpy"}
+for words in arguments:
+    sys.argv = ["jakiro", *words]
+    try:
+        jakiro.main()
+    except SystemExit as ended:
+        print(ended.code, *sorted(heavy & set(sys.modules)))
+"""
+WRONG = [
+    (["run", "nowhere.toml"], "recipe nowhere.toml does not exist"),
+    (["status", "torn.toml"], "recipe torn.toml cannot be parsed"),
+    (["plan", "smoke", "--set", "train.epoch=3"], "train.epoch: unknown key 'epoch'; did you mean 'epochs'?"),
+    (["plan", "smoke", "--set=eval.tree.depht=3"], "eval.tree.depht: unknown key 'depht'; did you mean 'depth'?"),
+    (["dump", "smoke", "--set", "target.modle=x"], "target.modle: unknown key 'modle'; did you mean 'model'?"),
+    (["push", "smoke", "A/B", "--set", "trian.epochs=1"], "trian: unknown key 'trian'; did you mean 'train'?"),
+    (["tune", "smoke", "--set", "train.epochs=many"], "train.epochs: Input should be a valid integer"),
+    (["metrics", "smoke", "--set", "epochs"], "--set 'epochs': expected section.key=value"),
+]
+
+
+def test_a_recipe_is_refused_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "torn.toml").write_text("name = ")
+    environment = command_environment(PYTHONPATH=f"{ROOT / 'infra/command'}:{ROOT}")
+    command = [sys.executable, "-c", LIGHT, json.dumps([words for words, _ in WRONG])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2\n" * len(WRONG)
+    told = done.stderr.split("error: ")[1:]
+    assert len(told) == len(WRONG) and all(message in text for (_, message), text in zip(WRONG, told, strict=True))
 
 
 def test_a_wheel_drops_one_package_into_site_packages(wheel):

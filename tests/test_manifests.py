@@ -18,7 +18,8 @@ from kubeflow_trainer_api import models
 from jakiro import manifests
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import Manifest
-from pipeline.recipe.load import RECIPES, load_recipe
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.read import RECIPES
 from tests.kit import BIN, ROOT, call, command_environment, recipe_tree, write_recipe, write_sharegpt
 
 SCHEMAS = ROOT / "tests/schemas"

@@ -5,12 +5,14 @@ One class, as a recipe, a tuned file, a report and a release have it. Its `load`
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pipeline.basics.settings import Settings
 from pipeline.decoding.calibration import Calibration
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Source, TreeSupport
-from pipeline.decoding.sources import Agreement, SharedTrees, Sources
+from pipeline.decoding.config import Agreement, TreeConfig
+
+if TYPE_CHECKING:
+    from pipeline.decoding.contract import Draft, Source, TreeSupport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +36,19 @@ class Method(Settings):
         assert self.tree is not None, "resolved() gives it a tree"
         return self.tree
 
-    def resolved(self, support: TreeSupport, draft: str, tree: TreeConfig) -> "Method":
+    def resolved(self, support: "TreeSupport", draft: str, tree: TreeConfig) -> "Method":
         """A copy with its draft's name and its resolved tree: its own, else `tree`. Raises ValueError where the sources
         cannot fill that.
         """
+        from pipeline.decoding.sources import SharedTrees  # torch, which a recipe's typo need not wait for
+
         shared = SharedTrees(support) if self.secondary else support
         return replace(self, draft=draft, tree=shared.resolve(self.tree or tree))
 
-    def load(self, drafts: Mapping[str, Source]) -> "LoadedMethod":
+    def load(self, drafts: Mapping[str, "Source"]) -> "LoadedMethod":
         """A complete method with its drafts: they are bound to the target, or read nothing but the text."""
+        from pipeline.decoding.sources import Sources
+
         draft: Draft = drafts[self.draft]
         if self.secondary:
             others = {name: drafts[name] for name in self.secondary}
@@ -54,7 +60,7 @@ class Method(Settings):
 class LoadedMethod:
     """A draft with the tree that it grows: what decodes."""
 
-    draft: Draft
+    draft: "Draft"
     tree: TreeConfig
 
     def __post_init__(self):

@@ -7,13 +7,13 @@ of it is a function of the text, so the tree is one of best candidates and the a
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.decoding.calibration import AcceptProbability, Calibration
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import Agreement, TreeConfig
 from pipeline.decoding.contract import (
     DraftOutput,
     DraftRequest,
@@ -34,7 +34,6 @@ CHAIN = 10  # tokens that are copied at once, at most
 BRANCHES = 3  # children of one node that are copied
 
 COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
-
 
 
 @dataclass

@@ -1,29 +1,16 @@
 """Reading a recipe, with overrides; what is wrong in it is told by its key and the nearest valid one."""
 
-import dataclasses
-import difflib
-import json
 import os
-import tomllib
-import types
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, SEAL, checked
-from pipeline.basics.public import require_no_credential
-from pipeline.basics.settings import Settings
 from pipeline.drafts import DRAFTS, RENAMED
 from pipeline.recipe.dtypes import resolve_dtypes
+from pipeline.recipe.read import changed, explain, read_tree, recipe_file, refusal
 from pipeline.recipe.recipe import Recipe
-
-RECIPES = ROOT / "infra/recipes"  # that come with the project
-
-_AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: bool = False) -> Recipe:
@@ -32,54 +19,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: boo
     `path`: of a file; or one of `shipped`. `begin`: the run begins, and keeps what the dtype "auto" became.
     """
     path = recipe_file(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise PipelineError(
-            f"recipe {path} cannot be parsed: byte {error.start} is not UTF-8 ({error.reason}). Save it as UTF-8 "
-            f"(iconv -f LATIN1 -t UTF-8)"
-        ) from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
-    if not isinstance(tree, dict):
-        raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
-    return resolve_dtypes(recipe_from(tree, path, overrides or []), begin)
+    return resolve_dtypes(recipe_from(read_tree(path), path, overrides or []), begin)
 
 
 def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
     """A recipe of a file's content. Raises PipelineError that names the file."""
-    if SEAL in tree:  # the one beside an artifact
-        tree = checked(
-            tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
-        )
-    for override in overrides:
-        require_no_credential(override, f"--set {override.partition('=')[0].partition(':')[0]}")
-        _apply(tree, override)
-    _require_no_credentials(tree, "")
+    tree = changed(tree, path, overrides)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise PipelineError(f"recipe {path}:\n" + "\n".join(f"  {_explain(e)}" for e in error.errors())) from None
-
-
-def recipe_file(path: str | Path) -> Path:
-    """The file that a user means. Raises PipelineError where there is none."""
-    path = Path(path)
-    if not path.is_file() and str(path) in shipped():
-        return RECIPES / f"{path}.toml"
-    if path.is_dir():
-        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
-    if not path.exists():
-        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
-        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
-        raise PipelineError(f"recipe {path} does not exist; {names}")
-    return path
-
-
-def shipped() -> list[str]:
-    """The names of the recipes that come with the project: demo, papers/NAME, ..."""
-    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.toml"))
+        raise refusal(path, [_explain(one) for one in error.errors()]) from None
 
 
 def add_recipe_arguments(parser) -> None:
@@ -94,15 +43,6 @@ def add_override_argument(parser) -> None:
     )
 
 
-def _require_no_credentials(value: Any, where: str) -> None:
-    """Raises PipelineError for a credential in any text of a recipe, before anything else can be said of that text."""
-    if isinstance(value, str):
-        require_no_credential(value, where)
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        require_no_credential(str(key), where or "the recipe")
-        _require_no_credentials(inner, f"{where}.{key}".lstrip("."))
-
-
 def hand_over(recipe_path: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) that give another command of the project this recipe."""
     return [recipe_path, *override_arguments(overrides)], dict(os.environ)
@@ -113,81 +53,14 @@ def override_arguments(overrides: Iterable[str]) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-# Keys that recipes once had: what they are called now, and why others are gone.
-RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary", "sliding_window": "window"}
-_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); git tag before-the-redraw has it"
-REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
-    "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",
-}
-REMOVED_VALUES = {("contrast", "experts"): _STUDIED}
-
-
-def _apply(tree: dict, override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator:
-        raise PipelineError(f"--set {override!r}: expected section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.strip().split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise PipelineError(f"--set {override!r}: {parent} is a value, not a section")
-    tree[last] = value
-
-
 def _explain(error: Any) -> str:
-    location = error["loc"]
-    shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
-    where = ".".join(str(part) for part in shown)
-    if error["type"].startswith("union_tag"):
-        settings = error["input"] if isinstance(error["input"], dict) else {}
-        got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
-        now = RENAMED.get(str(settings.get("kind")))
-        if now is not None:
-            return f"{where}: {got}: that kind is called {now!r} now; write kind = {now!r}"
-        kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
-        return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"
-    if error["type"] == "literal_error" and (why := REMOVED_VALUES.get((str(location[-1]), error["input"]))):
-        return f"{where}: {error['input']!r} is gone: {why}"
-    if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
-        what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
-        return f"{where or 'recipe'}: {what}{got}"
-    if (key := str(location[-1])) in RENAMED_KEYS:
-        return f"{where}: that key is called {RENAMED_KEYS[key]!r} now"
-    if key in REMOVED_KEYS:
-        return f"{where}: that key is gone: {REMOVED_KEYS[key]}"
-    known = _fields_at(location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
-    return f"{where}: unknown key {location[-1]!r}; {hint}"
-
-
-def _fields_at(location: tuple) -> list[str]:
-    """Field names of the section that a pydantic error location points into."""
-    section: Any = Recipe
-    parts = list(location)
-    while parts:
-        annotation = _annotations(section)[parts.pop(0)]
-        if typing.get_origin(annotation) is dict and parts:
-            parts.pop(0)  # the name in a table of sections
-        inner = _sections_in(annotation)
-        section = inner[0] if len(inner) == 1 else DRAFTS[parts.pop(0)][0]
-    return sorted(_annotations(section))
-
-
-def _annotations(section: Any) -> dict[str, Any]:
-    if issubclass(section, BaseModel):
-        return {name: field.annotation for name, field in section.model_fields.items()}
-    hints = typing.get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
-
-
-def _sections_in(annotation: Any) -> list[Any]:
-    plain_class = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
-    if plain_class and issubclass(annotation, BaseModel | Settings):
-        return [annotation]
-    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]
+    if not error["type"].startswith("union_tag"):
+        return explain(error, Recipe, {kind: known.config for kind, known in DRAFTS.items()})
+    where = ".".join(str(part) for part in error["loc"])
+    settings = error["input"] if isinstance(error["input"], dict) else {}
+    got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
+    now = RENAMED.get(str(settings.get("kind")))
+    if now is not None:
+        return f"{where}: {got}: that kind is called {now!r} now; write kind = {now!r}"
+    kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
+    return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"

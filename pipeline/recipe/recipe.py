@@ -7,54 +7,35 @@ and the hash of what a stage depends on travels with everything that stage write
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
-from pipeline.basics.section import Name, Section
+from pipeline.basics.section import Name
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
+from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 from pipeline.drafts.lookup.corpus import corpus_sha256
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
 from pipeline.lm.config import ENGINE_KEYS, TargetConfig
 from pipeline.recipe.checks import complaints
-from pipeline.recipe.sections import (
-    AnyDraft,
-    DataConfig,
-    EvalConfig,
-    FeaturesConfig,
-    PublishConfig,
-    PublishedConfig,
-    RegenerateConfig,
-    TrainConfig,
-)
+from pipeline.recipe.sections import Outline, TrainConfig
 from pipeline.recipe.start import marked
-
-
-def _folder(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
-    return value
-
 
 WHERE = {"shards", "resume", "gpus"}  # keys of [train] that say where, not what
 
 
-class Recipe(Section):
-    name: Name
-    output: Annotated[str, AfterValidator(_folder)]  # of the run
-    seed: Annotated[int, Field(ge=0)] = 0
-    target: TargetConfig
-    data: DataConfig
-    regenerate: RegenerateConfig = RegenerateConfig()
-    features: FeaturesConfig = FeaturesConfig()
-    draft: dict[Name, AnyDraft]  # one or several, trained on the same shards and measured side by side
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig
-    publish: PublishConfig
-    # drafts that are fetched, not trained
-    published: Annotated[dict[Name, PublishedConfig], Field(default_factory=dict)]
+# One draft's settings, by its kind (and frame): each draft's own file has them.
+_DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) in DRAFTS.items())]  # noqa: UP007
+if TYPE_CHECKING:
+    AnyDraft = DraftConfig
+else:
+    AnyDraft = Annotated[_DRAFTS, Discriminator(kind_of)]
+
+
+class Recipe(Outline):
+    draft: dict[Name, AnyDraft]
 
     @model_validator(mode="after")
     def _consistent(self):

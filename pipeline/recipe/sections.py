@@ -1,17 +1,20 @@
-"""The sections of a recipe: every key, its type and its default have their home here."""
+"""The sections of a recipe: every key, its type and its default have their home here, but for those of drafts.
+
+Imports no torch: a typo is refused at once.
+"""
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import regex
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import AutoDtype, Dtype, Folder, Fraction, Gpus, Name, Positive, Processes, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
-from pipeline.drafts import DRAFTS, DraftConfig, kind_of
+from pipeline.lm.config import TargetConfig
 
 HELDOUT = "heldout"
 
@@ -110,14 +113,6 @@ class RegenerateConfig(Section):
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise ValueError("top_k and top_p choose nothing at temperature 0: drop them, or set temperature")
         return self
-
-
-# One draft's settings, by its kind (and frame): each draft's own file has them.
-_DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) in DRAFTS.items())]  # noqa: UP007
-if TYPE_CHECKING:
-    AnyDraft = DraftConfig
-else:
-    AnyDraft = Annotated[_DRAFTS, Discriminator(kind_of)]
 
 
 class TrainConfig(Section):
@@ -288,3 +283,27 @@ class PublishConfig(Section):
     draft: str  # which of the run's drafts
     license: str  # of the draft, as the Hub spells it; mind the target's and the data's
     language: list[str] = ["en"]
+
+
+def _folder(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
+    return value
+
+
+class Outline(Section):
+    """A recipe, but for what its drafts are."""
+
+    name: Name
+    output: Annotated[str, AfterValidator(_folder)]  # of the run
+    seed: Annotated[int, Field(ge=0)] = 0
+    target: TargetConfig
+    data: DataConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    draft: dict[Name, Any]  # one or several, trained on the same shards and measured side by side
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig
+    publish: PublishConfig
+    # drafts that are fetched, not trained
+    published: Annotated[dict[Name, PublishedConfig], Field(default_factory=dict)]

@@ -11,15 +11,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import FULL
 from pipeline.basics.progress import publish
 from pipeline.basics.public import public_text
-from pipeline.recipe.load import add_recipe_arguments, load_recipe
-from pipeline.recipe.recipe import Recipe
 from pipeline.running.children import CHILD
 from pipeline.running.signals import leave_on_signals, raise_on_signals
+
+if TYPE_CHECKING:
+    from pipeline.recipe.recipe import Recipe
 
 KEPT, AGAIN = "what is finished is kept", "run the same command again to continue"
 _NO_PERMISSION = (
@@ -48,7 +50,7 @@ def run(main: Callable[[], None], keeps: bool = False) -> None:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
-            sys.exit(_told(error))
+            sys.exit(told(error))
         notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         leave(received[0] if received else signal.SIGINT, notes)  # whatever it led to
 
@@ -60,18 +62,19 @@ def run_rank(main: Callable[[], None]) -> None:
     """
 
     rank = os.environ.get("RANK", "0")
-    told = f": {KEPT}; {AGAIN}"
-    leave_on_signals(lambda number: _interrupted(number, told, silent=rank != "0", begin="\n"))  # behind a bar
+    line = f": {KEPT}; {AGAIN}"
+    leave_on_signals(lambda number: _interrupted(number, line, silent=rank != "0", begin="\n"))  # behind a bar
     status = 0
     try:
         main()
     except Exception as error:
-        status = _told(error)
+        status = told(error)
     _leave(status)
 
 
-def run_job(stage: str, description: str | None, job: Callable[[Recipe], Iterable[str]]) -> None:
+def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterable[str]]") -> None:
     """A command that takes a recipe and nothing else, and prints the lines that `job` returns."""
+    from pipeline.recipe.load import add_recipe_arguments, load_recipe  # torch, which a message need not wait for
 
     def main() -> None:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,8 +88,8 @@ def run_job(stage: str, description: str | None, job: Callable[[Recipe], Iterabl
     run(main, keeps=True)
 
 
-def _told(error: Exception) -> int:
-    """Tells the error; the status to end with."""
+def told(error: Exception) -> int:
+    """Write the error's message, and return the status to end with."""
     refusal = str(error) if isinstance(error, PipelineError) else refused(error) if isinstance(error, OSError) else None
     if refusal is None:
         sys.stderr.write(public_text("".join(traceback.format_exception(error))))

@@ -68,6 +68,7 @@ def test_where_nothing_moves_a_line_a_minute_says_what_is_being_done(watched):
     lines = told(watched, (1, loading), (280, shard), (290, report(100, now="shard train-0")), until=5 * IDLE)
     assert lines == [
         "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target",
+        "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 89 s",
         "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 2 min",
         "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 3 min",
         "preprocess: dump: 0 of 1,000 tokens (0%), now loading the target, nothing new for 4 min",

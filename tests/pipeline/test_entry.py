@@ -67,7 +67,6 @@ def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, numbe
     assert (ended, out, error) == (status, "ready\nclosed\n", f"{word}{told}\n")
 
 
-@pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
 def test_a_note_says_what_is_not_kept(interrupted):
     code = WAITING.format(cleaning=0, grace=9).replace("entry.run(main)", "entry.run(main, keeps=True)")
     code = code.replace(
@@ -78,6 +77,7 @@ def test_a_note_says_what_is_not_kept(interrupted):
     assert (ended, error) == (130, f"interrupted: {kept}\n")
 
 
+@pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
 def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(interrupted, grace, cleaning, out):
     code = WAITING.format(cleaning=f"{cleaning}); print('done'", grace=grace)
     ended, said, error = interrupted(code, signal.SIGINT, signal.SIGINT)
@@ -219,19 +219,19 @@ def _text(path: Path) -> str:
     ],
 )
 def test_what_a_file_system_refuses_is_one_message_with_the_path(number, message, capsys):
-    assert entry._told(OSError(number, os.strerror(number), "/run/x")) == 2
+    assert entry.told(OSError(number, os.strerror(number), "/run/x")) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "/run/x" in told and message in told and told.count("\n") == 1
 
 
 def test_a_full_disk_is_told_where_no_file_is_named(capsys):
-    assert entry._told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == 2
+    assert entry.told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == 2
     assert "no space to write a file" in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback(capsys):
-    assert entry._told(OSError(errno.ECONNRESET, "reset")) == 1
-    assert entry._told(KeyError("x")) == 1
+    assert entry.told(OSError(errno.ECONNRESET, "reset")) == 1
+    assert entry.told(KeyError("x")) == 1
     assert capsys.readouterr().err.count("Error") >= 2
 
 
@@ -240,7 +240,7 @@ def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:
         Path(f"{tmp_path}/file{below}/logs").mkdir(parents=True, exist_ok=True)
-    assert entry._told(caught.value) == 2
+    assert entry.told(caught.value) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/file is in the way: a folder is wanted there.")
 
 

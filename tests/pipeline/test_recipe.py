@@ -16,7 +16,7 @@ from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import ENGINE_KEYS
-from pipeline.recipe import load
+from pipeline.recipe import read
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
@@ -114,14 +114,14 @@ def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
     assert re.search(words, refusal(recipe_file, *overrides))
 
 
-@pytest.mark.parametrize(("old", "now"), load.RENAMED_KEYS.items())
+@pytest.mark.parametrize(("old", "now"), read.RENAMED_KEYS.items())
 def test_an_old_key_is_told_its_new_name(recipe_file, old, now):
     assert f"draft.eagle.{old}: that key is called {now!r} now" in refusal(
         recipe_file, "draft.eagle.kind=eagle", f"draft.eagle.{old}=3"
     )
 
 
-@pytest.mark.parametrize("old", load.REMOVED_KEYS)
+@pytest.mark.parametrize("old", read.REMOVED_KEYS)
 def test_a_key_that_is_gone_says_why(recipe_file, old):
     assert f"eval.methods.x.{old}: that key is gone: " in refusal(
         recipe_file, f"eval.methods.x={{draft='main', {old}=3}}"

@@ -130,7 +130,7 @@ def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_ta
     task, told = first_task(recipe), []
     wide = recipe.with_features(gpus_per_worker=3)
     one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
-    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), told.append)
+    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), lambda items, _: told.append(items))
     forward, meeting = three._forward, threading.Barrier(3)
 
     def together(batch):

@@ -9,6 +9,7 @@ import runpy
 import signal
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,32 +22,37 @@ if str(HOME) not in sys.path:
 class Command(NamedTuple):
     runs: str  # a module, started as with -m
     does: str
+    of_recipe: bool = False  # its first argument is one
 
 
 COMMANDS = {
     "doctor": Command("jakiro.doctor", "whether this machine is ready: packages, GPUs, engines, ports, limits, disk"),
     "recipes": Command("jakiro.recipes", "the recipes that come with the project, by the name that all commands take"),
     "new": Command("jakiro.new", "write a commented recipe for your target, your data and this machine's GPUs"),
-    "plan": Command("pipeline", "what a run will take: tokens, disk, time, memory and GPUs"),
-    "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on a cluster; again: goes on"),
-    "status": Command("pipeline", "what of a run is done"),
-    "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus"),
-    "manifests": Command("jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker, `ray up` or SkyPilot"),
-    "dump": Command("preprocess.dump_features", "the target's hidden states into shards"),
-    "feed": Command("preprocess.feed", "beside training: its states while it reads them"),
-    "regenerate": Command("preprocess.regenerate", "the target answers your data's questions anew"),
+    "plan": Command("pipeline", "what a run will take: tokens, disk, time, memory and GPUs", True),
+    "run": Command(
+        "jakiro.run", "everything: dump, train, measure, release; here or on a cluster; again: goes on", True
+    ),
+    "status": Command("pipeline", "what of a run is done", True),
+    "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus", True),
+    "manifests": Command(
+        "jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker, `ray up` or SkyPilot", True
+    ),
+    "dump": Command("preprocess.dump_features", "the target's hidden states into shards", True),
+    "feed": Command("preprocess.feed", "beside training: its states while it reads them", True),
+    "regenerate": Command("preprocess.regenerate", "the target answers your data's questions anew", True),
     "verify": Command("preprocess.verify", "whether features can be trusted"),
-    "train": Command("jakiro.launch", "the drafts, on this machine's GPUs"),
+    "train": Command("jakiro.launch", "the drafts, on this machine's GPUs", True),
     "rank": Command("train.main", "one rank of a training, for a launcher: torchrun --no_python jakiro rank"),
-    "sweep": Command("train.studies.sweep", "each draft at several learning rates"),
-    "tune": Command("eval.tune", "the tree that is fastest on this machine"),
+    "sweep": Command("train.studies.sweep", "each draft at several learning rates", True),
+    "tune": Command("eval.tune", "the tree that is fastest on this machine", True),
     "eval": Command("eval.main", "acceptance length and speed-up; report and release"),
     "compare": Command("eval.results", "one table of several runs"),
-    "push": Command("jakiro.push", "upload a run's release to the Hub"),
+    "push": Command("jakiro.push", "upload a run's release to the Hub", True),
     "chat": Command("pipeline", "talk to the target, with the draft"),
     "import": Command("pipeline", "a draft that others trained"),
     "export": Command("pipeline", "what vLLM, SGLang, speculators, llama.cpp or transformers load"),
-    "served": Command("eval.served", "a running server: tau by its own counts, tokens/s"),
+    "served": Command("eval.served", "a running server: tau by its own counts, tokens/s", True),
     "serve-test": Command("infra.serving.parity", "whether llama.cpp and vLLM serve what we measure"),
     "check": Command("infra.check", "what this GPU (or CPU) does with this project, within ten minutes"),
     "completion": Command("jakiro.completion", "a script that completes this command in bash or zsh"),
@@ -75,6 +81,23 @@ def begin(name: str, arguments: list[str]) -> None:
     runpy.run_module(runs, run_name="__main__")
 
 
+def require_sound_recipe(name: str, arguments: list[str]) -> None:
+    """Exit with a message where the command's recipe cannot be read, before the command imports torch."""
+    from pipeline.basics.errors import PipelineError
+    from pipeline.recipe.read import require_sound
+    from pipeline.running import entry
+
+    known = COMMANDS[name].of_recipe and arguments and not arguments[0].startswith("-")
+    if not known or {"-h", "--help"} & set(arguments):
+        return
+    overrides = [value for flag, value in pairwise(arguments) if flag == "--set"]
+    overrides += [one.removeprefix("--set=") for one in arguments if one.startswith("--set=")]
+    try:
+        require_sound(arguments[0], overrides)
+    except (PipelineError, OSError) as error:
+        sys.exit(entry.told(error))
+
+
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.does}" for name, command in COMMANDS.items()]
@@ -94,6 +117,7 @@ def main() -> None:
 
         print(f"jakiro {version('jakiro')}")
     elif name in COMMANDS:
+        require_sound_recipe(name, arguments)
         begin(name, arguments)
     else:
         import difflib

@@ -14,7 +14,7 @@ from pathlib import Path
 import shtab
 
 import jakiro
-from pipeline.recipe.load import shipped
+from pipeline.recipe.read import shipped
 from pipeline.running import entry
 
 PREAMBLE = {

@@ -26,7 +26,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import jakiro
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
-from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments, recipe_file
+from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe.read import recipe_file
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 

@@ -8,7 +8,7 @@ import shutil
 import textwrap
 import tomllib
 
-from pipeline.recipe.load import RECIPES, shipped
+from pipeline.recipe.read import RECIPES, shipped
 from pipeline.running import entry
 
 

@@ -24,7 +24,8 @@ import jakiro
 from jakiro import manifests
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
-from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments, recipe_file
+from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments
+from pipeline.recipe.read import recipe_file
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry
 

@@ -1,0 +1,172 @@
+"""What is wrong in a recipe's file, told by its key and the nearest valid one: all but what its drafts are.
+
+Imports no torch, so `jakiro` refuses a typo at once.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT, SEAL, checked
+from pipeline.basics.public import require_no_credential
+from pipeline.basics.section import Section
+from pipeline.basics.settings import Settings
+from pipeline.recipe.sections import Outline
+
+RECIPES = ROOT / "infra/recipes"  # that come with the project
+
+_AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return what the file holds. Raises PipelineError where it is no recipe's."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise PipelineError(
+            f"recipe {path} cannot be parsed: byte {error.start} is not UTF-8 ({error.reason}). Save it as UTF-8 "
+            f"(iconv -f LATIN1 -t UTF-8)"
+        ) from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PipelineError(f"recipe {path} cannot be parsed: {error}") from None
+    if not isinstance(tree, dict):
+        raise PipelineError(f"recipe {path} is a JSON {type(tree).__name__}, expected an object with sections")
+    return tree
+
+
+def changed(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return a file's content with its overrides applied. Raises PipelineError for a broken seal or a credential."""
+    if SEAL in tree:  # the one beside an artifact
+        tree = checked(
+            tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
+        )
+    for override in overrides:
+        require_no_credential(override, f"--set {override.partition('=')[0].partition(':')[0]}")
+        _apply(tree, override)
+    _require_no_credentials(tree, "")
+    return tree
+
+
+def require_sound(path: str | Path, overrides: list[str]) -> None:
+    """Raises PipelineError for what is wrong in a recipe before its drafts are looked at."""
+    path = recipe_file(path)
+    tree = changed(read_tree(path), path, overrides)
+    try:
+        Outline.model_validate(tree)
+    except ValidationError as error:
+        raise refusal(path, [explain(one, Outline, {}) for one in error.errors()]) from None
+
+
+def refusal(path: Path, lines: list[str]) -> PipelineError:
+    return PipelineError(f"recipe {path}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def recipe_file(path: str | Path) -> Path:
+    """The file that a user means. Raises PipelineError where there is none."""
+    path = Path(path)
+    if not path.is_file() and str(path) in shipped():
+        return RECIPES / f"{path}.toml"
+    if path.is_dir():
+        raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
+    if not path.exists():
+        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
+        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
+        raise PipelineError(f"recipe {path} does not exist; {names}")
+    return path
+
+
+def shipped() -> list[str]:
+    """The names of the recipes that come with the project: demo, papers/NAME, ..."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.toml"))
+
+
+def _require_no_credentials(value: Any, where: str) -> None:
+    """Raises PipelineError for a credential in any text of a recipe, before anything else can be said of that text."""
+    if isinstance(value, str):
+        require_no_credential(value, where)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        require_no_credential(str(key), where or "the recipe")
+        _require_no_credentials(inner, f"{where}.{key}".lstrip("."))
+
+
+# Keys that recipes once had: what they are called now, and why others are gone.
+RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary", "sliding_window": "window"}
+_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); git tag before-the-redraw has it"
+REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
+    "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",
+}
+REMOVED_VALUES = {("contrast", "experts"): _STUDIED}
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise PipelineError(f"--set {override!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise PipelineError(f"--set {override!r}: {parent} is a value, not a section")
+    tree[last] = value
+
+
+def explain(error: Any, recipe: type[Section], kinds: Mapping[str, type]) -> str:
+    """Return an error of pydantic's as a user wants it, of a recipe of this class and these kinds of drafts."""
+    location = error["loc"]
+    shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
+    where = ".".join(str(part) for part in shown)
+    if error["type"] == "literal_error" and (why := REMOVED_VALUES.get((str(location[-1]), error["input"]))):
+        return f"{where}: {error['input']!r} is gone: {why}"
+    if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
+        what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
+        return f"{where or 'recipe'}: {what}{got}"
+    if (key := str(location[-1])) in RENAMED_KEYS:
+        return f"{where}: that key is called {RENAMED_KEYS[key]!r} now"
+    if key in REMOVED_KEYS:
+        return f"{where}: that key is gone: {REMOVED_KEYS[key]}"
+    known = _fields_at(location[:-1], recipe, kinds)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+    return f"{where}: unknown key {location[-1]!r}; {hint}"
+
+
+def _fields_at(location: tuple, recipe: type[Section], kinds: Mapping[str, type]) -> list[str]:
+    """Field names of the section that a pydantic error location points into."""
+    section: Any = recipe
+    parts = list(location)
+    while parts:
+        annotation = _annotations(section)[parts.pop(0)]
+        if typing.get_origin(annotation) is dict and parts:
+            parts.pop(0)  # the name in a table of sections
+        inner = _sections_in(annotation)
+        section = inner[0] if len(inner) == 1 else kinds[parts.pop(0)]
+    return sorted(_annotations(section))
+
+
+def _annotations(section: Any) -> dict[str, Any]:
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def _sections_in(annotation: Any) -> list[Any]:
+    plain_class = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
+    if plain_class and issubclass(annotation, BaseModel | Settings):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]
