@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.basics.files import sha256, write_sealed
+from pipeline.basics.progress import Progress
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import override_arguments
 from pipeline.recipe.recipe import Recipe
@@ -178,6 +179,23 @@ def without_ray() -> Iterator[None]:
 
     with mock.patch.object(Pool, "results", results):
         yield
+
+
+class Shown(Progress):
+    """A progress that keeps all that is shown, however short after the last."""
+
+    def __init__(self, what, total, unit, start=0, quiet=False):
+        super().__init__(what, total, unit, start, quiet=True)
+        self.shown = [(start, total)]
+        Shown.last = self
+
+    def reach(self, done, left=None, **shown):
+        super().reach(done, left, **shown)
+        self.shown.append((self._done, self._total))
+
+    def expect(self, total):
+        super().expect(total)
+        self.shown.append((self._done, self._total))
 
 
 def dump_here(recipe: Recipe) -> Manifest:

@@ -13,7 +13,6 @@ import pytest
 from filelock import FileLock
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import Progress
 from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, Manifest, usable_texts
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import features_state
@@ -23,6 +22,7 @@ from preprocess.dump.worker import FeatureWorker
 from tests import cluster
 from tests.kit import (
     BIN,
+    Shown,
     checksums,
     dump_command,
     dump_here,
@@ -79,23 +79,6 @@ def test_a_second_run_finds_everything_done(job):
     assert report[0].startswith("60 records = ")
     assert {path: path.stat().st_mtime_ns for path in features.glob("*.arrow")} == stamps
     assert checksums(features) == before
-
-
-class Shown(Progress):
-    """Of the dump's progress all that is shown, however short after the last."""
-
-    def __init__(self, what, total, unit, start=0, quiet=False):
-        super().__init__(what, total, unit, start, quiet=True)
-        self.shown = [(start, total)]
-        Shown.last = self
-
-    def reach(self, done, left=None, **shown):
-        super().reach(done, left, **shown)
-        self.shown.append((self._done, self._total))
-
-    def expect(self, total):
-        super().expect(total)
-        self.shown.append((self._done, self._total))
 
 
 def tokens_of(manifest: Manifest, *splits: str) -> int:

@@ -29,6 +29,7 @@ from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.intake import Intake
 from tests import tool_templates
 from tests.kit import (
+    Shown,
     flip,
     kill_when,
     recipe_tree,
@@ -92,6 +93,15 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
     part = worker.work(task)
     assert part.rejected == {**sound.rejected, doc_id: "not_answered"}
     assert part.dialogues == [line for line in sound.dialogues if line["id"] != doc_id]
+
+
+def test_its_progress_moves_within_a_part(tiny_recipe, monkeypatch):
+    """By dialogues that are answered to their end."""
+    monkeypatch.setattr("preprocess.regenerate.Progress", Shown)
+    with without_ray():
+        regenerate(with_answers(tiny_recipe, batch=4, dialogues_per_part=60, max_new_tokens=8))
+    done = [done for done, _ in Shown.last.shown]
+    assert done == sorted(done) and Shown.last.shown[-1] == (60, 60) and len(set(done)) > 6
 
 
 def test_top_k_of_one_is_greedy(tiny_recipe):

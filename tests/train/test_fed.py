@@ -29,6 +29,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
 from preprocess.dump.feeder import feed
 from tests.kit import (
+    Shown,
     checksums,
     command_environment,
     dump_here,
@@ -299,12 +300,15 @@ def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], W
 def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dumped, tmp_path, monkeypatch):
     recipe, want = prepared(dumped, tmp_path), checksums(dumped[1])
     reads = Order(FedStore(recipe, Manifest.load(recipe.features_dir).spec), recipe.train, recipe.seed).reads
+    monkeypatch.setattr("preprocess.dump.feeder.Progress", Shown)
     for room, count in ((3, 16), (4, 9), (5, 5)):
         lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
         with without_ray():
             assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")
         assert reads.made(3, room) == count and left(recipe) == []
+        done, total = Shown.last.shown[-1]
+        assert done == total > 0 and len({done for done, _ in Shown.last.shown}) > 2 * count  # it moves with batches
 
 
 def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypatch):
