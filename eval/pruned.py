@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from eval import results
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.features import readable_spec
 from pipeline.artifacts.reports import Row, origin_of, put_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
@@ -212,7 +212,7 @@ def main() -> None:
         parser.error(f"--search {arguments.search}: the recipe's skippers are {', '.join(skippers) or 'none'}")
     if not skippers:
         raise PipelineError(f"{arguments.recipe} has no draft of kind 'skipper'")
-    expected = feature_spec(recipe)
+    expected = readable_spec(recipe)
     texts = some_texts(FeatureStore(recipe.shards_dir, "train", expected).texts)
     whole = Whole(recipe)
     if arguments.search:

@@ -43,6 +43,7 @@ def _plan(given: argparse.Namespace) -> None:
     arguments, environment = hand_over(given.recipe, given.overrides)
     known = {"--dump-speed": given.dump_speed, "--train-speed": given.train_speed, "--decode-ms": given.decode_ms}
     flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
+    flags += ["--json"] if given.json else []
     command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
     sys.exit(children.call(command, {**environment, "PYTHONPATH": python_path(environment)}, Path.cwd()))
 
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
     plan.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
     plan.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
+    plan.add_argument("--json", action="store_true", help="the figures as one JSON object, instead of the table")
     told = command("status", _status, of_recipe=True)
     told.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
     imported = command("import", _import)

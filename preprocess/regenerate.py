@@ -24,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from pipeline.artifacts.provenance import write_provenance
+from pipeline.artifacts.provenance import recorded, settings_said, write_provenance
 from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed
@@ -32,6 +32,7 @@ from pipeline.basics.journal import Journal
 from pipeline.basics.progress import Progress
 from pipeline.lm.model import identify, load_tokenizer
 from pipeline.lm.template import template_settings
+from pipeline.recipe.differences import differences, regenerate_keys
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
@@ -62,9 +63,13 @@ def regenerate(recipe: Recipe) -> list[str]:
         manifest = folder / MANIFEST
         found = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by
         if found != made_by:
+            identity = differences(found, made_by, made_by.keys() - {"settings"})
+            is_other = found.get("settings") != made_by["settings"]
+            keys = settings_said(recorded(folder), recipe, regenerate_keys(recipe)) if is_other else ""
             raise PipelineError(
-                f"{folder} holds answers of another target or other settings ({found}, this recipe has {made_by}): use "
-                "the recipe that they were made with, or another output"
+                f"{folder} holds answers of another target or other settings: "
+                f"{', '.join(filter(None, [keys, identity]))}. Use the recipe that they were made with, or another "
+                "output"
             )
         if not are_of(str(folder / DIALOGUES), made_by["target"]):
             _run(recipe, folder, made_by)

@@ -15,11 +15,12 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from pipeline.artifacts.features import fetch, of_another_target, store_of
-from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe
+from pipeline.artifacts.features import fetch, of_another_target, require_dump_of, store_of
+from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe, recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.checked import THREADS, forget
@@ -195,8 +196,7 @@ def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
 
 def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, str]) -> None:
     """Dumps again what was found damaged, and what is missing."""
-    if recipe.dump_hash != manifest.spec.recipe:
-        raise PipelineError(f"the recipe is not the one that {folder} was dumped with: give that one with --recipe")
+    require_dump_of(recipe, manifest.spec, partial(recorded, folder), folder)
     _require_runs_folder(folder, recipe)
     store = store_of(recipe)
     for name in {record.name for record in manifest.files} & set(found):

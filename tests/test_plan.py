@@ -3,6 +3,7 @@ dump that follows.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -68,10 +69,15 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}
     tree["features"]["batch_tokens"] = 256
     recipe = write_recipe(tree, tmp_path / "recipe")
-    done = run_warm([sys.executable, "-m", "pipeline", "plan", str(recipe), "--train-speed", "5000"])
+    plan = [sys.executable, "-m", "pipeline", "plan", str(recipe), "--train-speed", "5000"]
+    done = run_warm(plan)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    as_json = run_warm([*plan, "--dump-speed", "5000", "--decode-ms", "5", "--json"])
+    figures = json.loads(as_json.stdout)
     assert "WARNING" not in done.stdout
+    assert re.fullmatch(
+        r"The run takes about .+; its features take 0\.\d{3} GB of disk\.", done.stdout.splitlines()[-1]
+    )
     stages = ("dump", "train: eagle", "train: jakiro", "eval")
     assert all(figures[f"{stage}: hours"] > 0 and figures[f"{stage}: memory"] > 0 for stage in stages)
     for row in ("| dump | disk |", "| train | eagle: time |", "| eval | memory |", "| all | time |"):

@@ -25,6 +25,7 @@ from pipeline.features.text import some_texts
 from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.recipe import Recipe
+from pipeline.running.settings import begin_resume_states
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, fail_together
@@ -98,6 +99,7 @@ def _to_checkpoint(
     require_shared(state if recipe.train.resume else folder)
     if recipe.features.keep == "window":  # the run's folder says which shards are there
         require_shared(folder)
+    by_rank_0(lambda: begin_resume_states(recipe, name))
     store, heldout, answers = features()
     with fail_together():
         start = read_start(recipe, name, embed_head, store.spec)

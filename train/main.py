@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline.artifacts.features import Wanted, feature_spec, write_wanted
+from pipeline.artifacts.features import Wanted, readable_spec, write_wanted
 from pipeline.basics.progress import publish
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -42,7 +42,7 @@ def main() -> None:
         return
     publish(recipe.run_dir, "train")
     embed_head = load_embed_head(recipe.target)
-    expected = feature_spec(recipe)
+    expected = readable_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -1,11 +1,10 @@
 """How long a recipe's run will take and how much it needs: disk, memory, hours, GPUs. `pipeline plan` starts it.
 
-    python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R]
+    python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R] [--json]
 
 Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
-measured here, each for 20 seconds at most. A row of the table is a figure, with where it comes from. The last line is
-JSON, its times in hours.
-Duplicates are not looked for.
+measured here, each for 20 seconds at most. A row of the table is a figure, with where it comes from. With --json all
+figures are one JSON object instead, times in hours, sizes in bytes. Duplicates are not looked for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     time      dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
@@ -26,6 +25,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,7 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry, markdown
+from pipeline.running.settings import require_same_settings
 from preprocess.sources.sizes import require_sizes
 
 VALIDATION = 1 / 3  # of a token's training
@@ -93,7 +94,7 @@ class Plan:
             resolve_device(self.recipe.target.device)
         except PipelineError:
             return None, f"no such device here: give --{flag}"
-        print(f"measuring {flag}: up to {speeds.PROBE} s after loading ...", flush=True)
+        print(f"measuring {flag}: up to {speeds.PROBE} s after loading ...", file=sys.stderr, flush=True)
         value = measure()
         shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         return value, f"{shown} {unit}, measured on {hardware(self.recipe.target.device)}"
@@ -242,6 +243,21 @@ def disk_warning(stored_dtype: str) -> str:
     return f"WARNING: the dump does not fit the disk: lower data.max_tokens,{smaller} or point output at a larger one"
 
 
+def summary(plan: Plan) -> str:
+    """Return what the whole run takes, in a sentence."""
+    hours, disk = plan.figures["all: hours"], plan.figures["dump: disk"] or 0
+    time = "a time that is not known yet" if hours is None else f"about {duration(3600 * hours)}"
+    return f"The run takes {time}; its features take {disk / 1e9:,.3f} GB of disk."
+
+
+def refusal(recipe: Recipe) -> str | None:
+    """Return why a run would refuse what its folder holds; None where it would not."""
+    try:
+        return require_same_settings(recipe, recipe.to_train)
+    except PipelineError as error:
+        return str(error)
+
+
 def warnings(plan: Plan) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.steps
     if slow := warn_of_emulation(recipe):
@@ -258,14 +274,20 @@ def main() -> None:
     add_recipe_arguments(parser)
     for flag in SPEEDS:
         parser.add_argument(f"--{flag}", type=float)
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object, instead of the table")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    print(describe_dtypes(recipe), flush=True)
+    print(describe_dtypes(recipe), file=sys.stderr, flush=True)
+    if not arguments.json and (reason := refusal(recipe)):
+        print(f"WARNING: a run refuses this recipe: {reason}")
     plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
+    if arguments.json:
+        print(json.dumps(plan.figures))
+        return
     print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
     for warning in warnings(plan):
         print(warning)
-    print(json.dumps(plan.figures))
+    print(summary(plan))
 
 
 if __name__ == "__main__":

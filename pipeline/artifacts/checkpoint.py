@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.artifacts.provenance import PROVENANCE, changed, write_provenance
+from pipeline.artifacts.provenance import PROVENANCE, recorded, settings_said, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.basics.parse import from_json
@@ -27,6 +27,7 @@ from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.model import identify
+from pipeline.recipe.differences import training_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 
@@ -213,19 +214,24 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
     """The recipe's draft `name`. Raises PipelineError when it is missing, or was trained under other settings or for
     what the target was before.
     """
-    folder = recipe.draft_dir(name)
-    saved = read_config(folder)
-    if saved.train_hash != recipe.train_hash(name):
-        keys = changed(folder, recipe, name)
-        raise PipelineError(
-            f"{folder} holds a draft trained with other settings ({keys + '; ' if keys else ''}hash "
-            f"{saved.train_hash}, this recipe has {recipe.train_hash(name)}). Give this run another output folder, or "
-            f"remove that one"
-        )
+    folder, saved = recipe.draft_dir(name), require_settings(recipe, name)
     if differences := identify(recipe.target).differences(saved.target):
         raise PipelineError(
             f"{folder} holds a draft of another target than {public_name(recipe.target.model)} is now: "
             f"{'; '.join(differences)}. Restore the target's files, or train in another output folder"
+        )
+    return saved
+
+
+def require_settings(recipe: Recipe, name: str) -> Saved:
+    """Return what the checkpoint of a draft says. Raise PipelineError when it is missing, or of other settings."""
+    folder = recipe.draft_dir(name)
+    saved = read_config(folder)
+    if saved.train_hash != recipe.train_hash(name):
+        raise PipelineError(
+            f"{folder} holds a draft trained with other settings: "
+            f"{settings_said(recorded(folder), recipe, training_keys(recipe, name))}. Take these back, give this run "
+            "another output folder, or remove that one"
         )
     return saved
 

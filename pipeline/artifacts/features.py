@@ -2,24 +2,29 @@
 is fed while it runs wants next.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.artifacts.provenance import RECIPE
+from pipeline.artifacts.provenance import RECIPE, Recorded, recorded, recorded_in, settings_said
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.features.engines import identity_of
-from pipeline.features.schema import FeatureSpec, require_same
+from pipeline.features.schema import FeatureSpec, require_readable
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, Record, damage, prompts_damage
 from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
+from pipeline.recipe.differences import dump_keys
 from pipeline.recipe.recipe import Recipe, digest
 
+Find = Callable[[], Recorded | None]  # what gives the recipe that lies beside features
 MADE = "train shards made"  # in the feeder's last line
 
 
@@ -101,11 +106,64 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
     )
 
 
-def answers_hash(recipe: Recipe, target: TargetIdentity | None = None) -> str:
-    """What the target's answers to calibration prompts depend on, the tokens that end them included. `target`: what it
-    is, where that is known.
+def dump_differences(recipe: Recipe, got: FeatureSpec, find: Find, target_layers: int | None) -> str:
+    """Return which settings of a dump are others than the recipe's, with both values. Empty where the dump is the
+    recipe's, or holds more auxiliary layers and differs in nothing else: which layers it was asked for says its
+    recipe, that `find` gives, and its hash proves that.
+
+    `target_layers`: of the target, where that is here.
     """
-    return digest([recipe.answers_hash, (target or identify(recipe.target)).stop_ids])
+    if got.recipe == recipe.dump_hash:
+        return ""
+    if recipe.features.dump:
+        return f"features.dump: {got.recipe} -> {recipe.features.dump}"
+    found = find()
+    layers = found.layers if found else None
+    if layers is None or recipe.dump_hash_with(layers) != got.recipe:
+        return settings_said(found, recipe, dump_keys(recipe))
+    wanted = recipe.auxiliary_layers(target_layers) if target_layers else recipe.wanted_layers
+    more = set(wanted) <= set(got.auxiliary_numbers)
+    return "" if more else f"features.auxiliary_layers: {got.auxiliary_numbers} -> {wanted}"
+
+
+def require_dump_of(recipe: Recipe, got: FeatureSpec, find: Find, where: object) -> FeatureSpec:
+    """Return the spec by which this recipe reads a dump, which may hold more auxiliary layers. Raises PipelineError
+    that names what the dump has otherwise.
+    """
+    expected = replace(feature_spec(recipe), recipe=got.recipe)
+    require_readable(got, expected, where)
+    if said := dump_differences(recipe, got, find, load_config(recipe.target).num_hidden_layers):
+        raise PipelineError(
+            f"{where}: features of other data or feature settings: {said}. Use the recipe they were dumped with, or "
+            "dump again into another output folder"
+        )
+    return expected
+
+
+def readable_spec(recipe: Recipe) -> FeatureSpec:
+    """Return the spec by which this recipe reads its dump, in its store or its folder; where none is in its folder, the
+    spec of one to come. Raises PipelineError as `require_dump_of` does.
+    """
+    folder, store = recipe.features_dir, store_of(recipe)
+    if store is None and not (folder / MANIFEST).exists():
+        return feature_spec(recipe)
+    if store is None:
+        return require_dump_of(recipe, Manifest.load(folder).spec, partial(recorded, folder), folder)
+    return require_dump_of(recipe, store.manifest().spec, partial(recorded_in_store, store), store.name)
+
+
+def recorded_in_store(store: Store) -> Recorded | None:
+    """Return the recipe beside the features of a store; None where there is none that can be read."""
+    with suppress(PipelineError):
+        return recorded_in(store.read(RECIPE))
+    return None
+
+
+def answers_hash(recipe: Recipe, dump: str, target: TargetIdentity | None = None) -> str:
+    """What the target's answers to calibration prompts depend on in the dump of this hash, the tokens that end them
+    included. `target`: what it is, where that is known.
+    """
+    return digest([recipe.answers_hash_of(dump), (target or identify(recipe.target)).stop_ids])
 
 
 def of_another_target(target: TargetIdentity, spec: FeatureSpec) -> list[str]:
@@ -143,7 +201,7 @@ def fetch(
             leftover.unlink()
         manifest = store.manifest()
         if expected is not None:
-            require_same(manifest.spec, expected, store.name)
+            require_readable(manifest.spec, expected, store.name)
         manifest.require_complete(store.name)
         wanted = _lacking(folder, manifest, recipe.features.keep)
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:

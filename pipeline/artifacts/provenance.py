@@ -10,7 +10,8 @@ import platform
 import secrets
 import stat
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 
 from pipeline.basics.accelerator import accelerator
 from pipeline.basics.embedded import cache_dir
-from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, read_sealed, write_sealed
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, unsealed, write_sealed
 from pipeline.basics.public import public_name
+from pipeline.recipe.differences import differences, layers_of
 from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import WHERE, Recipe
 
@@ -134,15 +137,18 @@ def own_recipe(folder: Path, overrides: list[str]) -> Recipe | None:
     """The recipe that this user wrote into this folder on this machine. None for any other: a recipe may name code, so
     nobody else's data supplies one.
     """
+    tree = _own_tree(folder)
+    return None if tree is None else recipe_from(tree, folder / OWN_RECIPE, overrides)
+
+
+def _own_tree(folder: Path) -> dict[str, Any] | None:
     if not (folder / OWN_RECIPE).is_file() or (key := _machine_key()) is None:
         return None
     content = read_json(folder / OWN_RECIPE)
     tree, mac = content.get("recipe"), content.get("mac")
     if not isinstance(tree, dict) or not isinstance(mac, str) or not mac.isascii():
         return None
-    if not hmac.compare_digest(mac, _mac(key, folder, tree)):
-        return None
-    return recipe_from(tree, folder / OWN_RECIPE, overrides)
+    return tree if hmac.compare_digest(mac, _mac(key, folder, tree)) else None
 
 
 def _mac(key: bytes, folder: Path, tree: Any) -> str:
@@ -180,24 +186,48 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     return resolved
 
 
-def changed(folder: Path, recipe: Recipe, draft: str) -> str:
-    """Which keys differ between the recipe beside a draft and this one, in words; empty where none does. Only sections
-    that the draft's weights depend on are compared.
-    """
-    if not (folder / RECIPE).exists():
-        return ""
-    there, here = (
-        _keys(read_sealed(folder / RECIPE, "Restore it, or train again"), draft),
-        _keys(public_recipe(recipe), draft),
-    )
-    found = [key for key, value in here.items() if there.get(key, value) != value]
-    return ", ".join(f"{key} is {json.dumps(there[key])} there and {json.dumps(here[key])} here" for key in found)
+@dataclass(frozen=True)
+class Recorded:
+    """The recipe that lies beside an artifact. It may be a stranger's: it is shown, and proven by hashes."""
+
+    tree: dict[str, Any]
+    is_whole: bool  # with local paths, as this user wrote it
+
+    def differences(self, recipe: Recipe, keys: Iterable[str]) -> str:
+        """Return which of these keys differ here, with both values; empty where none does."""
+        here = recipe.model_dump(mode="json") if self.is_whole else public_recipe(recipe)
+        return differences(self.tree, here, keys)
+
+    @property
+    def layers(self) -> list[int | str] | None:
+        """The auxiliary layers that it names; None where it is no recipe of this version."""
+        try:
+            return layers_of(self.tree)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
 
 
-def _keys(resolved: dict[str, Any], draft: str) -> dict[str, Any]:
-    sections = {name: resolved.get(name, {}) for name in ("target", "data", "features", "train")}
-    sections[f"draft.{draft}"] = resolved.get("draft", {}).get(draft, {})
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+def recorded(folder: Path) -> Recorded | None:
+    """Return the recipe beside an artifact; None where there is none that can be read."""
+    if (tree := _own_tree(folder)) is not None:
+        return Recorded(tree, is_whole=True)
+    path = folder / RECIPE
+    return recorded_in(path.read_bytes()) if path.is_file() else None
+
+
+def recorded_in(content: bytes) -> Recorded | None:
+    """Return the recipe of a recipe.json; None where that cannot be read."""
+    try:
+        return Recorded(unsealed(content, RECIPE, ""), is_whole=False)
+    except PipelineError:
+        return None
+
+
+def settings_said(found: Recorded | None, recipe: Recipe, keys: Iterable[str]) -> str:
+    """Return, for a message, which keys of an artifact's recipe differ from this one's, with both values."""
+    if found is None:
+        return f"which keys differ is not known: no {RECIPE} that can be read lies beside it"
+    return found.differences(recipe, keys) or f"the folder of a path, which {RECIPE} does not keep"
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -57,7 +57,7 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     saved, folder, mine = checkpoint.read_config(source), recipe.draft_dir(name), recipe.draft[name].to_json()
     theirs = saved.config.to_json()
     if differ := sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)):
-        said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r}" for key in differ)
+        said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r} (here {mine.get(key)!r})" for key in differ)
         raise PipelineError(f"{published['repository']} has other settings than draft.{name}: set {said}")
     embed_head = load_embed_head(recipe.target)
     draft = checkpoint.load(source, embed_head.fingerprint)

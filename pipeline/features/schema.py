@@ -23,7 +23,7 @@ not used: which these are, the manifest says.
 
 import re
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -223,6 +223,12 @@ def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None
             )
 
 
+def require_readable(got: FeatureSpec, expected: FeatureSpec, where: object) -> None:
+    """Raise PipelineError as `require_same` does, but not for more auxiliary layers than are expected."""
+    holds_all = set(expected.auxiliary_numbers) <= set(got.auxiliary_numbers)
+    require_same(got, replace(expected, auxiliary_layers=got.auxiliary_layers) if holds_all else expected, where)
+
+
 def another_engine(got: FeatureSpec, expected: FeatureSpec) -> str | None:
     """What to tell whoever expects the states of another engine than these were computed by; None where it is the
     same.
@@ -293,6 +299,16 @@ def from_batch(
         auxiliary_TKD = states("auxiliary", "auxiliary_scale", (-1, spec.auxiliary, spec.hidden_size))
     scales_TS = None if decode or not scales_of else torch.cat(scales_of, dim=1)
     return Row(*text, hidden_TD=hidden_TD, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
+
+
+def of_layers(row: Row, spec: FeatureSpec, wanted: FeatureSpec) -> Row:
+    """Return a row of `spec` as a dump of `wanted`, which has some of its auxiliary layers, holds it: to the bit."""
+    if wanted.auxiliary_layers == spec.auxiliary_layers:
+        return row
+    places = list(map(spec.auxiliary_numbers.index, wanted.auxiliary_numbers))
+    auxiliary_TKD = row.auxiliary_TKD[:, places] if row.auxiliary_TKD is not None and places else None
+    scales_TS = None if row.scales_TS is None else row.scales_TS[:, [0, *(1 + place for place in places)]]
+    return replace(row, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
 def blank_row(doc_id: str, spec: FeatureSpec, decode: bool = True) -> Row:

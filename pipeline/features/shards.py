@@ -27,6 +27,8 @@ from pipeline.features.schema import (
     arrow_schema,
     checked_spec,
     from_batch,
+    of_layers,
+    require_readable,
     require_same,
     spec_of,
     stored,
@@ -319,7 +321,8 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
 
 class FeatureStore:
     """The dialogues of one set, memory-mapped: its usable texts, numbered in the order of the table, and their states.
-    `sample`: the texts that are known before any shard is read, here all.
+    `sample`: the texts that are known before any shard is read, here all. `spec`: of the rows that it gives; shards may
+    hold more auxiliary layers.
 
     A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
     """
@@ -332,20 +335,25 @@ class FeatureStore:
         Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged file.
         """
         manifest = Manifest.load(folder)
-        require_same(manifest.spec, expected, folder)
+        require_readable(manifest.spec, expected, folder)
         manifest.require_complete(folder)
         if not manifest.of(split):
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
             )
-        self._open(folder, manifest, split)
+        self._open(folder, manifest, split, expected)
 
-    def _open(self, folder: Path, manifest: Manifest, split: str) -> None:
-        self.spec, self.records = manifest.spec, manifest.of(split)
+    def _open(self, folder: Path, manifest: Manifest, split: str, expected: FeatureSpec) -> None:
+        self._take(manifest.spec, expected)
+        self.records = manifest.of(split)
         self.sample = self.texts = usable_texts(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
-        self._readers = [open_shard(folder, record, self.spec) for record in self.records]
+        self._readers = [open_shard(folder, record, self.stored) for record in self.records]
+
+    def _take(self, stored: FeatureSpec, expected: FeatureSpec) -> None:
+        """The specs of the shards and of the rows."""
+        self.stored, self.spec = stored, replace(stored, auxiliary_layers=expected.auxiliary_layers)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -356,7 +364,7 @@ class FeatureStore:
         if fault := row_fault(batch, self.texts, index, self._parts[shard]):
             raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
-        return from_batch(batch, self.spec, text, decode)
+        return of_layers(from_batch(batch, self.stored, text, decode), self.stored, self.spec)
 
 
 def part_starts(records: list[ShardRecord]) -> list[int]:

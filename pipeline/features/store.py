@@ -69,13 +69,16 @@ class Store:
                     "jakiro verify OUTPUT/features --recipe RECIPE --repair"
                 )
 
-    def manifest(self) -> Manifest:
+    def read(self, name: str) -> bytes:
+        """Return the content of one object."""
         try:
-            with self._fs.open_input_stream(f"{self._root}/{MANIFEST}") as file:
-                content = file.read()
+            with self._fs.open_input_stream(f"{self._root}/{name}") as file:
+                return file.read()
         except OSError as error:
-            raise self._unreadable(MANIFEST, error) from None
-        where = f"{self.name}/{MANIFEST}"
+            raise self._unreadable(name, error) from None
+
+    def manifest(self) -> Manifest:
+        content, where = self.read(MANIFEST), f"{self.name}/{MANIFEST}"
         return Manifest.parse(unsealed(content, where, UNREADABLE), where)
 
     def _unreadable(self, name: str, error: OSError) -> PipelineError:

@@ -6,6 +6,7 @@ and the hash of what a stage depends on travels with everything that stage write
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -134,8 +135,8 @@ class Recipe(Outline):
         return {key for key in ("window", "tokens") if getattr(self.train, key) is None}
 
     @property
-    def regenerate_hash(self) -> str:
-        """What the target's own answers depend on."""
+    def regenerate_settings(self) -> dict[str, Any]:
+        """What the target's own answers depend on, by section."""
         target = self.target.identity()
         asked = {
             "source",
@@ -152,7 +153,11 @@ class Recipe(Outline):
         answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
         if self.target.engine != "transformers":  # its random numbers are others
             target |= {"engine": self.target.engine}
-        return digest({"target": target, "data": data, "regenerate": answers, "seed": self.seed})
+        return {"target": target, "data": data, "regenerate": answers, "seed": self.seed}
+
+    @property
+    def regenerate_hash(self) -> str:
+        return digest(self.regenerate_settings)
 
     @property
     def worker_gpus(self) -> float | None:
@@ -163,18 +168,23 @@ class Recipe(Outline):
         return float(parallel) if parallel > 1 else self.features.gpus_per_worker
 
     @property
-    def dump_hash(self) -> str:
-        """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that
-        changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
+    def wanted_layers(self) -> list[int | str]:
+        """The auxiliary layers as the recipe names them or, unless it does, as its drafts do: numbers, or words for
+        them.
         """
-        if self.features.dump:
-            return self.features.dump
+        if self.features.auxiliary_layers is not None:
+            return list(self.features.auxiliary_layers)
+        return in_order(layer for config in self._dumped_for for layer in config.auxiliary)
+
+    @property
+    def dump_settings(self) -> dict[str, Any]:
+        """What the feature shards depend on, by section. Who wrote them, where, and in which batches is not part of it:
+        that changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
+        """
         how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
         how |= {"gpus", "keep", "disk_bytes", "dump"}
         features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
-        if self.features.auxiliary_layers is None:  # which of a target's layers a default is, its fingerprint says
-            wanted = {layer for config in self._dumped_for for layer in config.auxiliary}
-            features["auxiliary_layers"] = sorted(wanted, key=lambda layer: (isinstance(layer, str), layer))
+        features["auxiliary_layers"] = self.wanted_layers  # which of a target's a word is, its fingerprint says
         features["stored_dtype"] = self.stored_dtype
         own = self.data.answers != "source"
         data = self.data.model_dump(mode="json", exclude={"calibration_prompts"} | (set() if own else {"answers"}))
@@ -184,14 +194,26 @@ class Recipe(Outline):
             if self.target.engine != "transformers":  # its random numbers are others
                 found |= {"engine": self.target.engine}
             found |= {"regenerate": self.regenerate.model_dump(mode="json", exclude=jobs), "seed": self.seed}
-        return digest(found)
+        return found
+
+    def dump_hash_with(self, layers: list[int | str]) -> str:
+        """Return the hash of this recipe's dump, had it these auxiliary layers."""
+        settings = self.dump_settings
+        return digest(settings | {"features": settings["features"] | {"auxiliary_layers": layers}})
+
+    @property
+    def dump_hash(self) -> str:
+        return self.features.dump or digest(self.dump_settings)
+
+    def answers_hash_of(self, dump: str) -> str:
+        """What the target's answers to calibration prompts depend on, in the dump of this hash: they can be given anew
+        without the rest of it.
+        """
+        return digest([dump, self.data.calibration_prompts, self.features.answer_tokens])
 
     @property
     def answers_hash(self) -> str:
-        """What the target's answers to calibration prompts depend on: they can be given anew without the rest of the
-        dump.
-        """
-        return digest([self.dump_hash, self.data.calibration_prompts, self.features.answer_tokens])
+        return self.answers_hash_of(self.dump_hash)
 
     def training(self, draft: str) -> TrainConfig:
         """What one draft is trained with."""
@@ -205,6 +227,17 @@ class Recipe(Outline):
         """
         if draft in self.published:
             return digest({"published": self.published[draft].model_dump(), "draft": self.draft[draft].to_json()})
+        dump = self.answers_hash if self.is_watched(draft) else self.dump_hash
+        order = {"order": "questions"} if self.answers_streamed else {}
+        settings = {"tree": None, **self.training_settings(draft)}
+        return digest({"dump": dump, "seed": self.seed, "draft": self.settings_of(draft), **settings, **order})
+
+    def is_watched(self, draft: str) -> bool:
+        """Whether the estimated tau decides which weights of a draft are kept."""
+        return self.training(draft).keep == "best" or self.training(draft).patience is not None
+
+    def training_settings(self, draft: str) -> dict[str, Any]:
+        """What one draft's weights depend on, beside its own settings, the features and the seed."""
         apart = {
             *WHERE,
             "ranks",
@@ -216,16 +249,12 @@ class Recipe(Outline):
             "decode",
             "tracker",
         }
-        settings = self.training(draft)
-        watched = settings.keep == "best" or settings.patience is not None
+        settings, watched = self.training(draft), self.is_watched(draft)
         apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
         apart |= self._unset | ({"epochs"} if settings.tokens else set())
-        train = settings.model_dump(mode="json", exclude=apart)
-        config = self.settings_of(draft)
-        tree = (self.eval.methods.get(draft, Method()).tree or self.eval.tree).to_json() if watched else None
-        dump = self.answers_hash if watched else self.dump_hash
-        order = {"order": "questions"} if self.answers_streamed else {}
-        return digest({"dump": dump, "seed": self.seed, "draft": config, "tree": tree, "train": train, **order})
+        train = {"train": settings.model_dump(mode="json", exclude=apart)}
+        tree = self.eval.methods.get(draft, Method()).tree or self.eval.tree
+        return train | ({"tree": tree.to_json()} if watched else {})
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""
@@ -279,6 +308,11 @@ class Recipe(Outline):
     @property
     def release_dir(self) -> Path:
         return self.run_dir / "release"
+
+
+def in_order(layers: Iterable[int | str]) -> list[int | str]:
+    """Return auxiliary layers once each, numbers first."""
+    return sorted(set(layers), key=lambda layer: (isinstance(layer, str), layer))
 
 
 def digest(value: Any) -> str:

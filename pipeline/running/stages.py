@@ -32,6 +32,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running import children
 from pipeline.running.cores import require_few
 from pipeline.running.crew import CUDA, HIP
+from pipeline.running.settings import features_differences, require_same_settings, training_differences
 
 # What a user names GPUs with, by numbers or UUIDs, and DeepSpeed's launcher overwrites in its ranks: of CUDA and ROCm,
 # of XPU. (It leaves ROCm's own alone, which goes before the first.)
@@ -52,12 +53,12 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if not (folder / MANIFEST).exists():
         return False, "no shard yet" if folder.exists() else "not started"
     manifest = Manifest.load(folder)
-    if manifest.spec.recipe != recipe.dump_hash:
-        return False, f"{folder} holds features of other settings"
+    if said := features_differences(recipe):
+        return False, f"{folder} holds features of other settings: {said}"
     target = identify_if_here(recipe.target)
     if target and (differences := of_another_target(target, manifest.spec)):
         return False, f"features of what the target was before: {'; '.join(differences)}"
-    if target and manifest.answers_hash != answers_hash(recipe, target):
+    if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
         return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
     broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
@@ -89,8 +90,8 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
             continue
         saved = checkpoint.read_config(folder)
         state = saved.training_said
-        if saved.train_hash != recipe.train_hash(name):
-            done, state = False, "of other settings"
+        if said := training_differences(recipe, name):
+            done, state = False, f"of other settings: {said}"
         elif target and (differences := target.differences(saved.target)):
             done, state = False, f"of what the target was before: {'; '.join(differences)}"
         elif checkpoint.lacks_plot(folder):
@@ -197,6 +198,7 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
         if recipe.target.device != "cpu":
             require_gpus(recipe.train.ranks or 1)
         require_step(recipe)
+    require_same_settings(recipe, [] if until == "preprocess" else recipe.to_train)
     require_few("train.ranks", recipe.train.ranks or 1)
     recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
     logs = recipe.run_dir / "logs"

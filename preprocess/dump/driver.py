@@ -17,15 +17,22 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.features import answers_hash, feature_spec, store_of
-from pipeline.artifacts.provenance import PROVENANCE, RECIPE, write_own_recipe, write_provenance
+from pipeline.artifacts.features import (
+    Find,
+    answers_hash,
+    feature_spec,
+    recorded_in_store,
+    require_dump_of,
+    store_of,
+)
+from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
 from pipeline.features.checked import checked
 from pipeline.features.engines.vllm import python_of, version_of
-from pipeline.features.schema import FeatureSpec, require_same, text_schema
+from pipeline.features.schema import FeatureSpec, text_schema
 from pipeline.features.shards import (
     ANSWERS,
     FILES,
@@ -63,8 +70,7 @@ def dump(recipe: Recipe) -> list[str]:
     require_lasting(folder)
     with exclusive(folder, "dump"):
         store = store_of(recipe)
-        spec = feature_spec(recipe)
-        manifest = _resume(folder, spec, store, answers_hash(recipe))
+        manifest = _resume(recipe, folder, store)
         if recipe.features.keep == "all" and manifest.fed:
             manifest.complete = False
         if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
@@ -75,6 +81,12 @@ def dump(recipe: Recipe) -> list[str]:
                 "added to it, and it is not whole, or holds answers of other lengths, to other calibration prompts, or "
                 "of a target that ended them at other tokens: set data.calibration_prompts and features.answer_tokens "
                 "as its card says, and take the target's generation_config.json as it was"
+            )
+        if not manifest.complete and manifest.spec.recipe != recipe.dump_hash:
+            raise PipelineError(
+                f"{folder} holds the auxiliary layers of another recipe ({manifest.spec.auxiliary_layers}), and is not "
+                "whole, or its answers to calibration prompts are others: go on with that recipe, or dump into another "
+                "output folder"
             )
         if not manifest.complete:
             require_sizes(recipe)
@@ -91,17 +103,18 @@ def require_lasting(folder: Path) -> None:
         )
 
 
-def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) -> Manifest:
+def _resume(recipe: Recipe, folder: Path, store: Store | None) -> Manifest:
     """What an earlier run left; answers to other calibration prompts, or of other lengths, are not taken over."""
     sizes = {} if store is None else store.sizes()
-    manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(spec)
-    require_its_own(manifest.spec, spec, folder)
+    manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(feature_spec(recipe))
+    require_its_own(recipe, manifest.spec, partial(recorded, folder), folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
-        require_its_own(manifest.spec, spec, store.name)
+        require_its_own(recipe, manifest.spec, partial(recorded_in_store, store), store.name)
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
+    answers = answers_hash(recipe, manifest.spec.recipe)
     if manifest.answers_hash != answers:
         manifest.answers, manifest.answers_hash, manifest.complete = [], answers, False
     lost = _lost(folder, manifest, store, sizes)
@@ -115,8 +128,9 @@ def _resume(folder: Path, spec: FeatureSpec, store: Store | None, answers: str) 
     return manifest
 
 
-def require_its_own(got: FeatureSpec, spec: FeatureSpec, where: object) -> None:
-    require_same(got, spec, where)
+def require_its_own(recipe: Recipe, got: FeatureSpec, find: Find, where: object) -> None:
+    """Raise PipelineError where features are not the recipe's, or of another engine. `find` gives their recipe."""
+    spec = require_dump_of(recipe, got, find, where)
     made, here = ((one.engine, one.engine != "transformers" and one.engine_version) for one in (got, spec))
     if made != here:
         raise PipelineError(
@@ -347,10 +361,11 @@ def _grouped(manifest: Manifest) -> str:
 
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
-    counts = manifest.accounting
+    counts, layers = manifest.accounting, manifest.spec.auxiliary_layers
+    lines = [f"auxiliary layers {layers}, of another recipe"] if manifest.spec.recipe != recipe.dump_hash else []
     if not counts:
-        return [f"{_count(manifest)} shards, without an account of the source's records"]
-    lines, total = torn_tail(counts), sum(counts["rejected"].values())
+        return [*lines, f"{_count(manifest)} shards, without an account of the source's records"]
+    lines, total = [*lines, *torn_tail(counts)], sum(counts["rejected"].values())
     further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(
         f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "

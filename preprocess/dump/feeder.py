@@ -14,10 +14,12 @@ shard that is not there. In the end none is left.
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.artifacts.features import MADE, feature_spec, read_wanted, store_of, wanted_file
+from pipeline.artifacts.features import MADE, read_wanted, store_of, wanted_file
+from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
@@ -52,7 +54,7 @@ def feed(recipe: Recipe) -> list[str]:
     require_lasting(folder)
     with exclusive(folder, "dump"):
         manifest = Manifest.load(folder)
-        require_its_own(manifest.spec, feature_spec(recipe), folder)
+        require_its_own(recipe, manifest.spec, partial(recorded, folder), folder)
         manifest.require_complete(folder)
         return _Feeder(recipe, folder, manifest).run()
 

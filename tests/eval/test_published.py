@@ -144,7 +144,8 @@ def test_refusals(tree, release, hub, tmp_path):
         fetch(published(tree))
     hub(release, "me/draft")
     tree["draft"]["jakiro"]["contrast"] = "scalar"
-    with pytest.raises(PipelineError, match=r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router'"):
+    said = r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router' \(here 'scalar'\)"
+    with pytest.raises(PipelineError, match=said):
         fetch(published(tree))
     assert not (tmp_path / "run/drafts/jakiro/config.json").exists()
     for wrong, said in (({"revision": "main"}, "revision"), ({"repository": "/a/folder"}, "repository")):

@@ -1,14 +1,24 @@
 """What an artifact says of where it comes from, and what it keeps to itself."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from pipeline.artifacts import provenance
-from pipeline.artifacts.provenance import changed, hardware, own_recipe, write_own_recipe, write_provenance
+from pipeline.artifacts.provenance import (
+    hardware,
+    own_recipe,
+    recorded,
+    settings_said,
+    write_own_recipe,
+    write_provenance,
+)
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from pipeline.basics.public import public_name, public_text
+from pipeline.recipe.differences import dump_keys, training_keys
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import replace_once
@@ -81,16 +91,73 @@ def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):
     assert resolved["train"]["shards"] is resolved["train"]["resume"] is None
 
 
-def test_what_changed_since_a_draft_was_trained_is_named(tiny_recipe, tmp_path):
+def differing(recipe: Recipe, draft: str = "eagle", **sections) -> tuple[Recipe, list[str]]:
+    """A recipe with other keys, and the keys that the draft's weights depend on."""
+    tree = recipe.model_dump(mode="json")
+    for section, keys in sections.items():
+        tree[section] = {**tree[section], **keys}
+    other = Recipe.model_validate(tree)
+    return other, training_keys(other, draft)
+
+
+def test_the_keys_that_a_draft_was_trained_with_otherwise_are_named_with_both_values(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
-    assert changed(tmp_path, tiny_recipe, "eagle") == changed(tmp_path / "elsewhere", tiny_recipe, "eagle") == ""
-    tree = tiny_recipe.model_dump(mode="json")
-    tree["target"]["template_keywords"] = {"enable_thinking": False}
-    tree["draft"]["eagle"]["fc_bias"] = tree["draft"]["jakiro"]["fc_bias"] = True
-    assert changed(tmp_path, Recipe.model_validate(tree), "eagle") == (
-        'target.template_keywords is {} there and {"enable_thinking": false} here, '
-        "draft.eagle.fc_bias is false there and true here"
+    found = recorded(tmp_path)
+    assert found.differences(*differing(tiny_recipe)) == ""
+    drafts = {name: {**config.to_json(), "fc_bias": True} for name, config in tiny_recipe.draft.items()}
+    other = differing(tiny_recipe, target={"template_keywords": {"enable_thinking": False}}, draft=drafts)
+    assert found.differences(*other) == (
+        "target.template_keywords.enable_thinking: absent -> false, draft.eagle.fc_bias: false -> true"
     )
+    unasked = {"eval": {"tree": {"depth": 2}}, "features": {"batch_tokens": 7}, "train": {"checkpoint_every": 9}}
+    assert found.differences(*differing(tiny_recipe, **unasked)) == ""
+    shallow = {"tree": {**tiny_recipe.eval.tree.to_json(), "depth": 2}}
+    watched, keys = differing(tiny_recipe, train={"keep": "best"}, eval=shallow)
+    assert found.differences(watched, keys) == 'train.keep: "last" -> "best", eval.tree.depth: 3 -> 2'
+
+
+def test_layers_and_dtype_that_follow_from_the_drafts_are_named(tiny_recipe, tmp_path):
+    write_provenance(tmp_path, tiny_recipe)
+    drafts = {**tiny_recipe.model_dump(mode="json")["draft"], "third": {"kind": "eagle3"}}
+    other, _ = differing(tiny_recipe, draft=drafts)
+    assert recorded(tmp_path).differences(other, dump_keys(other)) == (
+        'features.stored_dtype: "bfloat16" -> "float8_e4m3fn", features.auxiliary_layers: [] -> ["default"]'
+    )
+
+
+def test_this_users_own_recipe_also_tells_the_folder_of_a_path(tiny_recipe, tmp_path):
+    write_provenance(tmp_path, tiny_recipe)
+    moved, keys = differing(tiny_recipe, data={"source": "/elsewhere/data.json"})
+    assert settings_said(recorded(tmp_path), moved, keys) == "the folder of a path, which recipe.json does not keep"
+    write_own_recipe(tmp_path, tiny_recipe)
+    said = recorded(tmp_path).differences(moved, keys)
+    assert said == f'data.source: "{tiny_recipe.data.source}" -> "/elsewhere/data.json"'
+
+
+HOSTILE = {
+    "no object": b"[1]",
+    "no JSON": b"{",
+    "deep": b'{"data": ' + b"[" * 100_000,
+    "no seal": b'{"data": {"max_length": 1}}',
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_recipe_that_cannot_be_read_names_nothing_and_stops_nothing(tiny_recipe, tmp_path, content):
+    (tmp_path / "recipe.json").write_bytes(content)
+    assert settings_said(recorded(tmp_path), *differing(tiny_recipe)).startswith("which keys differ is not known: no")
+
+
+def test_a_strangers_recipe_is_shown_cut_and_moves_no_cursor(tiny_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-of-mine")
+    tree = {"data": {"source": "\x1b[2J" + "x" * 9000, "split": "secret-of-mine"}, "features": {"stored_dtype": [{}]}}
+    tree |= {"target": {f"key\x1b{number}": 1 for number in range(99)}, "draft": {"eagle": {"kind": "\x1b"}}}
+    write_sealed(tmp_path / "recipe.json", tree)
+    found = recorded(tmp_path)
+    said = [settings_said(found, tiny_recipe, [section]) for section in ("data", "target", "draft", "features")]
+    assert found.layers is None and not any("\x1b" in line or "secret-of-mine" in line for line in said)
+    assert max(map(len, said)) < 2500 and re.search(r", and \d+ more keys$", said[1])
+    assert settings_said(found, tiny_recipe, ["target.key\x1b1"]) == r"'target.key\x1b1': 1 -> absent"
 
 
 def test_code_is_known_by_what_it_says_and_imports_not_by_its_commit(tmp_path, monkeypatch):

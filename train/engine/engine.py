@@ -363,8 +363,8 @@ class Engine:
             return None
         if state["train_hash"] != self._train_hash:
             raise PipelineError(
-                f"{folder} holds the resume state of a run with other settings (hash {state['train_hash']}, this run "
-                f"has {self._train_hash}). Use the recipe it was started with, or another output folder"
+                f"{folder} holds the resume state of a run with other settings. Use the recipe it was started with, or "
+                "another output folder"
             )
         with fail_together():
             require_whole(folder, state["files"])

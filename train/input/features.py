@@ -11,10 +11,12 @@ import uuid
 from pathlib import Path
 
 from pipeline.artifacts.features import answers_hash, fetch
+from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.features.checked import checked
-from pipeline.features.schema import FeatureSpec, another_engine, require_same
+from pipeline.features.schema import FeatureSpec, another_engine, require_readable
 from pipeline.features.shards import ANSWERS, MANIFEST, QUESTIONS, FeatureStore, Manifest, kind_of
+from pipeline.recipe.differences import ANSWERS_KEYS
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, fail_together, place_on_host
 from train.input.stream import AnsweredStore, FedStore
@@ -31,7 +33,7 @@ def bring(recipe: Recipe, expected: FeatureSpec) -> None:
     Raises PipelineError, also where the place holds another dump.
     """
     if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
-        require_same(_held(recipe.shards_dir).spec, expected, recipe.shards_dir)
+        require_readable(_held(recipe.shards_dir).spec, expected, recipe.shards_dir)
     fetch(recipe, expected, folder=recipe.shards_dir)
 
 
@@ -91,11 +93,12 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
             "assistant's. Look at the chat template, and dump again into another folder"
         )
     if manifest.total(ANSWERS, "rows"):
-        if manifest.answers_hash != answers_hash(recipe):
+        if manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe):
+            found = recorded(recipe.features_dir)
+            keys = found.differences(recipe, ANSWERS_KEYS) if found else f"one of {', '.join(ANSWERS_KEYS)}"
             raise PipelineError(
-                f"{folder}: its answers to calibration prompts are of another data.calibration_prompts or "
-                "features.answer_tokens, or of a target that ended them at other tokens. Run the dump again: it keeps "
-                "the rest"
+                f"{folder}: its answers to calibration prompts are of other settings, or of a target that ended them "
+                f"at other tokens ({keys or 'the settings are the same'}). Run the dump again: it keeps the rest"
             )
         if manifest.total(ANSWERS, "trained_tokens") == manifest.total(ANSWERS, "rows"):
             raise PipelineError(

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.artifacts.features import Wanted, fetching, store_of, wanted_file, write_wanted
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, Row, blank_row, require_same, token_bytes
+from pipeline.features.schema import FeatureSpec, Row, blank_row, of_layers, require_readable, token_bytes
 from pipeline.features.shards import (
     QUESTIONS,
     FeatureStore,
@@ -48,20 +48,21 @@ class FedStore(FeatureStore):
         """Raises PipelineError for an unfinished or foreign dump."""
         folder, size = recipe.shards_dir, recipe.features.rows_per_shard
         manifest = Manifest.load(folder)
-        require_same(manifest.spec, expected, folder)
+        require_readable(manifest.spec, expected, folder)
         manifest.require_complete(folder)
-        self.spec, self._recipe = manifest.spec, recipe
+        self._take(manifest.spec, expected)
+        self._recipe = recipe
         self.texts = self.sample = TextTable.open(folder, manifest.text_of("train"), self.spec)
         lengths_N, self.records = self._lengths(manifest), []
         for index, first in enumerate(range(0, len(lengths_N), size)):
             mine = lengths_N[first : first + size]
             rows, tokens = len(mine), int(mine.sum())
-            most = tokens * token_bytes(self.spec.stored_dtype, self.spec.hidden_size, 1 + self.spec.auxiliary)
+            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
             most += FRAME_BYTES * (rows + 1)
             self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(recipe, self.spec, self._reader)
+        self._readers = self._arriving = _Arriving(recipe, self.stored, self._reader)
         self.at: dict[Any, int] = {}  # the step that each of its readers is at
         self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
 
@@ -102,7 +103,7 @@ class _AnsweredShard(FeatureStore):
     """By the place of its question, which is that of the dialogue's id: each dialogue, or a blank row."""
 
     def __init__(self, folder: Path, record: ShardRecord, spec: FeatureSpec):
-        self._open(folder, Manifest(spec, [record]), record.split)
+        self._open(folder, Manifest(spec, [record]), record.split, spec)
         given = {self.texts.doc_id(number): number for number in range(len(self))}
         self._given = [(doc_id, given.get(doc_id)) for doc_id in sorted(given.keys() | record.rejected.keys())]
 
@@ -127,7 +128,7 @@ class AnsweredStore(FedStore):
 
     def row(self, index: int, decode: bool = True) -> Row:
         shard, place = divmod(index, self._recipe.features.rows_per_shard)
-        return self._readers[shard].row(place, decode)
+        return of_layers(self._readers[shard].row(place, decode), self.stored, self.spec)
 
     def ids(self, number: int) -> np.ndarray:
         return self.row(number, decode=False).input_ids

@@ -10,6 +10,7 @@ import os
 
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
+from pipeline.running.settings import require_same_settings
 from pipeline.running.stages import require_choice, stages
 
 
@@ -20,6 +21,7 @@ def main() -> None:
     given = parser.parse_args()
     recipe = load_recipe(given.recipe, given.overrides)
     require_choice(recipe)
+    require_same_settings(recipe, [given.draft] if given.draft in recipe.to_train else recipe.to_train)
     stage = next(one for one in stages(given.recipe, given.overrides, recipe) if one.name == "train")
     accelerator = {"DS_ACCELERATOR": "cpu"} if recipe.target.device == "cpu" else {}
     command = [*stage.command, *(["--draft", given.draft] if given.draft else [])]
