@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of
+from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of, tuned_as_written
 from eval.published import propose, recipe_of
 from eval.release.hub import require_repository_name
 from eval.release.page import samples
@@ -134,6 +134,8 @@ def main() -> None:
     require_rows(recipe.release_dir)  # told now, not after all decoding
     with evaluation_lock(recipe):
         job = job_of(recipe, arguments.tuned)
+        for name in tuned_as_written(recipe):
+            print(f"{name}: the tuned tree is the recipe's, so it is measured once, as {name}")
         measured = read_report(path) if measured_already(path, job.key) else measure(job)
         print(measured["table"])
         release, notes = build_release(recipe)

@@ -28,9 +28,13 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
+from pipeline.recipe.differences import differences
 from pipeline.recipe.recipe import Recipe, digest
 
 RECORDS = "records.jsonl"
+# The recipe's keys of what a tuned tree depends on (`tuned_for`).
+KEYS = {"temperatures": "eval.temperatures", "processing": "eval.(top_k, top_p, repetition_penalty)"}
+KEYS |= {"kernels": "eval.(dtype, pack_linears, compile)", "settings": "draft", "method": "eval.methods"}
 Digests = dict[str, str | None]  # by draft (`digests_of`)
 
 
@@ -47,26 +51,36 @@ def digests_of(recipe: Recipe) -> Digests:
 
 
 def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
-    """The recipe's, and each with what eval/tune.py chose, if it has: beside it, or in its place if `tuned_alone`.
+    """The recipe's, and each with what eval/tune.py chose, if that is another: beside it, or in its place if
+    `tuned_alone`.
     `digests`: of the recipe's drafts, if they are known.
 
     Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
     """
-    found, digests = recipe.methods, digests or digests_of(recipe)
+    found, written, digests = recipe.methods, tuned_as_written(recipe), digests or digests_of(recipe)
     for name, tuned in read_tuned_trees(recipe.tuned_file).items():
         if name in recipe.tunable:
-            if tuned.get("for") != tuned_for(recipe, found[name], digests):
+            wanted = tuned_for(recipe, found[name], digests)
+            if (made := tuned.get("for")) != wanted:
                 raise PipelineError(
-                    f"{recipe.tuned_file}: {name} was tuned for other weights or settings: run eval/tune.py again, or "
-                    "remove it"
+                    f"{recipe.tuned_file}: {name} was tuned for other weights or settings: "
+                    f"{_tuned_differences(made or {}, wanted)}. Run eval/tune.py again, or remove it"
                 )
-            found[name + TUNED] = method_of(tuned)
+            if name not in written:
+                found[name + TUNED] = method_of(tuned)
     if not tuned_alone:
         return found
     alone = {name: method for name, method in found.items() if name + TUNED not in found}
-    if len(alone) == len(found):
+    if len(alone) == len(found) and not written:
         raise PipelineError(f"{recipe.tuned_file}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
     return alone
+
+
+def tuned_as_written(recipe: Recipe) -> list[str]:
+    """Return the methods for which eval/tune.py chose what the recipe says: they are measured once."""
+    tuned, methods = read_tuned_trees(recipe.tuned_file), recipe.methods
+    chosen = {name: method_of(facts) for name, facts in tuned.items() if name in methods}
+    return [name for name, method in chosen.items() if method == methods[name]]
 
 
 def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any]:
@@ -82,6 +96,14 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
         "kernels": [config.dtype, config.pack_linears, config.compile],
         "target": asdict(identify(recipe.target)),
     }
+
+
+def _tuned_differences(made: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Return what a tree was tuned for otherwise, by the recipe's keys."""
+    known = made.get("digests", {})
+    weights = [f"other weights of {name}" for name, sha in wanted["digests"].items() if known.get(name) != sha]
+    there, here = ({KEYS.get(key, key): value for key, value in one.items()} for one in (made, wanted))
+    return ", ".join(filter(None, [*weights, differences(there, here, here.keys() - {"digests"})]))
 
 
 def evaluation_lock(recipe: Recipe) -> AbstractContextManager[None]:

@@ -1,15 +1,19 @@
 """The tuner: its costs add up. (Its replay: tests/pipeline/test_replay.py.)"""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from eval.measure.tasks import methods_of, tuned_as_written, tuned_for
 from eval.tuning import costs
 from eval.tuning.choose import predict
 from eval.tuning.costs import Costs
 from pipeline.basics import accelerator
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import write_sealed
 from pipeline.decoding import generate
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import LoadedMethod
@@ -34,6 +38,43 @@ def test_the_least_predicted_time_wins():
     assert ranked == sorted(ranked, key=lambda one: -one.speedup)
     assert ranked[0].tau == 3 and ranked[0].speedup == pytest.approx(3 / (1.009 + 0.1))
     assert best(10.0, 0.01)[0].tree.nodes == 2
+
+
+@pytest.fixture
+def tuned(tiny_recipe):
+    """Writes which trees were chosen; gives the methods that are measured, by `methods_of`."""
+    digests = dict.fromkeys(tiny_recipe.draft, "0" * 64)
+
+    def measured(recipe=tiny_recipe, alone=False, **trees: TreeConfig):
+        methods, chosen = tiny_recipe.methods, {}
+        for name, tree in trees.items():
+            made_for = tuned_for(tiny_recipe, methods[name], digests)
+            chosen[name] = {"method": replace(methods[name], tree=tree).to_json(), "for": made_for}
+        tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
+        write_sealed(tiny_recipe.tuned_file, chosen)
+        return methods_of(recipe, alone, digests)
+
+    return measured
+
+
+def test_a_tuned_tree_that_the_recipe_has_is_measured_once(tiny_recipe, tuned):
+    written = tiny_recipe.tree("jakiro")
+    other = replace(written, depth=2, nodes=5)
+    assert set(tuned(jakiro=written, eagle=other)) == {"jakiro", "eagle", "eagle-tuned"}
+    assert tuned_as_written(tiny_recipe) == ["jakiro"]
+    assert set(tuned(jakiro=written, eagle=other, alone=True)) == {"jakiro", "eagle-tuned"}
+    assert set(tuned(jakiro=written, alone=True)) == {"jakiro", "eagle"}
+    with pytest.raises(PipelineError, match="nothing is tuned"):
+        tuned(alone=True)
+
+
+def test_a_tree_that_was_tuned_for_other_settings_is_refused_by_their_keys(tiny_recipe, tuned):
+    changes = {"temperatures": [0.0], "dtype": "bfloat16"}
+    other = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update=changes)})
+    with pytest.raises(PipelineError, match="jakiro was tuned for other weights or settings: ") as caught:
+        tuned(other, jakiro=tiny_recipe.tree("jakiro"))
+    assert "eval.temperatures: [0.0, 1.0] -> [0.0], " in str(caught.value)
+    assert 'pack_linears, compile): ["float32", false, false] -> ["bfloat16", false, false]. Run' in str(caught.value)
 
 
 def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
