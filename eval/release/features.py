@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import RepoFile
 from eval.release.hub import Repository
 from pipeline.artifacts.provenance import RECIPE, revision
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, sha256, write_sealed
+from pipeline.basics.files import read_sealed, sha256, write_sealed, write_text
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
 from pipeline.features.shards import (
@@ -36,6 +36,7 @@ from pipeline.features.shards import (
 from pipeline.features.store import Store
 from pipeline.recipe.recipe import Recipe, digest
 
+NEW_CARD = "features-README.new.md"  # of the run's folder: the dump's card, where the one on the Hub is edited
 CARD, TEMPLATE = "README.md", Path(__file__).with_name("features.md.jinja")
 PART_FILES, PART_BYTES = 50, 5 * 2**30  # of one commit: what the Hub advises; and of the disk, where a store is read
 
@@ -76,7 +77,7 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
         known = {name: found.lfs.sha256 for name, found in held.items() if found.lfs}
         lacking = [record for record in manifest.files if known.get(record.name) != record.sha256]
         if not lacking and MANIFEST in held and _holds(held[MANIFEST], listed):
-            commit, said = there.commit_of(), "there already, nothing to send"
+            commit, said, notes = there.commit_of(), "there already, nothing to send", []
         else:
             gone = [MANIFEST] if MANIFEST in held else []
             sizes = sum(record.bytes for record in lacking)
@@ -89,15 +90,17 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
                     gone = []
             listed_there = {record.name for record in manifest.files}
             stale = sorted(name for name in held.keys() - listed_there if _is_ours(name))  # of another dump
-            last = {name: source.get(name, None) for name in (HELDOUT_PROMPTS, RECIPE, MANIFEST)}
-            found = there.commit(
-                f"Features of {recipe.name}: {len(manifest.files)} files",
-                {**last, CARD: _card(recipe, repository, manifest).encode()},
-                stale,
-            )
+            last: dict[str, Path | bytes] = {n: source.get(n, None) for n in (HELDOUT_PROMPTS, RECIPE, MANIFEST)}
+            card, notes = _marked(_card(recipe, repository, manifest)), []
+            edited = there.read(CARD, Path(place)).decode(errors="replace") if CARD in held else card
+            if _is_edited(edited):
+                notes = _keep_card(recipe, repository, edited, card)
+            else:
+                last[CARD] = card.encode()
+            found = there.commit(f"Features of {recipe.name}: {len(manifest.files)} files", last, stale)
             commit, said = found.oid, f"{len(lacking)} of {len(manifest.files)} tables and shards sent"
         write_sealed(_note(recipe), asdict(OnHub(repository, commit, digest(asdict(manifest)))))
-    return [f"features: hf://datasets/{repository}, revision {commit}{seen}: {said}"]
+    return [f"features: hf://datasets/{repository}, revision {commit}{seen}: {said}", *notes]
 
 
 def features_on_hub(recipe: Recipe) -> OnHub | None:
@@ -173,6 +176,33 @@ def _holds(found: RepoFile, path: Path) -> bool:
         return found.lfs.sha256 == sha256(path)
     content = path.read_bytes()
     return found.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _marked(card: str) -> str:
+    """Return a card with a last line, which a page does not show, that tells it from one that a person edited."""
+    return f"{card}{_mark(card)}\n"
+
+
+def _mark(card: str) -> str:
+    return f"<!-- jakiro {hashlib.sha256(card.encode()).hexdigest()} -->"
+
+
+def _is_edited(card: str) -> bool:
+    """Return whether a card is another than `_marked` made."""
+    text, _, mark = card.rstrip("\n").rpartition("\n")
+    return mark != _mark(f"{text}\n")
+
+
+def _keep_card(recipe: Recipe, repository: str, edited: str, card: str) -> list[str]:
+    """Leave an edited card where it is; write the dump's own into the run's folder, unless the edited one is made from
+    it. Return what the user should know.
+    """
+    kept, new = f"{CARD} in {repository} is edited and stays", recipe.run_dir / NEW_CARD
+    if card.splitlines()[-1] in edited:
+        new.unlink(missing_ok=True)
+        return [kept]
+    write_text(new, card)
+    return [f"{kept}, without this dump's figures: merge {new} into it, its last line included"]
 
 
 def _card(recipe: Recipe, repository: str, manifest: Manifest) -> str:

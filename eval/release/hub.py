@@ -80,6 +80,11 @@ class Repository:
             tree = self._api.list_repo_tree(self.name, repo_type=self._kind, recursive=True)
             return {found.path: found for found in tree if isinstance(found, RepoFile)}
 
+    def read(self, path: str, folder: Path) -> bytes:
+        """Return the content of a file of the last commit, which is brought to `folder`."""
+        with self._told(reading=True):
+            return Path(self._api.hf_hub_download(self.name, path, repo_type=self._kind, local_dir=folder)).read_bytes()
+
     def commit(
         self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = (), proposed_to: str | None = None
     ) -> CommitInfo:

@@ -110,6 +110,24 @@ def test_another_dump_takes_the_place_of_the_one_that_is_there(recipe, hub):
     assert set(hub.files) == names(recipe) | set(mine)
 
 
+def test_a_card_that_somebody_edited_stays_and_that_is_told(recipe, hub):
+    push(recipe)
+    card = hub.files["README.md"]
+    hub.files[MANIFEST] = b"another one"
+    push(recipe)  # nobody edited it
+    assert hub.files["README.md"] == card
+    mark = card.splitlines()[-1]
+    edited = b"# Mine\n\nWritten by hand.\n"
+    for content, new in ((edited, True), (edited + mark + b"\n", False), (card.replace(b"float32", b"f32"), False)):
+        hub.files |= {"README.md": content, MANIFEST: b"another one"}
+        line, *notes = push_features(recipe, "me/states", private=True)
+        beside = recipe.run_dir / "features-README.new.md"
+        assert hub.files["README.md"] == content and hub.files[MANIFEST] != b"another one" and "sent" in line
+        assert notes[0].startswith("README.md in me/states is edited and stays") and len(notes) == 1
+        assert (str(beside) in notes[0]) == beside.exists() == new
+        assert not new or beside.read_bytes() == card
+
+
 def test_a_repository_of_other_things_is_left_alone(recipe, hub):
     hub.exists, hub.files = (
         True,
