@@ -277,7 +277,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object, instead of the table")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    print(describe_dtypes(recipe), file=sys.stderr, flush=True)
+    if not arguments.json:
+        print(describe_dtypes(recipe), flush=True)
     if not arguments.json and (reason := refusal(recipe)):
         print(f"WARNING: a run refuses this recipe: {reason}")
     plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
