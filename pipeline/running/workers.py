@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import secrets
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
+from pipeline.running.cluster import ADDRESS, joined, private_folder, require_cluster
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import (
     NOT_YET,
@@ -48,9 +48,6 @@ from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver
-LONGEST_SOCKET = 107  # bytes of a Unix socket's path
-RAYS_SOCKET = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
-SHORT = "/tmp"
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 IDLE, NAMED = "idle", 3  # a worker without a task; so many tasks in work are named
 LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
@@ -122,6 +119,7 @@ class Pool:
         losses: Losses,
         clock: Callable[[], float] = time.monotonic,
     ):
+        require_cluster()  # before what takes long
         self._crew, self._make, self._losses, self._clock = crew, make, losses, clock
         self._watch: Watch = lambda done, doing: None
         self._heartbeats: Any = None
@@ -304,7 +302,7 @@ def start_ray(crew: Crew) -> Iterator[None]:
     """
     here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
     with ExitStack() as stack:
-        if "RAY_ADDRESS" in os.environ:
+        if joined():
             settings: dict[str, Any] = {"runtime_env": {} if _brings_code() else here}
         else:
             require_few(f"{crew.section}.workers", crew.workers)
@@ -321,24 +319,23 @@ def start_ray(crew: Crew) -> Iterator[None]:
                 "runtime_env": here,
             }
         stack.callback(ray.shutdown)
-        with kept_handlers():
-            ray.init(logging_level=logging.WARNING, **settings)
+        _init(settings)
         yield
 
 
-@contextmanager
-def private_folder() -> Iterator[str]:
-    """For Ray's sockets and logs, which Ray lets everyone write to: in a folder that no other user may enter. Raises
-    PipelineError where there is no place for it.
-    """
-    places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), SHORT]
-    usable = [
-        p for p in places if len(os.fsencode(p + RAYS_SOCKET)) <= LONGEST_SOCKET and os.access(p, os.W_OK | os.X_OK)
-    ]
-    if not usable:
-        raise PipelineError(
-            f"Ray has no place for its sockets: got {', '.join(filter(None, places))}, expected a folder that can be "
-            f"written to, with a path of at most {LONGEST_SOCKET - len(RAYS_SOCKET)} bytes. Name one in RAY_TMPDIR"
+def _init(settings: dict[str, Any]) -> None:
+    """Joins or starts Ray. Raises PipelineError where that fails, or takes longer than Ray waits for it."""
+    try:
+        with kept_handlers():
+            ray.init(logging_level=logging.WARNING, **settings)
+    except Exception as error:  # a late start is a bare one
+        what = f"joined ({ADDRESS}={joined()!r})" if joined() else "started on this machine"
+        remedy = (
+            f"Its head has to run Ray {ray.__version__} with this Python"
+            if joined()
+            else "Is the machine overloaded, or short of memory or of /dev/shm? jakiro doctor says"
         )
-    with tempfile.TemporaryDirectory(prefix="ray-", dir=usable[0], ignore_cleanup_errors=True) as folder:
-        yield f"{folder}/r"
+        raise PipelineError(
+            f"Ray could not be {what}: {type(error).__name__}: {_first_line(error)} {remedy}. Run the command again to "
+            "continue: what is finished is kept"
+        ) from None

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.basics.errors import PipelineError
-from pipeline.running import workers
+from pipeline.running import cluster
+from pipeline.running.cluster import private_folder
 from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss
-from pipeline.running.workers import Pool, private_folder, start_ray
+from pipeline.running.workers import Pool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
@@ -183,10 +185,58 @@ def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(t
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private_folder() as folder:
         assert folder.startswith("/tmp/ray-") and Path(folder).parent.stat().st_mode & 0o777 == 0o700
-        assert len(folder) - len("/ray-12345678/r") + len(workers.RAYS_SOCKET) <= 107
-    monkeypatch.setattr(workers, "SHORT", str(tmp_path / "none"))
+        assert len(folder) - len("/ray-12345678/r") + len(cluster.RAYS_SOCKET) <= 107
+    monkeypatch.setattr(cluster, "SHORT", str(tmp_path / "none"))
     with pytest.raises(PipelineError, match=r"no place for its sockets: got .*, expected .* Name one in RAY_TMPDIR"):
         private_folder().__enter__()
+    with pytest.raises(PipelineError, match="no place for its sockets"):
+        Pool(CREW, None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:{port}", r"RAY_ADDRESS='127.0.0.1:\d+': no Ray answers at 127.0.0.1:\d+ \(Connection refused\)"),
+        ("ray://127.0.0.1:{port}", r"no Ray answers at 127.0.0.1:\d+"),
+        ("auto", r"RAY_ADDRESS='auto': no Ray answers at 127.0.0.1:\d+ .*unset RAY_ADDRESS: then Ray is started"),
+        ("somewhere", r"RAY_ADDRESS='somewhere': expected HOST:PORT of Ray's head, or 'auto'"),
+        ("host:port", "expected HOST:PORT"),
+        ("http://127.0.0.1:8265", "expected HOST:PORT"),
+    ],
+)
+def test_a_head_that_is_gone_is_told_before_anything_begins(tmp_path, monkeypatch, address, message):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as silent:  # it is nobody else's, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        (tmp_path / "ray/ray_current_cluster").write_text(f"127.0.0.1:{port}")  # as a cluster that crashed leaves it
+        monkeypatch.setenv("RAY_ADDRESS", address.format(port=port))
+        with pytest.raises(PipelineError, match=message):
+            Pool(CREW, None, None)
+
+
+def test_a_head_that_answers_and_an_empty_address_are_no_fault(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        Pool(CREW, None, None)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    Pool(CREW, None, None)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:6379"], ids=["started", "joined"])
+def test_a_ray_that_does_not_start_in_time_is_one_error(monkeypatch, address):
+    def late(**_):
+        raise Exception("The current node timed out during startup.\nThis could happen because")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("pipeline.running.workers.ray.init", late)
+    how = r"joined \(RAY_ADDRESS=.*\)" if address else "started on this machine"
+    message = (
+        rf"^Ray could not be {how}: Exception: The current node timed out during startup\. [^\n]*Run the command again"
+    )
+    with pytest.raises(PipelineError, match=message), start_ray(CREW):
+        pass
 
 
 @pytest.mark.real

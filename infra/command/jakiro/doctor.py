@@ -28,6 +28,7 @@ from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.dtypes import describe_bfloat16, native_dtype
 from pipeline.running import entry
+from pipeline.running.cluster import joined, require_cluster, sockets_place
 from pipeline.running.cores import cores
 
 GB = 1e9
@@ -156,6 +157,16 @@ def network() -> Iterator[Finding]:
     )
 
 
+def ray() -> Iterator[Finding]:
+    """Whether the Ray that commands with workers use can be joined, or started here."""
+    try:
+        require_cluster()
+        yield Finding("ok", f"Ray at {joined()} answers" if joined() else f"Ray's files go to {sockets_place()}")
+    except PipelineError as error:
+        refusal, _, remedy = str(error).partition(". ")
+        yield Finding("fix", refusal, remedy)
+
+
 def engines() -> Iterator[Finding]:
     """Environments of engines beside this one: `make serve-test` makes them in a checkout."""
     for name, python in {"vLLM": ".engines/vllm/bin/python", "llama.cpp's server": ".engines/venv/bin/python"}.items():
@@ -173,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     found = []
-    for part in (packages, gpus, dtypes, limits, places, network, engines):
+    for part in (packages, gpus, dtypes, limits, places, network, ray, engines):
         for finding in part():
             print(finding, flush=True)
             found.append(finding.verdict)
