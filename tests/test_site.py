@@ -1,6 +1,7 @@
 """The site: it is built without a warning, its reference is of the code, its commands are ones, it fits windows."""
 
 import functools
+import html
 import http.server
 import json
 import re
@@ -42,7 +43,12 @@ def test_the_reference_is_of_the_code(site):
         assert all(key in recipe for key in keys), name
     assert all(kind in drafts for kind in DRAFTS) and "auxiliary_layers" in drafts
     assert all(f"usage: jakiro {name}" in options for name in jakiro.COMMANDS)
-    assert "holds no draft checkpoint" in text(site, "reference/errors.html")
+    errors = (site / "reference/errors.html").read_text()
+    messages = [html.unescape(message) for message in re.findall(r"<li><code>(.*?)</code>", errors)]
+    assert any("holds no draft checkpoint" in message for message in messages) and len(messages) > 300
+    assert not [
+        message for message in messages if re.search(r"\{[^{}]*[('=!][^{}]*\}", message)
+    ]  # no Python, but names
     searched = json.loads((site / "search/search_index.json").read_text())["docs"]
     found = {entry["location"].partition("#")[0] for entry in searched}
     assert {"tutorials/laptop.html", "reference/recipe.html", "results/experts.html"} <= found
@@ -61,6 +67,12 @@ def test_options_of_commands_in_the_pages_are_ones(site):
                     assert used <= known[command[1]], f"{page.name}: {line}"
 
 
+def test_every_key_of_a_recipe_says_what_it_is(site):
+    page = (site / "reference/recipe.html").read_text()
+    rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>\s*(?:<td>.*?</td>\s*){2}<td>(.*?)</td>", page, re.DOTALL)
+    assert len(rows) > 120 and not [key for key, words in rows if not words.strip()]
+
+
 @pytest.fixture
 def served(site) -> Iterator[str]:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
@@ -76,7 +88,7 @@ def served(site) -> Iterator[str]:
 def test_pages_fit_a_phones_window_and_a_wide_one(site, served, width):
     """No page is wider than the window: what is wide (tables, commands) scrolls by itself."""
     tell = "addEventListener('load', () => document.title = 'width ' + document.documentElement.scrollWidth)"
-    for page in ("index.html", "commands.html", "reference/recipe.html", "tutorials/laptop.html"):
+    for page in ("index.html", "commands.html", "serving.html", "reference/recipe.html", "tutorials/laptop.html"):
         probe = (site / page).with_name("probe.html")
         probe.write_text((site / page).read_text().replace("</body>", f"<script>{tell}</script></body>"))
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
@@ -84,3 +96,25 @@ def test_pages_fit_a_phones_window_and_a_wide_one(site, served, width):
         done = subprocess.run(command, capture_output=True, text=True)
         found = re.search(r"<title>width (\d+)", done.stdout)
         assert found and int(found[1]) <= width, f"{page}: {found and found[1]}"
+
+
+NARROW = """<iframe id="page" src="{page}" style="border:0;width:400px;height:900px"></iframe><script>
+addEventListener("load", () => {{
+  const page = document.getElementById("page").contentDocument, tables = [...page.querySelectorAll("article table")];
+  const few = tables.filter(one => one.closest(".keys") || one.querySelectorAll("th").length < 4);
+  const cells = few.flatMap(one => [...one.querySelectorAll("td")]);
+  const hidden = cells.filter(one => one.getBoundingClientRect().right > 400);
+  const broken = [...page.querySelectorAll("article td code")].filter(one =>
+    page.defaultView.getComputedStyle(one).wordBreak != "normal");
+  document.title = `${{tables.length > 0}} ${{hidden.length}} ${{broken.length}}`;
+}});</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("page", ["commands.html", "serving.html", "reference/recipe.html"])
+def test_a_phone_shows_all_cells_of_small_tables_and_whole_words(site, served, page):
+    """At 400 pixels, which a frame has: a browser's own window is not as narrow."""
+    (site / "narrow.html").write_text(NARROW.format(page=page))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run([*command, f"{served}/narrow.html"], capture_output=True, text=True)
+    assert "<title>true 0 0</title>" in done.stdout, re.search("<title>.*", done.stdout)

@@ -22,12 +22,29 @@ from pipeline.recipe import recipe, sections
 
 FOLDERS = ("pipeline", "preprocess", "train", "eval", "infra")
 RESULTS = "results"
+MADE = "default_factory"  # of a key whose default is an empty table
 
 
+# Words stay whole, and what is wide scrolls. On a phone the cells of a row, up to three or a key's, stand in a column.
 STYLE = """
 .md-grid { max-width: 72rem; }
-.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
-.md-typeset table:not([class]) td:nth-child(3) code { white-space: nowrap; }
+.md-typeset table:not([class]) { overflow-wrap: normal; }
+.md-typeset table:not([class]) :is(td, th) code { word-break: normal; }
+@media (min-width: 45em) {
+  .md-typeset table:not([class]) td:first-child code, .keys td:nth-child(3) code { white-space: nowrap; }
+}
+@media (max-width: 44.99em) {
+  .md-typeset table:not([class], .keys *):has(th:nth-child(4)) :is(td, th) { min-width: 7rem; }
+  .md-typeset :is(.keys table, table:not([class], :has(th:nth-child(4)))) {
+    &, tbody, tr, td { display: block; min-width: 0; }
+    thead { display: none; }
+    tr { border-top: .05rem solid var(--md-default-fg-color--lightest); padding: .4rem 0; }
+    td { border: 0; padding: .1rem .6rem; overflow-wrap: anywhere; }
+    td code { white-space: normal; overflow-wrap: anywhere; }
+    td:empty { display: none; }
+  }
+  .md-typeset .keys td:nth-child(3)::before { content: "default: "; }
+}
 """
 
 
@@ -37,7 +54,8 @@ def code(text: Any) -> str:
 
 def kind_said(annotation: str) -> str:
     """A type as a user reads it: Annotated[int, Field(ge=0)] is int (ge=0), Literal['a', 'b'] is 'a' | 'b'."""
-    plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", annotation)
+    plain = re.sub(rf"Annotated\[(.+), Field\({MADE}=.*?\)\]", r"\1", annotation)
+    plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", plain)
     plain = re.sub(r"Annotated\[(\w+), [^]]*\]", r"\1", plain)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), plain)
 
@@ -66,12 +84,18 @@ def keys_of(section: type) -> list[tuple[str, str, str, str]]:
             behind = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
             above = above.removeprefix("# ") if above.startswith("# ") else ""
             comment = " ".join(filter(None, [above, *behind])).replace("|", "\\|")
-            default = ast.unparse(node.value) if node.value else "required"
+            comment = comment or found.get(node.target.id, ("", "", "", ""))[3]  # of the base's key
+            default = ast.unparse(node.value) if node.value else "{}" if MADE in kind else "required"
             found[node.target.id] = (code(node.target.id), code(kind_said(kind)), code(default), comment)
     return list(found.values())
 
 
 HEADS = ("key", "type", "default", "what it is")
+
+
+def keys_table(rows: list[tuple[str, ...]]) -> str:
+    """Return a table of keys, which narrow windows show in another form."""
+    return f'<div class="keys" markdown>\n\n{table(HEADS, rows)}\n</div>\n'
 
 
 INTRODUCTION = """# The keys of a recipe
@@ -90,14 +114,14 @@ WITHIN = {
 
 
 def section_of(name: str, section: type) -> str:
-    return f"## `[{name}]`\n\n{inspect.getdoc(section) or ''}\n\n{table(HEADS, keys_of(section))}"
+    return f"## `[{name}]`\n\n{inspect.getdoc(section) or ''}\n\n{keys_table(keys_of(section))}"
 
 
 def recipe_page() -> str:
     fields = {name: field.annotation for name, field in recipe.Recipe.model_fields.items()}
     whole = {name: kind for name, kind in fields.items() if inspect.isclass(kind) and hasattr(kind, "model_fields")}
     rest = [row for row in keys_of(recipe.Recipe) if row[0].strip("`") not in whole]
-    parts = [INTRODUCTION, table(HEADS, rest), *(section_of(*one) for one in [*whole.items(), *WITHIN.items()])]
+    parts = [INTRODUCTION, keys_table(rest), *(section_of(*one) for one in [*whole.items(), *WITHIN.items()])]
     return "\n".join(parts)
 
 
@@ -108,7 +132,7 @@ def drafts_page() -> str:
     ]
     for name, kind in DRAFTS.items():
         about = inspect.getdoc(sys.modules[kind.config.__module__]) or ""
-        parts.append(f"## {name}\n\n{about}\n\n{table(HEADS, keys_of(kind.config))}")
+        parts.append(f"## {name}\n\n{about}\n\n{keys_table(keys_of(kind.config))}")
     return "\n".join(parts)
 
 
@@ -130,13 +154,17 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def message(node: ast.expr) -> str | None:
-    """The text of a message; what is filled in stands in braces."""
+    """The text of a message; what is filled in stands in braces, by its name where it has one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [one.value if isinstance(one, ast.Constant) else f"{{{ast.unparse(one.value)}}}" for one in node.values]
-        return "".join(parts)
+        return "".join(one.value if isinstance(one, ast.Constant) else filled(one.value) for one in node.values)
     return None
+
+
+def filled(value: ast.expr) -> str:
+    name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+    return f"{{{name.strip('_').replace('_', ' ').lower()}}}" if name else "{...}"
 
 
 REFUSALS = ("PipelineError", "ValueError", "Unusable")

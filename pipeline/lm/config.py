@@ -24,7 +24,7 @@ class TargetConfig(Section):
     """The frozen model that the draft drafts for."""
 
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
-    revision: str | None = None
+    revision: str | None = None  # a commit, branch or tag of the Hub; default: the newest
     # Of the feature dump; evaluation has its own. auto: bfloat16 where the device computes it natively, else float32.
     dtype: AutoDtype = "bfloat16"
     engine: Literal["transformers", "vllm", "server"] = "transformers"  # what computes states and answers of the dump
@@ -35,7 +35,7 @@ class TargetConfig(Section):
     device: Literal["auto", "cpu", "cuda", "spread"] = (
         "auto"  # of transformers; spread: layer by layer over all GPUs seen
     )
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run code that comes with the model
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
     template_keywords: dict[str, Scalar | list[Scalar]] = {}  # of the chat template: { enable_thinking = false }, ...
     template_date: date = date(2024, 7, 26)  # today, for templates that print it; Llama's own where it knows no clock

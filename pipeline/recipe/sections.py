@@ -25,10 +25,10 @@ class DataConfig(Section):
     # a path, an fsspec or hf:// address, "datasets:NAME", or "embedded:sharegpt" (forms: preprocess/sources/read.py)
     source: str
     subset: str | None = None  # of a "datasets:" source
-    split: str = "train"
-    revision: str | None = None
+    split: str = "train"  # of a "datasets:" source
+    revision: str | None = None  # of a "datasets:" or hf:// source: a commit, branch or tag; default: the newest
     max_length: Positive = 2048  # tokens of a dialogue
-    min_length: Positive = 1
+    min_length: Positive = 1  # tokens that a dialogue has at least
     long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer ones (preprocess/sources/sequences.py)
     # Of two turns of one role in a row, or a blank one (preprocess/sources/dialogues.py).
     repeated: Literal["join", "cut", "reject"] = "join"
@@ -40,7 +40,7 @@ class DataConfig(Section):
     languages: list[str] = []  # ISO 639-1; empty: all
     near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
     max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
-    max_dialogues: Positive | None = None
+    max_dialogues: Positive | None = None  # stop accepting training dialogues beyond so many
     heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
     heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
@@ -68,11 +68,11 @@ class FeaturesConfig(Section):
     # Decoder layers (from 1) whose outputs are stored, too; default: those that the drafts want.
     auxiliary_layers: list[Positive] | None = None
     answer_tokens: Positive = 64  # at most, of the target's answer to a calibration prompt
-    rows_per_shard: Positive = 256
+    rows_per_shard: Positive = 256  # dialogues of one file
     batch_tokens: Positive = 8192  # padded tokens of one forward
-    workers: Processes = 1
+    workers: Processes = 1  # Ray actors that compute states, each with the target
     planners: Processes = 1  # from 2 on, processes beside the driver that encode dialogues for it
-    cpus_per_worker: Processes = 1
+    cpus_per_worker: Processes = 1  # cores that Ray keeps for each
     # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
@@ -101,12 +101,12 @@ class RegenerateConfig(Section):
     """How the target rewrites the assistant turns: preprocess/regenerate.py, or a dump of `data.answers = "target"`."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0  # 0: greedy
-    top_k: Positive | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Positive | None = None  # draw from so many tokens; default: all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the likeliest tokens of this share together
     max_new_tokens: Positive = 512  # of one answer
     batch: Positive = 32  # dialogues that are answered together
     dialogues_per_part: Positive = 64  # of one file of the result
-    max_dialogues: Positive | None = None
+    max_dialogues: Positive | None = None  # of the source; default: all
 
     @model_validator(mode="after")
     def _greedy_is_greedy(self):
@@ -118,7 +118,7 @@ class RegenerateConfig(Section):
 class TrainConfig(Section):
     """Optimisation. Defaults are the paper's, and from its code where the paper is silent."""
 
-    epochs: Positive = 20
+    epochs: Positive = 20  # passes over the training dialogues
     tokens: Positive | None = None  # with a loss, after which training ends, in however many epochs; instead of epochs
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
     micro_batch: Positive = 4  # rows per forward of one rank
@@ -127,29 +127,29 @@ class TrainConfig(Section):
     together: bool = False  # all drafts at once, a step of each in turn: one pass over the states serves them all
     ranks: Processes | None = None  # for `pipeline run` on one machine; default: one for each of its GPUs
     gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
-    learning_rate: Annotated[float, Field(gt=0)] = 9e-5
+    learning_rate: Annotated[float, Field(gt=0)] = 9e-5  # the highest, behind the warm-up
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 1e-3
-    warmup_steps: Annotated[int, Field(ge=0)] = 2000
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    clip_norm: Annotated[float, Field(gt=0)] = 0.5
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    weight_decay: float = 1e-3  # AdamW's
+    warmup_steps: Annotated[int, Field(ge=0)] = 2000  # optimiser steps over which the learning rate rises
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the learning rate behind the warm-up
+    clip_norm: Annotated[float, Field(gt=0)] = 0.5  # of the gradient, at most
     noise: Annotated[float, Field(ge=0)] = 0.1  # half-width of the uniform noise on input features
     noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
     mask: Literal["predicted", "legacy"] = (
         "predicted"  # legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's
     )
-    dtype: AutoDtype = "bfloat16"  # auto: bfloat16 where the device computes it natively, else float32
+    dtype: AutoDtype = "bfloat16"  # that the draft is trained in; auto: bfloat16 where the device computes it natively, else float32
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     recompute: bool = False  # activations again in the backward instead of keeping them
     not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out
     checkpoint_every: Positive = 500  # steps
-    validate_every: Positive = 500
+    validate_every: Positive = 500  # steps
     keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau
     patience: Positive | None = None  # validations without a larger estimated tau after which training ends
     decode: Literal["never", "last", "always"] = "never"  # when rank 0 decodes the calibration prompts with the target
     tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
-    verify_checksums: bool = True
+    verify_checksums: bool = True  # read every shard through before training begins
     shards: Folder | None = None  # of each node's own disk, where features are brought; default: where they are
     resume: Folder | None = None  # that all nodes see, for resume states; default: beside the draft, in `output`
     deepspeed: dict[str, Any] = {}  # more of its configuration; what follows from the keys above is refused here
@@ -227,20 +227,20 @@ class BenchmarkConfig(Section):
 class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
-    benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]
+    benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]  # prompts, by a name of yours
     contexts: list[Positive] = []  # tokens: each "heldout" benchmark again, behind other dialogues up to each length
     tree: TreeConfig = TreeConfig()  # of every method that has none of its own
     # Every draft is a method of its own name; it stands here where its tree is another.
     methods: dict[Name, Method] = {}
-    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]
-    top_k: Positive | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    max_new_tokens: Positive = 512
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]  # 0: greedy
+    top_k: Positive | None = None  # draw from so many tokens; default: all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the likeliest tokens of this share together
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0  # transformers'; 1: none
+    max_new_tokens: Positive = 512  # of one answer
     repeats: Positive = 3  # at temperature 0
     sampled_repeats: Positive = 3  # above it, each with its own seed
-    warmups: Positive = 3
-    dtype: AutoDtype = "bfloat16"
+    warmups: Positive = 3  # answers that are decoded first, and not counted
+    dtype: AutoDtype = "bfloat16"  # that target and drafts decode in; auto: as above
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always
@@ -282,7 +282,7 @@ class PublishedConfig(Section):
 class PublishConfig(Section):
     draft: str  # which of the run's drafts
     license: str  # of the draft, as the Hub spells it; mind the target's and the data's
-    language: list[str] = ["en"]
+    language: list[str] = ["en"]  # ISO 639-1, for the Hub
 
 
 def _folder(value: str) -> str:
