@@ -24,7 +24,16 @@ from eval.release.publish import build_release, require_rows
 from eval.release.push import push
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import code_of, provenance, write_provenance
-from pipeline.artifacts.reports import REPORT, digest_of, origin_of, put_rows, read_report, read_rows, read_tuned_trees
+from pipeline.artifacts.reports import (
+    REPORT,
+    TABLE,
+    digest_of,
+    origin_of,
+    put_rows,
+    read_report,
+    read_rows,
+    read_tuned_trees,
+)
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
@@ -101,13 +110,13 @@ def measure(job: Job) -> dict:
         "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
         "samples": samples(job, records, tokenizer),
-        "table": report.table(rows),
+        "table": report.summary(rows),
         "plots": {path.name: sha256(path) for path in drawn},
     }
     (folder / REPORT).unlink(missing_ok=True)  # no report stands beside another one's rows
     put_rows(folder, rows, whole=True)
     write_provenance(folder, recipe)
-    write_text(folder / "table.md", measured["table"] + "\n")
+    write_text(folder / TABLE, report.table(rows) + "\n")
     write_sealed(folder / REPORT, measured)
     return measured
 

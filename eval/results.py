@@ -9,7 +9,8 @@ are those of evaluation, where it was made, or of the named instruments: decoded
 pruned, read.
 
 Without --against: a line for each temperature and method, a column for each benchmark and figure. A mean is given where
-a line has every benchmark and no speed is withheld: of speed-ups the geometric one. Seeds are averaged.
+a line has every benchmark and no speed is withheld: of speed-ups the geometric one. Seeds are averaged. A speed-up is
+noise where its interval holds 1, or it exceeds tau: of several seeds, in each.
 
 With --against: tau of each method less that of NAME, a method or a RUN, on the same prompts; METHOD:NAME names another
 reference for one method. Over all benchmarks and temperatures a method pays if the mean difference is at least --worth,
@@ -25,7 +26,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from eval.measure import plots
-from eval.measure.report import USUAL, said
+from eval.measure.report import NOISE, USUAL, is_noise, said
 from eval.studies.differences import Table, differences
 from pipeline.artifacts.reports import ROWS, Row, read_rows
 from pipeline.basics.errors import PipelineError
@@ -114,6 +115,8 @@ def table(found: list[Found], figures: list[str] | None = None) -> str:
     figures = figures or [name for name in USUAL if name in known] or known
     if missing := [name for name in figures if name not in known]:
         raise PipelineError(f"no figure {missing[0]!r} was measured: there are {', '.join(known)}")
+    taus = {_place(one): one.row for one in found if one.row.figure == "tau"}
+    noise = {id(one.row) for one in found if one.row.figure == "speedup" and is_noise(one.row, taus.get(_place(one)))}
     found = [one for one in found if one.row.figure in figures]
     lines: dict[tuple[float, str], dict[tuple[str, str], list[Row]]] = {}
     for name, one in zip(name_all(found), found, strict=True):
@@ -127,7 +130,12 @@ def table(found: list[Found], figures: list[str] | None = None) -> str:
     rows = []
     for (temperature, name), line in sorted(lines.items(), key=lambda one: one[0]):
         values = {column: _over_seeds(line[column]) for column in columns if column in line}
-        cells = [said(column[1], *values[column]) if column in values else "-" for column in columns]
+        cells = [
+            said(column[1], *values[column]) + NOISE * all(id(row) in noise for row in line[column])
+            if column in values
+            else "-"
+            for column in columns
+        ]
         means = [
             _mean(figure, [values.get(column, (None,))[0] for column in columns if column[1] == figure])
             for figure in several
@@ -136,6 +144,13 @@ def table(found: list[Found], figures: list[str] | None = None) -> str:
     where = "; ".join(dict.fromkeys(f"{one.run}: {one.row.origin.get('hardware', 'unknown')}" for one in found))
     note = f"Measured on: {where}. Speeds of different hardware are not to be compared."
     return f"{markdown.table([*heads, *(f'mean: {figure}' for figure in several)], rows)}\n\n{note}"
+
+
+def _place(one: Found) -> tuple:
+    """Return what the figures of one measurement share."""
+    row = one.row
+    where = json.dumps([row.setting, row.origin], sort_keys=True)
+    return one.run, one.seed, row.instrument, row.method, row.benchmark, row.temperature, where
 
 
 def _over_seeds(rows: list[Row]) -> tuple[float | None, list[float] | None]:

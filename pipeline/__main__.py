@@ -27,7 +27,7 @@ from pipeline.recipe.load import add_override_argument, add_recipe_arguments, ha
 from pipeline.running import children, entry, stages
 from pipeline.serving.chat import chat
 from pipeline.serving.export import LAUNCH, export
-from pipeline.serving.load import load
+from pipeline.serving.load import load, require_release
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -60,12 +60,14 @@ def _chat(given: argparse.Namespace) -> None:
     if not folder.is_dir():
         recipe = load_recipe(str(folder), [])
         folder, target, device = recipe.release_dir, target or recipe.target.model, recipe.target.device
+        require_release(folder, str(given.place))
         trust |= recipe.target.trust_remote_code
     loaded = load(folder, target, device=device, trust_remote_code=trust)
     chat(loaded, given.tokens, given.temperature, given.plain)
 
 
 def _export(given: argparse.Namespace) -> None:
+    require_release(given.release)
     print("\n".join(export(given.release, given.to, given.out, given.target, given.llama_cpp)))
 
 

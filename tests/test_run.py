@@ -22,7 +22,7 @@ from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.measure.report import by_place, usual_said
+from eval.measure.report import by_place, is_noise, usual_said
 from eval.measure.tasks import evaluation_lock, make_harness, methods_of
 from eval.release import publish
 from eval.release.folder import files_in
@@ -139,8 +139,10 @@ def test_a_plan_warns_of_a_warm_up_that_training_refuses(more, warned, tiny_targ
 
 def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     _, run, printed = finished
-    for stage in ("preprocess: ", "train: ", "eval: ", "| heldout | 0 | eagle | 3 |", "| heldout | 1 | jakiro | 3 |"):
+    for stage in ("preprocess: ", "train: ", "eval: ", "| heldout   | 0 | eagle  | ", "| heldout   | 1 | jakiro | "):
         assert stage in printed
+    assert max(len(line) for line in printed.splitlines() if line.startswith("|")) <= 100
+    assert "| heldout | 1 | jakiro | 3 |" in (run / "eval/table.md").read_text()
     assert re.search(r"eagle: [\d,]+ trained tokens, tau \d\.\d\d as training estimates it; jakiro: ", printed)
     unwrapped = printed.replace("\n", "")
     assert f"release: {run}/release/" in unwrapped and f"{run}/release/tau_and_speed.png" in unwrapped
@@ -279,7 +281,7 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
         (f"heldout, T = {temperature:g}, 3 prompts", key, f"{key} of jakiro (the draft alone)"): found[figure].value
         for (_, temperature, method), found in decoded(run).items()
         for key, figure in (("tau", "tau"), ("speed-up", "speedup"))
-        if method == "jakiro"
+        if method == "jakiro" and not (key == "speed-up" and is_noise(found["speedup"], found["tau"]))
     }
     assert "The release decodes with `jakiro`, the draft alone." in body
     assert body.index("| heldout | 0 | jakiro |") < body.index("<details>") < body.index("tau = tokens emitted")
@@ -674,7 +676,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
 
     call(evaluate, str(recipe), *flags)
     table = capsys.readouterr().out
-    assert all(f"| heldout | 0 | {name} | 3 |" in table for name in ("prompt-lookup", "both", "both-tuned"))
+    assert all(f"| heldout   | 0 | {name} " in table for name in ("prompt-lookup", "both", "both-tuned"))
     found = load_recipe(recipe, sets)
     monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
     build_release(found)

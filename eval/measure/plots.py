@@ -3,6 +3,7 @@
 from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -18,13 +19,32 @@ from pipeline.artifacts.reports import Row
 def draw(
     rows: list[Row], parallel: dict[str, int], contexts: dict[str, int], metrics: dict[str, Path], folder: Path
 ) -> list[Path]:
-    """acceptance_by_depth.png, tau_and_speed.png, loss_curves.png and, where there are benchmarks of several `contexts`
-    (their tokens), tau_by_context.png; `parallel` as in `_plot_depth`.
+    """tau_and_speed.png, loss_curves.png, acceptance_by_depth.png where a method guesses several depths and, where
+    there are benchmarks of several `contexts` (their tokens), tau_by_context.png; `parallel` as in `_plot_depth`. A
+    method has one colour in all of them.
     """
     found = by_place(row for row in rows if row.benchmark not in contexts)
-    drawn = [_plot_depth(found, parallel, folder), _plot_bars(found, folder)] if found else []
-    drawn += [draw_contexts(rows, contexts, folder / "tau_by_context.png")] if contexts else []
-    return [*drawn, draw_training(metrics, folder / "loss_curves.png")]
+    looks = _looks(sorted({row.method for row in rows} | set(metrics)))
+    drawn = [_plot_depth(found, parallel, looks, folder)] if any(len(rates(of)) > 1 for of in found.values()) else []
+    drawn += [_plot_bars(found, looks, folder)] if found else []
+    drawn += [draw_contexts(rows, contexts, folder / "tau_by_context.png", looks)] if contexts else []
+    colours = {name: look.colour for name, look in looks.items()}
+    return [*drawn, draw_training(metrics, folder / "loss_curves.png", colours)]
+
+
+class _Look(NamedTuple):
+    colour: str
+    line: str  # style and marker
+    hatch: str
+
+
+def _looks(methods: list[str]) -> dict[str, _Look]:
+    """Return how each method is drawn: six colours, and other lines and hatches for each six more."""
+    lines = ("o-", "s--", "^:", "D-.")
+    return {
+        name: _Look(COLOURS[number % 6], lines[number // 6 % 4], "/" * (number // 6))
+        for number, name in enumerate(methods)
+    }
 
 
 def _save(figure, path: Path) -> Path:
@@ -36,18 +56,19 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def _plot_depth(found: dict[Place, dict[str, Row]], parallel: dict[str, int], folder: Path) -> Path:
+def _plot_depth(
+    found: dict[Place, dict[str, Row]], parallel: dict[str, int], looks: dict[str, _Look], folder: Path
+) -> Path:
     """At the lowest temperature. `parallel`: method -> the depth below which levels come without a draft forward of
     their own.
     """
     lowest = min(temperature for _, temperature, _ in found)
     benchmarks = sorted({benchmark for benchmark, _, _ in found})
-    methods = sorted({method for _, _, method in found})
     figure, axes = plt.subplots(1, len(benchmarks), figsize=(4.5 * len(benchmarks), 3.9), sharey=True, squeeze=False)
     figure.set_layout_engine("constrained")
     for axis, benchmark in zip(axes[0], benchmarks, strict=True):
         for method in [name for where, t, name in found if (where, t) == (benchmark, lowest)]:
-            shown, (line, colour) = rates(found[benchmark, lowest, method]), _look(methods.index(method))
+            shown, (colour, line, _) = rates(found[benchmark, lowest, method]), looks[method]
             axis.plot(range(1, len(shown) + 1), shown, line, label=method, color=colour)
             free = range(parallel.get(method, len(shown)) + 1, len(shown) + 1)
             axis.plot(free, [shown[depth - 1] for depth in free], "o", ms=11, mfc="none", color=colour)
@@ -61,7 +82,7 @@ def _plot_depth(found: dict[Place, dict[str, Row]], parallel: dict[str, int], fo
     return _save(figure, folder / "acceptance_by_depth.png")
 
 
-def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
+def _plot_bars(found: dict[Place, dict[str, Row]], looks: dict[str, _Look], folder: Path) -> Path:
     methods = sorted({method for _, _, method in found})
     groups = list(dict.fromkeys((benchmark, temperature) for benchmark, temperature, _ in found))
     figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 4.1), layout="constrained")
@@ -74,7 +95,7 @@ def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
             bounds = [row.interval or [height, height] for row, height in zip(chosen, heights, strict=True)]
             errors = np.maximum((np.array(bounds) - np.array(heights)[:, None]).T * [[-1], [1]], 0)
             places = np.arange(len(groups)) + number * width
-            axis.bar(places, heights, width * 0.92, label=method, color=COLOURS[number % 6], hatch="/" * (number // 6))
+            axis.bar(places, heights, width * 0.92, label=method, color=looks[method].colour, hatch=looks[method].hatch)
             axis.errorbar(places, heights, errors, fmt="none", ecolor="black", capsize=3, lw=1)
         axis.axhline(1, color="grey", lw=1, ls="--", label="plain decoding")
         axis.set(ylabel=label, xticks=np.arange(len(groups)) + width * (len(methods) - 1) / 2)
@@ -83,16 +104,16 @@ def _plot_bars(found: dict[Place, dict[str, Row]], folder: Path) -> Path:
     return _save(figure, folder / "tau_and_speed.png")
 
 
-def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path) -> Path:
+def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path, looks: dict[str, _Look]) -> Path:
     """tau by context length, with its interval: a line a method, a panel a temperature."""
     found = by_place(row for row in rows if row.benchmark in contexts)
     methods, temperatures = (sorted({place[at] for place in found}) for at in (2, 1))
     figure, axes = plt.subplots(1, len(temperatures), figsize=(7 * len(temperatures), 4), sharey=True, squeeze=False)
     figure.set_layout_engine("constrained")
     for axis, temperature in zip(axes[0], temperatures, strict=True):
-        for number, method in enumerate(methods):
+        for method in methods:
             of = {contexts[place[0]]: one["tau"] for place, one in found.items() if place[1:] == (temperature, method)}
-            lengths, (line, colour) = sorted(of), _look(number)
+            lengths, (colour, line, _) = sorted(of), looks[method]
             axis.plot(lengths, [of[tokens].value for tokens in lengths], line, label=method, color=colour)
             bounds = [of[tokens].interval or [of[tokens].value] * 2 for tokens in lengths]
             axis.vlines(lengths, *zip(*bounds, strict=True), color=colour, lw=1)
@@ -104,11 +125,6 @@ def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path) -> Path
     axes[0][0].set_ylabel("tau (tokens per target pass)")
     _legend_above(figure, axes[0][0])
     return _save(figure, path)
-
-
-def _look(number: int) -> tuple[str, str]:
-    """Of the line with this number: its style and colour. Six colours, and another style for each six more."""
-    return ("o-", "s--", "^:", "D-.")[number // 6 % 4], COLOURS[number % 6]
 
 
 def _legend_above(figure, axis) -> None:

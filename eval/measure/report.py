@@ -25,6 +25,7 @@ from pipeline.decoding.generate import repeats_itself
 from pipeline.running import markdown
 
 USUAL = ("tau", "speedup")
+NOISE = " noise"  # behind a speed-up that proves nothing
 DEPTH = "accepted at depth "  # and the depth: a figure's name
 Figures = dict[str, dict[str, Any]]  # by figure, what its row holds of it
 Place = tuple[str, float, str]  # benchmark, temperature, method
@@ -217,9 +218,25 @@ def said(figure: str, value: float | None, interval: list[float] | None = None) 
     return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + unit
 
 
+def is_noise(speedup: Row, tau: Row | None) -> bool:
+    """Return whether a speed-up proves nothing: its interval holds 1 (or one prompt gave none), or it exceeds tau."""
+    if speedup.value is None:
+        return False
+    if speedup.interval is None and speedup.instrument == "decoded":
+        return True
+    low, high = speedup.interval or (math.inf, math.inf)
+    return low <= 1 <= high or (tau is not None and speedup.value > (tau.value or math.inf))
+
+
+def has_noise(places: Iterable[dict[str, Row]]) -> bool:
+    """Return whether any speed-up among these measurements is noise."""
+    return any(is_noise(figures["speedup"], figures["tau"]) for figures in places)
+
+
 def usual_said(found: dict[str, Row]) -> list[str]:
-    """tau and speed-up, with their intervals."""
-    return [said(figure, found[figure].value, found[figure].interval) for figure in USUAL]
+    """tau and speed-up, with their intervals; a speed-up that is noise says so."""
+    tau, speedup = (said(figure, found[figure].value, found[figure].interval) for figure in USUAL)
+    return [tau, speedup + NOISE * is_noise(found["speedup"], found["tau"])]
 
 
 def rates(found: dict[str, Row]) -> list[float]:
@@ -247,6 +264,16 @@ def table(rows: list[Row]) -> str:
     circles = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
     lines = (_line(place, found, circles) for place, found in by_place(rows).items())
     return markdown.table([*heads, *["answers in circles; without them"] * circles], lines)
+
+
+def summary(rows: list[Row]) -> str:
+    """Return the table that a terminal shows: the figures of each method, without how they were proven."""
+    heads = ["benchmark", "T", "method", "tau (95%)", "speed-up (95%)", "lossless"]
+    lines = (
+        [place[0], f"{place[1]:g}", place[2], *usual_said(found), "yes" if found["lossless"].value else "NO"]
+        for place, found in by_place(rows).items()
+    )
+    return markdown.fitted(heads, lines)
 
 
 def _line(place: Place, found: dict[str, Row], circles: bool) -> list[Any]:
@@ -280,8 +307,9 @@ def _circles_said(found: dict[str, Row]) -> str:
     shown = f"{counts['answers_in_circles']} of {counts['answers']}"
     if tau is None:
         return shown
-    speed = found["speedup without circles"].value
-    return f"{shown}; tau {tau.value:.2f}" + (f", {speed:.2f}x" if speed else "")
+    speed = found["speedup without circles"]
+    mark = NOISE * is_noise(speed, tau)
+    return f"{shown}; tau {tau.value:.2f}" + (f", {speed.value:.2f}x{mark}" if speed.value else "")
 
 
 def explain() -> str:
@@ -292,7 +320,9 @@ def explain() -> str:
         "stop rule, methods taking turns; the prompt's own forward, which both share, is left out. (On an accelerator "
         "a tree's attention has a mask and plain decoding's has none: torch may choose another kernel for each, and "
         "neither copies keys and values of grouped heads.) Intervals: "
-        "bootstrap over prompts. Lossless: the answers equal plain decoding's token for token, on so many of the "
+        "bootstrap over prompts. A speed-up is noise where its interval holds 1, where one prompt gives no interval, "
+        "and where it exceeds tau, for a pass with guesses takes no less time than one without. "
+        "Lossless: the answers equal plain decoding's token for token, on so many of the "
         "prompts, above T = 0 with the same random numbers. Drift is the largest difference between logits of the "
         "tree's forward, in real rounds, and those of an uncached forward after the same tokens, over the largest one "
         "of plain decoding's own forwards along the same answers (allowed: "

@@ -26,12 +26,13 @@ def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: s
     """What the head of a card and of a page say. `method`: how the release decodes; `alone`: how the draft does
     without secondary sources, which may be the same.
     """
-    provenance = measured["provenance"]
+    provenance, kind = measured["provenance"], kind_of(saved.config)
     return {
         "method": method,
         "alone": alone,
         "name": f"{recipe.name}-{recipe.publish.draft}",
-        "kind": kind_of(saved.config),
+        "kind": kind,
+        "article": "an" if kind[0] in "aeiou" else "a",
         "target_name": hub_name(recipe.target.model) or public_name(recipe.target.model),
         "parameters": saved.training["parameters"],
         "tree": tree_said(measured["drafts"][method]),
@@ -59,7 +60,9 @@ def card(
     own = report.by_place([row for row in rows if row.method in shown], first=shown)
     facts = who | _of_target(recipe, saved, measured) | _of_draft(recipe, saved) | _of_run(recipe, measured, who)
     facts |= {
+        "table": report.table(rows),
         "headline": report.headline(own),
+        "noise": report.has_noise(own.values()),
         "contexts": _by_context(recipe, own, who["method"]),
         "plots": plots,
         "engines": engines,
@@ -78,7 +81,7 @@ def _head(recipe: Recipe, who: Facts, own: dict[report.Place, dict[str, Row]]) -
         base_model=hub_name(recipe.target.model),
         base_model_revision=recipe.target.revision,
         model_name=who["name"],
-        eval_results=[result for place, found in own.items() for result in _index(place, found, who)],
+        eval_results=[result for place, found in own.items() for result in index_of(place, found, who)],
         tags=["speculative-decoding", "draft-model", "custom_generate", who["kind"]],
     )
 
@@ -87,7 +90,6 @@ def _of_target(recipe: Recipe, saved: checkpoint.Saved, measured: Facts) -> Fact
     target, hub = recipe.target, hub_name(recipe.target.model)
     return {
         "hub": hub,
-        "target_link": f"https://huggingface.co/{hub}" if hub else "#limits",
         "target_address": public_name(target.model),
         "revision": target.revision,
         "fingerprint": saved.target["fingerprint"],
@@ -125,7 +127,6 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
     config, methods, method = recipe.eval, measured["drafts"], who["method"]
     return {
         "secondary": method_of(methods[method]).secondary,
-        "table": measured["table"],
         "explanation": report.explain(),
         "plain": markdown.plain,
         "times": lambda count: "once" if count == 1 else f"{count} times",
@@ -236,14 +237,19 @@ def _shown(found: dict[str, Row]) -> str:
     return f"| {' | '.join([*cells, str(tau.details['prompts']), *report.usual_said(found)])} |"
 
 
-def _index(place: report.Place, found: dict[str, Row], who: Facts) -> list[EvalResult]:
-    """The Hub's model-index of one row: what was measured, by which method, and nothing else."""
+def index_of(place: report.Place, found: dict[str, Row], who: Facts) -> list[EvalResult]:
+    """The Hub's model-index of one row: what was measured, by which method, and nothing else; no speed-up that is
+    noise.
+    """
     benchmark, temperature, method = place
     facts = {"task_type": "text-generation", "dataset_type": benchmark, "dataset_config": f"T = {temperature:g}"}
     facts["dataset_name"] = f"{benchmark}, T = {temperature:g}, {found['tau'].details['prompts']} prompts"
     by = f"{method} ({'the draft alone' if method == who['alone'] else 'as released'})"
+    metrics = {"tau": found["tau"].value}
+    if not report.is_noise(found["speedup"], found["tau"]):
+        metrics["speed-up"] = found["speedup"].value
     return [
-        EvalResult(**facts, metric_type=key, metric_name=f"{key} of {by}", metric_value=row.value)
-        for key, row in (("tau", found["tau"]), ("speed-up", found["speedup"]))
-        if row.value
+        EvalResult(**facts, metric_type=key, metric_name=f"{key} of {by}", metric_value=value)
+        for key, value in metrics.items()
+        if value
     ]

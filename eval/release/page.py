@@ -54,6 +54,7 @@ def page(measured: dict[str, Any], rows: list[Row], identity: dict[str, Any], pl
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         **identity,
+        noise=report.has_noise(found.values()),
         rows=[{"released": place[2] == method, "cells": _cells(place, of)} for place, of in found.items()],
         plots=[{"alt": plot.stem.replace("_", " "), "data": _encoded(plot)} for plot in plots],
         samples=[sample for sample in measured["samples"] if sample["method"] == method],

@@ -1,12 +1,9 @@
 """The release folder: one draft's checkpoint, what was measured of exactly these weights, a card."""
 
 import json
-import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from eval.measure import report
 from eval.release.card import card, identity
@@ -18,15 +15,17 @@ from pipeline.artifacts.reports import (
     REPORT,
     ROWS,
     Row,
+    alone,
+    faster_drafts,
     measured_rows,
     method_of,
     read_report,
     read_rows,
+    released_method,
     write_rows,
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_text
-from pipeline.recipe.checks import TUNED
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
 from pipeline.serving.export import tried
@@ -53,6 +52,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     chosen = released_method(recipe, measured, rows)
     method = method_of(measured["drafts"][chosen])
     who = identity(recipe, saved, measured, chosen, alone(recipe, measured, rows))
+    who["faster"] = faster_drafts(recipe, measured, rows)
     release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
     elsewhere = earlier([release, source], weights, rows)
     shutil.rmtree(building, ignore_errors=True)
@@ -71,7 +71,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     write_text(building / PAGE, page(measured, rows, who, drawn))
     notes = install(building, release)
     shutil.rmtree(building)
-    return release, notes
+    return release, [*notes, who["faster"]] if who["faster"] else notes
 
 
 def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
@@ -117,26 +117,3 @@ def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Pat
             )
         shutil.copyfile(source / name, folder / name)
     return [folder / name for name in plots]
-
-
-def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
-    """How the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources and
-    without, what was measured to be fastest, whatever it does at other context lengths. What copies from a text that is
-    not released cannot be.
-    """
-    return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
-
-
-def alone(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
-    """The released draft's fastest method without secondary sources: what its own figures are."""
-    return _fastest(recipe, measured, rows, lambda facts: not method_of(facts).secondary)
-
-
-def _fastest(recipe: Recipe, measured: dict[str, Any], rows: list[Row], may: Callable[[dict[str, Any]], bool]) -> str:
-    own = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
-    both = [name for each in own for name in (each, each + TUNED) if name in measured["drafts"]]
-    both = [name for name in both if may(measured["drafts"][name])]
-    counted = [row for row in rows if row.figure == "speedup" and row.value]
-    counted = [row for row in counted if row.benchmark not in recipe.eval.of_contexts] or counted  # they repeat others
-    speeds = {method: [math.log(row.value) for row in counted if row.method == method and row.value] for method in both}
-    return max(speeds, key=lambda method: sum(speeds[method]))

@@ -22,11 +22,14 @@ def read_metrics(path: Path) -> list[dict]:
     return [parse_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def draw_training(metrics: dict[str, Path], file: Path) -> Path:
-    """One picture of all drafts' metrics files (by the draft's name), over trained tokens; returns `file`."""
+def draw_training(metrics: dict[str, Path], file: Path, colours: dict[str, str] | None = None) -> Path:
+    """One picture of all drafts' metrics files (by the draft's name), over trained tokens; returns `file`. `colours`:
+    those of the drafts in other pictures.
+    """
+    colours = colours or {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(sorted(metrics))}
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    for number, (name, path) in enumerate(sorted(metrics.items())):
-        _one_draft(axes, name, read_metrics(path), COLOURS[number % len(COLOURS)])
+    for name, path in sorted(metrics.items()):
+        _one_draft(axes, name, read_metrics(path), colours[name])
     for axis, what in zip(axes, ("cross-entropy, next token", "top-1 agreement with the target", "tau"), strict=True):
         axis.set(xlabel="trained tokens", ylabel=what)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k

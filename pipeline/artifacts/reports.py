@@ -6,23 +6,27 @@ outside the folder where they are.
 """
 
 import json
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import code_of, provenance
+from pipeline.artifacts.provenance import code_of, provenance, recorded, settings_said
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
 from pipeline.lm.model import identify, identify_if_here
+from pipeline.recipe.checks import TUNED
+from pipeline.recipe.differences import release_keys
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.recipe.untrusted import PublishedRow
 
-REPORT, RELEASE, ROWS = "report.json", "release.json", "results.jsonl"
+REPORT, RELEASE, ROWS, TABLE = "report.json", "release.json", "results.jsonl", "table.md"
 FASTEST = 2  # times its tau, a draft's speed-up at most: a pass with it is hardly faster than one without
 MOST_BYTES = 1 << 24  # of somebody else's table of results
 _AGAIN = "Restore it, or remove it and run jakiro eval RECIPE again: prompts that are decoded are kept"
@@ -252,10 +256,11 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
         return False, "no release"
     found = read_report(path)
     if found["provenance"]["recipe_hash"] != recipe.hash:
-        return False, "release of other settings"
+        keys = settings_said(recorded(recipe.release_dir), recipe, release_keys(recipe))
+        return False, f"release of other settings: {keys}"
     target = identify_if_here(recipe.target)
-    if target and (differences := target.differences(found["target_identity"])):
-        return False, f"release of what the target was before: {'; '.join(differences)}"
+    if target and (other := target.differences(found["target_identity"])):
+        return False, f"release of what the target was before: {'; '.join(other)}"
     if found.get("code") != code_of("eval.main"):
         return False, "release of other code, torch or transformers"
     if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
@@ -281,3 +286,56 @@ def is_inside(name: Any) -> bool:
 def is_plain(name: Any) -> bool:
     """Whether it names a file in a folder, and no other place."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+# -- which method is fastest -------------------------------------------------------------------------------------------
+
+
+def mean_speedups(rows: list[Row], contexts: Container[str]) -> dict[str, float]:
+    """Return each method's geometric mean of speed-ups. `contexts`: benchmarks that repeat others behind longer texts;
+    they count where there are no others.
+    """
+    counted = [row for row in rows if row.figure == "speedup" and row.value]
+    counted = [row for row in counted if row.benchmark not in contexts] or counted
+    speeds: dict[str, list[Number]] = {}
+    for row in counted:
+        speeds.setdefault(row.method, []).append(row.value or 1)
+    return {method: geometric_mean(values) for method, values in speeds.items()}
+
+
+def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+    """Return how the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources
+    and without, what was measured to be fastest, whatever it does at other context lengths. What copies from a text
+    that is not released cannot be.
+    """
+    return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
+
+
+def alone(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+    """Return the released draft's fastest method without secondary sources: what its own figures are."""
+    return _fastest(recipe, measured, rows, lambda facts: not method_of(facts).secondary)
+
+
+def _fastest(recipe: Recipe, measured: dict[str, Any], rows: list[Row], may: Callable[[dict[str, Any]], bool]) -> str:
+    names = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
+    both = [name for each in names for name in (each, each + TUNED) if name in measured["drafts"]]
+    speeds = mean_speedups(rows, recipe.eval.of_contexts)
+    return max((name for name in both if may(measured["drafts"][name])), key=lambda name: speeds.get(name, 1))
+
+
+def faster_drafts(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+    """Return a sentence on the run's other drafts that were faster than the released one; empty where none was."""
+    speeds = {name: round(speed, 2) for name, speed in mean_speedups(rows, recipe.eval.of_contexts).items()}
+    released = released_method(recipe, measured, rows)
+    best: dict[str, str] = {}  # by draft, its fastest method
+    for name in sorted(measured["drafts"], key=lambda name: speeds.get(name, 0)):
+        best[method_of(measured["drafts"][name]).draft] = name
+    others = [name for draft, name in best.items() if draft != recipe.publish.draft]
+    faster = [name for name in reversed(others) if speeds.get(name, 0) > speeds.get(released, 1)]
+    if not faster:
+        return ""
+    listed = ", ".join(f"`{name}` ({speeds[name]:.2f}x)" for name in faster)
+    return (
+        f"In this run other drafts were faster than the released `{released}` ({speeds.get(released, 1):.2f}x, the "
+        f"mean over benchmarks and temperatures): {listed}."
+    )

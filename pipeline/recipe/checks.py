@@ -155,8 +155,9 @@ def _of_evaluation(recipe: "Recipe") -> Iterator[str]:
         if name.endswith(TUNED):
             yield f"{name!r}: names that end in {TUNED} are those of eval/tune.py's trees; choose another"
     for name in {**recipe.draft, **recipe.eval.methods}:
+        where = f"eval.methods.{name}" if name in recipe.eval.methods else f"draft.{name}"
         for complaint in _of_method(recipe, name, recipe.eval.methods.get(name, Method())):
-            yield f"eval.methods.{name}{complaint}"
+            yield f"{where}{complaint}"
     for name, benchmark in recipe.eval.benchmarks.items():
         if benchmark.held_out and (benchmark.prompts or 0) > recipe.data.heldout_prompts:
             yield (
@@ -191,4 +192,5 @@ def _of_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
     try:
         recipe.resolved(name)
     except ValueError as error:
-        yield f": {error}"
+        shared = f". Its tree is eval.tree: change that, or give it another in [eval.methods.{name}.tree]"
+        yield f": {error}{'' if method.tree else shared}"

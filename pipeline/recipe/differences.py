@@ -55,6 +55,11 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
     return [*keys, *ANSWERS_KEYS, *tree]
 
 
+def release_keys(recipe: Recipe) -> list[str]:
+    """Return the keys that a release depends on."""
+    return ["draft", "published", *_keys(recipe.settings)]
+
+
 def regenerate_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the target's own answers depend on."""
     return _keys(recipe.regenerate_settings)

@@ -106,7 +106,11 @@ class Recipe(Outline):
 
     @property
     def hash(self) -> str:
-        """Hash of everything but what the run is called, where it and its corpora lie, and how many measure it."""
+        return digest(self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but what the run is called, where it and its corpora lie, and how many measure it."""
         measuring = {"workers", "gpus_per_worker", "hang_seconds", "contexts"}  # the last one: they are benchmarks
         apart: Any = {"name": True, "output": True, "train": {"together", *WHERE} | self._unset, "eval": measuring}
         apart["features"] = {"gpus", "store", "disk_bytes"} | (set() if self.answers_streamed else {"keep"})
@@ -115,7 +119,7 @@ class Recipe(Outline):
         if self.data.answers == "source":
             apart["data"] = {"answers"}
         drafts = {name: self.settings_of(name) for name in self.draft}
-        return digest(self.model_dump(mode="json", exclude=apart) | {"draft": drafts})
+        return self.model_dump(mode="json", exclude=apart) | {"draft": drafts}
 
     def settings_of(self, draft: str) -> dict[str, Any]:
         """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is

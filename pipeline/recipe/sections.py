@@ -139,7 +139,8 @@ class TrainConfig(Section):
     mask: Literal["predicted", "legacy"] = (
         "predicted"  # legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's
     )
-    dtype: AutoDtype = "bfloat16"  # that the draft is trained in; auto: bfloat16 where the device computes it natively, else float32
+    # That the draft is trained in. auto: bfloat16 where the device computes it natively, else float32.
+    dtype: AutoDtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     recompute: bool = False  # activations again in the backward instead of keeping them
     not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out

@@ -19,10 +19,11 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import MADE, answers_hash, of_another_target, wanted_file
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import REPORT, eval_state, read_report
+from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts, read_report, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
+from pipeline.features.reasons import explained
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
@@ -68,11 +69,13 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     if recipe.answers_streamed and QUESTIONS not in manifest.text:
         return False, "its answers were kept, questions were not"
+    rejected = manifest.accounting.get("rejected") or {}
+    why = f"; {sum(rejected.values())} rejected: {explained(rejected)}" if rejected else ""
     if recipe.features.keep == "window":
-        return True, "texts, validation and answers; training is fed with the rest"
+        return True, f"texts, validation and answers; training is fed with the rest{why}"
     if lacking := manifest.lacks("train"):
         return False, f"the states of {lacking} dialogues were not kept"
-    return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens"
+    return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens{why}"
 
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
@@ -309,6 +312,11 @@ def _last_words(log: Path) -> str:
 def _print_release(recipe: Recipe) -> None:
     found = read_report(recipe.release_dir / REPORT)
     print(found["table"])
+    if (recipe.eval_dir / TABLE).exists():
+        print(f"all figures, and how they were checked: {recipe.eval_dir / TABLE}")
+    rows = [row for row in read_rows(recipe.eval_dir) if row.instrument == "decoded"]
+    if faster := faster_drafts(recipe, found, rows):
+        print(faster)
     print(f"\nrelease: {recipe.release_dir}/")
     for plot in found["plots"]:
         print(f"plot: {recipe.release_dir / plot}")

@@ -89,8 +89,29 @@ def load(
     `target`: folder or Hub id, where the release does not know it. Raises PipelineError.
     """
     folder = Path(folder).expanduser()
+    require_release(folder)
     config = target_of(folder, target, device, trust_remote_code)
     return Loaded(folder, config, dtype or _decoding(folder).eval.dtype)
+
+
+def require_release(folder: Path, recipe: str | None = None) -> None:
+    """Raises PipelineError for a folder that holds no release, with what makes one. `recipe`: the user named this one,
+    whose release the folder is.
+    """
+    if (folder / checkpoint.CONFIG).is_file():
+        return
+    if recipe is not None:
+        raise PipelineError(
+            f"{recipe} has no release yet ({folder} is not there): jakiro run {recipe} trains, measures and makes it; "
+            f"jakiro status {recipe} says what is done"
+        )
+    inner = folder / "release"
+    remedy = (
+        f"did you mean {inner}?"
+        if (inner / checkpoint.CONFIG).is_file()
+        else "expected the release of a run (runs/NAME/release), which jakiro run RECIPE ends with"
+    )
+    raise PipelineError(f"{folder} holds no release ({checkpoint.CONFIG} is missing): {remedy}")
 
 
 def target_of(

@@ -91,7 +91,7 @@ def written(job, tmp_path) -> Path:
     figure.savefig(plot)
     plt.close(figure)
     facts = {"name": "tiny-" + "x" * 90, "kind": "jakiro", "target_name": "me/target", "parameters": 12345}
-    facts |= {"method": "jakiro", "alone": "jakiro"}
+    facts |= {"method": "jakiro", "alone": "jakiro", "article": "a", "faster": "`eagle` was faster."}
     facts |= {"tree": "deep", "hardware": "a GPU & more", "dtype": "float32", "recipe_hash": "0", "code_revision": "a"}
     write_text(tmp_path / "report.html", page(measured, rows, facts, [plot]))
     return tmp_path / "report.html"
@@ -109,6 +109,8 @@ def test_the_page_needs_nothing_else_and_text_is_text(written):
     )
     assert text.count('class="released"') == 1 and "<td>withheld</td>" in text and "<td>NO</td>" in text
     assert "9 of 10 identical, 1 near ties" in text and "2.50 [2.25, 2.75]" in text and "12,345" in text
+    assert "<td>1.50x noise</td>" in text and "marked as noise proves nothing" in text  # there is no interval
+    assert "<p>eagle was faster.</p>" in text and "A jakiro draft for" in text
     assert text.count("<mark") == 5 + len(TEXT) - 1  # the legend's, and all tokens but the first
 
 

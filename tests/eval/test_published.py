@@ -16,17 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.published import recipe_of
-from eval.release.card import by_origin
+from eval.release.card import by_origin, index_of
 from eval.release.publish import earlier, released_method
 from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import Row, read_rows, write_rows
+from pipeline.artifacts.reports import Row, faster_drafts, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
+from pipeline.running import stages
 from pipeline.serving.export import export
 from tests.eval.test_push import reach
 from tests.hub import Hub
@@ -73,6 +74,50 @@ def release(tree, loaded_target, embed_head, tmp_path) -> Path:
     method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
     checkpoint.export(own, folder, method, {}, own / "recipe.json")
     return folder
+
+
+def test_the_hubs_index_holds_no_speed_up_that_is_noise():
+    where = {"benchmark": "b", "temperature": 0.0}
+    tau = Row("decoded", "jakiro", "tau", 1.12, interval=[1.0, 1.3], details={"prompts": 9}, **where)
+    for value, bounds, listed in ((1.36, [0.69, 2.38], {"tau"}), (1.1, [1.05, 1.2], {"tau", "speed-up"})):
+        found = {"tau": tau, "speedup": Row("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
+        results = index_of(("b", 0.0, "jakiro"), found, {"alone": "jakiro"})
+        assert {result.metric_type for result in results} == listed
+        assert {result.metric_value for result in results} <= {1.12, 1.1}
+
+
+def speeds(recipe: Recipe, **means: float) -> tuple[dict, list[Row]]:
+    """A report's methods, and rows of two benchmarks with these geometric means."""
+    measured = {"drafts": {name: {"method": one.to_json(), "corpora": []} for name, one in recipe.methods.items()}}
+    rows = [
+        Row("decoded", name.replace("_", "-"), "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
+        for name, mean in means.items()
+        for benchmark, factor in (("a", 0.8), ("b", 1.25))
+    ]
+    return measured, rows
+
+
+def test_a_run_ends_with_the_drafts_that_beat_the_published_one(tiny_recipe, monkeypatch, capsys):
+    measured, rows = speeds(tiny_recipe, jakiro=1.4, eagle=1.5)
+    tiny_recipe.eval_dir.mkdir(parents=True)
+    write_rows(tiny_recipe.eval_dir, rows)
+    monkeypatch.setattr(stages, "read_report", lambda _: measured | {"table": "the table", "plots": {}})
+    stages._print_release(tiny_recipe)
+    said = capsys.readouterr().out
+    assert (
+        said.startswith("the table\n")
+        and "faster than the released `jakiro` (1.40x" in said
+        and "`eagle` (1.50x)." in said
+    )
+
+
+def test_drafts_that_beat_the_published_one_are_named(tiny_recipe):
+    lookup = tiny_recipe.model_dump(mode="json") | {"name": "x"}
+    lookup["draft"]["prompt-lookup"] = {"kind": "prompt-lookup"}
+    recipe = Recipe.model_validate(lookup)
+    said = faster_drafts(recipe, *speeds(recipe, jakiro=1.4, eagle=1.5, prompt_lookup=1.6))
+    assert said.endswith(": `prompt-lookup` (1.60x), `eagle` (1.50x).") and "released `jakiro` (1.40x" in said
+    assert faster_drafts(recipe, *speeds(recipe, jakiro=1.4, eagle=1.4, prompt_lookup=0.9)) == ""
 
 
 def published(tree: dict, repository: str = "me/draft", revision: str = COMMIT) -> Recipe:

@@ -186,6 +186,39 @@ def test_the_table_shows_speed_and_proof(drafted, baseline):
     assert not report.lossless([*passed, *failed])  # one failed gate is enough
 
 
+def test_a_speed_up_that_proves_nothing_is_marked_as_noise(drafted, baseline):
+    found = rows(drafted, baseline, PASSED)
+    for value, bounds, noise in (
+        (1.36, [0.69, 2.38], True),  # its interval holds 1
+        (0.9, [0.8, 1.0], True),
+        (0.9, [0.8, 0.95], False),  # it is slower
+        (1.36, [1.2, 1.5], False),
+        (4.01, [3.9, 4.1], True),  # tau is 4
+        (4.0, [3.9, 4.1], False),
+        (1.36, None, True),  # of one prompt
+        (None, None, False),
+    ):
+        changed = [replace(row, value=value, interval=bounds) if row.figure == "speedup" else row for row in found]
+        for table in (report.table, report.summary):
+            assert ("x noise " in table(changed).splitlines()[-1]) == noise, (value, bounds)
+        assert ("x noise |" in report.headline(report.by_place(changed))) == noise
+        assert report.has_noise(report.by_place(changed).values()) == noise
+
+
+def test_the_summary_fits_a_terminal_and_loses_no_letter(drafted, baseline):
+    names = ("jakiro-with-prompt-lookup-and-more-tuned", "x" * 90)
+    wide = {"benchmark": "natural-questions-2048", "interval": [11.111, 22.222]}
+    found = rows(drafted, baseline, PASSED)
+    table = report.summary([replace(row, method=name, **wide) for name in names for row in found])
+    lines = table.splitlines()
+    assert {len(line) for line in lines} == {100}
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    joined = ["".join(column) for column in zip(*cells[2:], strict=True)]
+    assert joined[2] == "".join(names) and joined[0] == 2 * "natural-questions-2048"
+    narrow = report.summary(found).splitlines()
+    assert len(narrow) == 3 and narrow[2].startswith("| bench     | 0 | draft  | 4.00 [2.00, 5.00] | 3.20 [")
+
+
 def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own(drafted, baseline):
     """The same answers on both sides, by plain decoding's."""
     circle = replace(generation(41, 40.0), tokens=[1, 2] * 20 + [1])

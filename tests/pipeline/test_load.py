@@ -7,7 +7,7 @@ from pipeline.__main__ import main
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.lm.chat import prompt_ids
-from tests.kit import call
+from tests.kit import call, write_recipe
 from tests.pipeline.taught import VARIANTS, greedy, taught
 from tests.pipeline.test_drop_in import ALONE, released
 
@@ -37,8 +37,25 @@ def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tin
 def test_a_release_that_does_not_know_its_target_asks_for_it(release):
     with pytest.raises(PipelineError, match="say target=FOLDER"):
         pipeline.load(release)
-    with pytest.raises(PipelineError, match="holds no draft checkpoint"):
+    with pytest.raises(PipelineError, match=r"custom_generate holds no release .*runs/NAME/release.*jakiro run RECIPE"):
         pipeline.load(release / "custom_generate")
+
+
+def test_before_a_release_chat_and_export_name_the_command_that_makes_one(tiny_recipe, tmp_path):
+    file = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "r.toml")
+    advice = rf"{file} has no release yet .*: jakiro run {file} trains.*jakiro status {file}"
+    with pytest.raises(PipelineError, match=advice):
+        call(main, "chat", str(file))
+    tiny_recipe.run_dir.mkdir()
+    for command in (["chat"], ["export", "--to", "vllm", "--out", str(tmp_path / "out")]):
+        with pytest.raises(PipelineError, match=r"run holds no release .*expected the release of a run"):
+            call(main, *command, str(tiny_recipe.run_dir))
+        tiny_recipe.release_dir.mkdir()
+        (tiny_recipe.release_dir / "config.json").touch()
+        with pytest.raises(PipelineError, match=rf"did you mean {tiny_recipe.release_dir}\?"):
+            call(main, *command, str(tiny_recipe.run_dir))
+        (tiny_recipe.release_dir / "config.json").unlink()
+        tiny_recipe.release_dir.rmdir()
 
 
 @pytest.mark.parametrize("tokens", [24, 1])

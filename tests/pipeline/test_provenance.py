@@ -18,7 +18,7 @@ from pipeline.artifacts.provenance import (
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.basics.public import public_name, public_text
-from pipeline.recipe.differences import dump_keys, training_keys
+from pipeline.recipe.differences import dump_keys, release_keys, training_keys
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import replace_once
@@ -209,3 +209,21 @@ def test_a_recipe_that_is_no_json_object_is_one_clear_error(tmp_path, content):
     (tmp_path / "recipe.json").write_bytes(content)
     with pytest.raises(PipelineError, match=r"recipe\.json (cannot be parsed|is a JSON list)"):
         load_recipe(tmp_path / "recipe.json")
+
+
+def test_what_differs_of_a_release_is_named_with_both_values(tiny_recipe, tmp_path):
+    write_provenance(tmp_path, tiny_recipe)
+    release = recorded(tmp_path)
+    assert release.differences(tiny_recipe, release_keys(tiny_recipe)) == ""
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["eval"] |= {"max_new_tokens": 9, "workers": 2}
+    tree["name"] = "other"  # neither this nor workers count
+    tree["eval"]["benchmarks"]["more"] = {"source": "embedded:humaneval"}
+    del tree["draft"]["eagle"]
+    other = Recipe.model_validate(tree)
+    keys = release.differences(other, release_keys(other))
+    assert "eval.max_new_tokens: 8 -> 9" in keys and "workers" not in keys and "name:" not in keys
+    assert 'draft.eagle.kind: "eagle" -> absent' in keys
+    more = Recipe.model_validate(tree | {"draft": tiny_recipe.model_dump(mode="json")["draft"]})
+    added = release.differences(more, release_keys(more))
+    assert 'eval.benchmarks.more.source: absent -> "embedded:humaneval"' in added

@@ -178,6 +178,11 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (["eval.methods.x={draft='nobody', tree={}}"], "eval.methods.x.draft='nobody' is not one of the drafts"),
         (["eval.methods.main={draft='other', tree={}}"], "eval.methods.main: that name is taken"),
         (["eval.methods.x-tuned={draft='other', tree={}}"], "names that end in -tuned"),
+        (
+            ["draft.flash={kind='dflash', block=4}"],
+            "draft.flash: tree.depth=6: this draft guesses at most 3 tokens ahead. Its tree is eval.tree: change that, "
+            "or give it another in [eval.methods.flash.tree]",
+        ),
         (["eval.benchmarks.b={source='x.jsonl', path='y'}"], "is a place of its own"),
         (["draft.main.experts_per_token=3"], "experts_per_token=3 is more than experts=2"),
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),

@@ -1,0 +1,50 @@
+"""Why dialogues are not trained on: each reason by its name in accounts and `rejected.jsonl`, and in words."""
+
+WORDS = {
+    # of a record
+    "malformed": "a record or a turn in no known form",
+    "no_exchange": "no question with an answer",
+    "blank_turn": "a turn without text",
+    "repeated_role": "two turns of one role in a row",
+    "stray_tool_result": "a tool's result that follows no call",
+    "unknown_role": "a role that no chat template has",
+    "not_text": "a turn with an image or another part that is no text",
+    "not_unicode": "text with broken characters",
+    "malformed_tools": "tools that are no JSON of a tool's form",
+    "malformed_tool_call": "a call of a tool that is no JSON of a call's form",
+    "malformed_tokens": "token ids and mask that do not fit each other",
+    "language": "not in data.languages",
+    "duplicate": "an id that was there before",
+    "duplicate_text": "a text that was there before",
+    "near_duplicate": "nearly a text that was there before",
+    # of its rendering
+    "template_refuses": "the chat template raises an error",
+    "template_not_prefix_stable": "the chat template changes earlier turns, so no mask is proven",
+    "template_hides_tools": "the chat template leaves out a call or a tool's result",
+    "too_long_to_render": "rendering it would take too much work",
+    "too_short": "fewer tokens than data.min_length",
+    "too_long": "more tokens than data.max_length",
+    "no_assistant_token": "no token of the assistant within data.max_length",
+    "only_assistant_tokens": "no token that is not the assistant's",
+    "tokens_outside_vocabulary": "token ids that the tokenizer lacks",
+    # of the target's answers and states
+    "rendered_otherwise": "the answer has other tokens when it is rendered",
+    "several_sequences": "several sequences of one question",
+    "not_answered": "the target gave no answer",
+    "empty_answer": "the target's answer is empty",
+    "cut_answer": "the target's answer did not end in time",
+    "cut_in_thoughts": "the target's answer ended in its thoughts",
+    "repetitive_answer": "the target's answer repeats itself",
+    "features_not_finite": "hidden states that are not finite",
+    "kills_workers": "every worker that took it died",
+}
+
+
+def explained(counts: dict[str, int]) -> str:
+    """Return how often there was each reason, with its words, the most frequent first; names that this version does not
+    know are counted together.
+    """
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    known = [f"{count} {reason} ({WORDS[reason]})" for reason, count in ordered if reason in WORDS]
+    others = sum(count for reason, count in ordered if reason not in WORDS)
+    return ", ".join([*known, *([f"{others} for other reasons"] if others else [])])
