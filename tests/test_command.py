@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 import zipfile
 from argparse import Namespace
@@ -199,6 +200,9 @@ def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, 
         and recipe.target.device == "cpu"
         and recipe.publish.draft == "p-eagle"
     )
+    asked_for, used = recipe.data.heldout_prompts, recipe.eval.benchmarks["heldout"].prompts
+    few = recipe.data.heldout_fraction * 600  # dialogues of yours: these suffice for eval, tune and training's tau
+    assert asked_for - used >= 10 and few >= asked_for + recipe.data.calibration_prompts
     with pytest.raises(PipelineError, match="is there already"):
         call(new.main, *asked(out, tiny_target, data))
 
@@ -272,6 +276,25 @@ def test_new_refuses_a_target_that_the_machine_cannot_hold():
 
 def verdicts(part) -> dict[str, str]:
     return {finding.what: f"{finding.verdict} {finding.remedy}" for finding in part()}
+
+
+def test_doctor_tells_that_rays_head_is_gone_or_that_no_place_is_short_enough(monkeypatch, tmp_path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        (found,) = doctor.ray()
+    assert (found.verdict, "no Ray answers at" in found.what, "unset RAY_ADDRESS" in found.remedy) == (
+        "fix",
+        True,
+        True,
+    )
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert [found.verdict for found in doctor.ray()] == ["ok"]
+    long = tmp_path / ("x" * 60)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr("pipeline.running.cluster.SHORT", str(long))
+    (found,) = doctor.ray()
+    assert found.verdict == "fix" and "a path of at most" in found.what and "RAY_TMPDIR" in found.remedy
 
 
 def test_doctor_tells_what_is_missing_and_what_to_do(monkeypatch, tmp_path):
