@@ -146,6 +146,20 @@ GPT_OSS = """{%- macro system_text() -%}
 <|start|>assistant
 {%- endif -%}"""
 
+# These never show an answer's thoughts, not even those of the last one, though the prompt opens them.
+DEEPSEEK_R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+DEEPSEEK_V3_1 = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}" + DEEPSEEK_R1.replace(
+    "'<｜Assistant｜>' + m", "'<｜Assistant｜></think>' + m"
+).replace("<think>\n' }}", "' + ('<think>' if thinking else '</think>') }}")
+
+R1_MARKERS = ["<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+HIDING = {DEEPSEEK_R1: R1_MARKERS, DEEPSEEK_V3_1: R1_MARKERS}
 SPECIAL = {  # template -> its special tokens, the one that ends an answer first
     LLAMA_3_2: ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
     QWEN_3: ["<|im_end|>", "<|im_start|>"],
@@ -157,7 +171,7 @@ SPECIAL = {  # template -> its special tokens, the one that ends an answer first
 
 def unsettled(template: str):
     """A tokenizer with the template and its markers, <think> an added token that is not special, as the Hub has it."""
-    return unsettled_with(template, SPECIAL[template])
+    return unsettled_with(template, {**SPECIAL, **HIDING}[template])
 
 
 def unsettled_with(template: str, special: list[str]):

@@ -25,7 +25,7 @@ import numpy as np
 from pipeline.basics.errors import PipelineError
 
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates read beside: an assistant's
-# "reasoning_content" and "tool_calls", a tool's "name" and "tool_call_id"
+# "reasoning_content" and "tool_calls", a tool's "name" and "tool_call_id"; an answer whose "loss" is False is context
 Messages = list[dict[str, Any]]
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -161,7 +161,8 @@ def encode_fitting(
     last_only: bool = False,
 ) -> tuple[int, list[Encoded]]:
     """Of a dialogue's beginnings, of `ends` messages each, how many fit into `max_length` tokens, up to the first that
-    does not; and what `encode` gives of the longest of these. Nothing behind the first that does not fit is rendered.
+    does not; and what `encode` gives of the longest of these (nothing where no answer has a loss). Nothing behind the
+    first that does not fit is rendered.
     """
     count, start, due = 0, 0, _characters(max_length)
     renderings: list[_Rendering] = []
@@ -169,7 +170,7 @@ def encode_fitting(
     fitting: list[Encoded] = []
     for end in ends:
         turns, start = _answers(messages, start, end), end
-        if last_only:
+        if last_only and turns:
             turns, renderings = turns[-1:], []
         sequences = sequences[: max(len(renderings) - 1, 0)]  # the last rendering may go on
         for turn in turns:
@@ -181,13 +182,14 @@ def encode_fitting(
         sequences += [_marked(tokenizer, one, max_length + 1) for one in renderings[len(sequences) :]]
         if any(len(sequence.input_ids) > max_length for sequence in sequences):
             break
-        count, fitting = count + 1, _trained(sequences)
+        count, fitting = count + 1, _trained(sequences) if sequences else []
     return count, fitting
 
 
 def _answers(messages: Messages, start: int, end: int) -> list[int]:
-    """The assistant's turns among those."""
-    return [turn for turn in range(start, end) if messages[turn]["role"] == "assistant"]
+    """The assistant's turns among those, but for turns without a loss."""
+    answers = [turn for turn in range(start, end) if messages[turn]["role"] == "assistant"]
+    return [turn for turn in answers if messages[turn].get("loss", True)]
 
 
 def _trained(sequences: list[Encoded]) -> list[Encoded]:
@@ -235,11 +237,25 @@ def _renderings(
 def _proof(tokenizer: Any, messages: Messages, turn: int, tools: list[dict] | None) -> tuple[str, _Rendering]:
     """An answer's prompt, and the text through it. Raises Unusable where the one does not begin the other."""
     before = render(tokenizer, messages[:turn], True, tools)
-    through = render(tokenizer, messages[: turn + 1], False, tools)
+    through = _as_written(before, render(tokenizer, messages[: turn + 1], False, tools), messages[turn])
     span = (len(before), len(through.rstrip()))
     if not (through.startswith(before) and span[0] < span[1]):
         raise Unusable("template_not_prefix_stable")
     return before, _Rendering(through, [span])
+
+
+def _as_written(before: str, through: str, message: dict[str, Any]) -> str:
+    """The text through an answer. Where its prompt opens thoughts that the template never shows (DeepSeek-R1's), they
+    stand there as the target writes them.
+    """
+    earlier, opened, gap = before.rpartition(OPEN)
+    if through.startswith(before) or not opened or gap.strip() or not through.startswith(earlier):
+        return through
+    answer = through[len(earlier) :].removeprefix(CLOSE)
+    if OPEN in answer or CLOSE in answer:
+        return through
+    blank = "" if not gap or answer[:1].isspace() else "\n\n"
+    return before + thoughts_of(message) + gap + CLOSE + blank + answer
 
 
 def _extended(renderings: list[_Rendering], before: str, through: _Rendering) -> list[_Rendering]:
@@ -247,6 +263,11 @@ def _extended(renderings: list[_Rendering], before: str, through: _Rendering) ->
     if renderings and before.startswith(renderings[-1].text[: renderings[-1].spans[-1][1]]):
         return [*renderings[:-1], _Rendering(through.text, [*renderings[-1].spans, *through.spans])]
     return [*renderings, through]
+
+
+def encode_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> Encoded:
+    """Ids and loss mask of a text whose answers are `spans`, in characters."""
+    return _marked(tokenizer, _Rendering(text, spans), None)
 
 
 def _marked(tokenizer: Any, rendering: _Rendering, max_length: int | None) -> Encoded:
@@ -278,6 +299,14 @@ def _characters(tokens: int | None) -> int:
     return PER_TOKEN * ((tokens or 0) + MARGIN)
 
 
+def written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str:
+    """The text through the last turn, an answer, with the thoughts that the target is shown to begin with."""
+    through = render(tokenizer, messages, False, tools)
+    if thoughts_of(messages[-1]) in through or not thinking(tokenizer):
+        return through
+    return _as_written(render(tokenizer, messages[:-1], True, tools), through, messages[-1])
+
+
 # -- thoughts -----------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +331,7 @@ def probe(tokenizer: Any, **keywords: Any) -> str:
     question = [{"role": "user", "content": "?"}]
     try:
         return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **keywords)
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, *_UNEXPECTED):  # a record's keyword may be of another type than it expects
         return ""
 
 

@@ -18,7 +18,7 @@ class Part:
     """What came of one task."""
 
     index: int
-    dialogues: list[dict]  # {"id", "messages"}, its tools, and what `data.group` names
+    dialogues: list[dict]  # {"id", "messages"}, its tools and keywords, and what `data.group` names
     answers: int
     tokens: int  # generated
     documents: str  # fingerprint of the dialogues that were asked
@@ -52,9 +52,10 @@ class AnswerWorker:
         edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
         key = self._recipe.data.group_key  # kept, so that the same dialogues are held out
         more = {d.doc_id: ({key: d.group} if key else {}) | ({"tools": d.tools} if d.tools else {}) for d in left}
+        given = {c.doc_id: {"chat_template_kwargs": c.keywords} if c.keywords else {} for c in kept}
         return Part(
             index=task.index,
-            dialogues=[{**more[c.doc_id], "id": c.doc_id, "messages": c.messages} for c in kept],
+            dialogues=[{**more[c.doc_id], **given[c.doc_id], "id": c.doc_id, "messages": c.messages} for c in kept],
             answers=sum(conversation.answers for conversation in done),
             tokens=sum(conversation.tokens for conversation in done),
             documents=task.fingerprint,

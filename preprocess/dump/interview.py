@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
+from typing import Any
 
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, repeats_itself
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
+from pipeline.lm.template import with_keywords
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.task import Busy, ahead
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.sequences import accepted_messages
+from preprocess.sources.sequences import accepted_messages, keywords_not_shown
 
 NOT_ANSWERED = "not_answered"
 ASKED_AT_ONCE = 64  # prompts, of an engine that batches by itself
@@ -42,6 +44,7 @@ class Conversation:
     messages: Messages  # so far
     questions: list[str]  # still to be asked
     tools: list[dict] | None = None  # that the target is shown
+    keywords: dict[str, Any] | None = None  # that its template is given
     said: list[Said] = field(default_factory=list)  # the answers so far, without those that a later prompt repeats
     answers: int = 0
     tokens: int = 0
@@ -118,17 +121,20 @@ class Interview:
         return conversations
 
     def _opened(self, dialogue: Dialogue) -> Conversation:
-        messages, edits = accepted_messages(self._source.tokenizer, dialogue)
+        tokenizer, keywords = with_keywords(self._source.tokenizer, dialogue.keywords)
+        messages, edits = accepted_messages(tokenizer, dialogue)
         system = messages[:1] if messages[0]["role"] == "system" else []
         questions = [message["content"] for message in messages if message["role"] == "user"]
+        edits = [*edits, *keywords_not_shown(dialogue, keywords)]
         edits = [*edits, *["later_system_dropped"] * any(message["role"] == "system" for message in messages[1:])]
-        return Conversation(dialogue.doc_id, list(system), questions, dialogue.tools, edits=edits)
+        return Conversation(dialogue.doc_id, list(system), questions, dialogue.tools, keywords or None, edits=edits)
 
     def _prompt(self, conversation: Conversation) -> list[int] | None:
         """The next question's prompt; None, and the conversation ended, where it cannot be asked."""
         messages = [*conversation.messages, {"role": "user", "content": conversation.questions[0]}]
         try:
-            prompt = prompt_ids(self._source.tokenizer, messages, conversation.tools)
+            tokenizer, _ = with_keywords(self._source.tokenizer, conversation.keywords)
+            prompt = prompt_ids(tokenizer, messages, conversation.tools)
         except Unusable as reason:
             conversation.end = str(reason)
             return None

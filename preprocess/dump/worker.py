@@ -231,7 +231,8 @@ class FeatureWorker:
         """Raises Unusable."""
         if not conversation.answers:
             raise Unusable(conversation.end)
-        dialogue = Dialogue(conversation.doc_id, conversation.messages, (), conversation.tools)
+        turns, keywords = conversation.messages, conversation.keywords
+        dialogue = Dialogue(conversation.doc_id, turns, (), conversation.tools, keywords=keywords)
         with self._interview.reading:
             sequences, more = encode_sequences(self._source.tokenizer, dialogue, self._recipe.data)
         if len(sequences) > 1 and self._recipe.answers_streamed:

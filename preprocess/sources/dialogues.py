@@ -1,13 +1,16 @@
 """Records -> clean dialogues; every record that is not used is counted under a reason.
 
-`forms.py` finds a record's turns, its text or its tokens, `tools.py` reads what it says of tools. A turn is ShareGPT's
-{"from", "value"} or {"role", "content"}, or a mixture of the two. Rules, in this order:
+`forms.py` finds a record's turns, its text or its tokens, `tools.py` reads what it says of tools, `context.py` what
+stands beside the turns. A turn is ShareGPT's {"from", "value"} or {"role", "content"}, or a mixture of the two. Rules,
+in this order:
 
     malformed          no turns, text or tokens, or a turn without a role and a text
-    malformed_...      tokens, tools or a tool call that are none
+    malformed_...      tokens, tools, a tool call or keywords of the template that are none
     not_unicode        a turn with half an emoji (a lone surrogate), which no tokenizer takes
     not_text           a turn that holds an image or anything else but text
     unknown_role       a role other than those of `forms.ROLES`
+    unknown_...        a key of an answer, or a mask of the record, that says in another way what is trained
+    has_image          a text with a place for the image, video or sound that its record holds
     (edit)             what comes before the first question is dropped, but for system turns; so are blank system turns
     blank_turn         a turn of white space only, but for a tool's result and a turn that calls one
     stray_tool_result  a tool's turn that follows none of the assistant's, nor another tool's
@@ -29,10 +32,12 @@ from typing import Any
 
 from pipeline.lm.chat import Encoded, Messages, Unusable
 from pipeline.recipe.sections import DataConfig
+from preprocess.sources.context import has_loss, keywords_of, require_known_mask, unseen_media, with_context
 from preprocess.sources.forms import ROLES, either, form_of
 from preprocess.sources.tools import calls_of, name_results, tools_of
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where data sets keep an answer's, if apart from its content
+TEXTS = ("text", "input_text", "output_text")  # types of a turn's parts that are its text
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Dialogue:
     tools: list[dict] | None = None  # that the assistant may call
     raw: str | Encoded | None = None  # of a record without turns: its text or tokens
     group: str = ""  # its conversation's name (`groups.py`)
+    keywords: dict[str, Any] | None = None  # for the template, by the record's chat_template_kwargs
 
     def content(self) -> bytes:
-        return json.dumps([self.messages, self.tools] if self.tools else self.messages).encode()
+        more = [self.tools, self.keywords] if self.keywords else [self.tools] if self.tools else []
+        return json.dumps([self.messages, *more] if more else self.messages).encode()
 
     @property
     def text(self) -> str:
@@ -69,11 +76,14 @@ def clean(record: Any, repeated: str = DataConfig.model_fields["repeated"].defau
     """Raises Unusable(reason) by the rules above."""
     turns, raw = form_of(record) if isinstance(record, dict) else (None, None)
     if raw is not None:
-        return _of_text(record_id(record), raw)
+        edits = unseen_media(record, [raw]) if isinstance(raw, str) else []
+        return _of_text(record_id(record), raw, tuple(edits))
     if not isinstance(turns, list):
         raise Unusable("malformed")
-    messages, tools = [_message(turn) for turn in turns], tools_of(record)
-    edits: list[str] = []
+    turns, edits = with_context(record, turns)
+    messages, tools, keywords = [_message(turn) for turn in turns], tools_of(record), keywords_of(record)
+    require_known_mask(record)
+    edits += unseen_media(record, [message["content"] for message in messages])
     kept, fault = _in_turns(_from_the_first_question(messages, edits), repeated, edits)
     while kept and kept[-1]["role"] != "assistant":
         edits.append(f"trailing_{kept.pop()['role']}_dropped")
@@ -82,15 +92,15 @@ def clean(record: Any, repeated: str = DataConfig.model_fields["repeated"].defau
     if any(message["role"] == "system" for message in kept[1:]):
         edits.append("later_system_turn")
     name_results(kept)
-    return Dialogue(record_id(record), kept, tuple(edits), tools)
+    return Dialogue(record_id(record), kept, tuple(edits), tools, keywords=keywords)
 
 
-def _of_text(doc_id: str, raw: str | Encoded) -> Dialogue:
+def _of_text(doc_id: str, raw: str | Encoded, edits: tuple[str, ...]) -> Dialogue:
     if isinstance(raw, str) and not raw.strip():
         raise Unusable("blank_turn")
     if isinstance(raw, str) and raw.encode(errors="replace").decode() != raw:
         raise Unusable("not_unicode")
-    return Dialogue(doc_id, [], (), raw=raw)
+    return Dialogue(doc_id, [], edits, raw=raw)
 
 
 def _from_the_first_question(messages: Messages, edits: list[str]) -> Messages:
@@ -150,12 +160,7 @@ def _message(turn: Any) -> dict[str, Any]:
         raise Unusable("malformed")
     role, content = either(turn, "from", "role"), either(turn, "value", "content")
     if isinstance(content, list):  # OpenAI's parts
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise Unusable("not_text")
-        content = "".join(parts)
+        content, turn = _text_of(content, turn)
     calls = calls_of(turn)
     content = "" if calls and content is None else content
     if not isinstance(role, str) or not isinstance(content, str):
@@ -170,4 +175,21 @@ def _message(turn: Any) -> dict[str, Any]:
         message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str) and turn[key]}
     if any(text.encode(errors="replace").decode() != text for text in message.values()):
         raise Unusable("not_unicode")
-    return message | ({"tool_calls": calls} if calls and message["role"] == "assistant" else {})
+    if message["role"] != "assistant":
+        return message
+    return message | ({"tool_calls": calls} if calls else {}) | ({} if has_loss(turn) else {"loss": False})
+
+
+def _text_of(parts: list, turn: dict) -> tuple[str, dict]:
+    """The text of a turn's parts, and the turn with the thoughts among them. Raises Unusable("not_text")."""
+    texts: dict[bool, list[str]] = {False: [], True: []}  # answers, thoughts
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("thinking" if kind == "thinking" else "text") if kind in (*TEXTS, "thinking") else None
+        if kind == "thinking" and isinstance(text, list):  # Mistral's: parts again
+            text, _ = _text_of(text, {})
+        if not isinstance(text, str):
+            raise Unusable("not_text")
+        texts[kind == "thinking"].append(text)
+    thoughts = "\n".join(texts[True])
+    return "".join(texts[False]), turn | {"reasoning_content": thoughts} if thoughts.strip() else turn

@@ -10,8 +10,9 @@ last one, it is a sequence for every answer, each a document of its own ("one_se
 as their longest.
 
 A text without turns is what the target reads before it goes on: its tokenizer's tokens (with what that puts in front),
-all trained but the first, which nothing comes before. It has no turns to cut at ("too_long"), and its windows are of
-`max_length` tokens each; so are those of tokens that come with their mask.
+all trained but the first, which nothing comes before. Of one with the markers of the target's template, which is a
+conversation already rendered, the answers are trained. A text has no turns to cut at ("too_long"), and its windows are
+of `max_length` tokens each; so are those of tokens that come with their mask.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ import numpy as np
 
 from pipeline.lm import chat
 from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
+from pipeline.lm.template import Markers, markers_of, with_keywords
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 
@@ -47,7 +49,9 @@ def encode_sequences(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[l
 
 
 def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[Encoded], list[str]]:
+    tokenizer, keywords = with_keywords(tokenizer, dialogue.keywords)
     messages, edits = accepted_messages(tokenizer, dialogue)
+    edits = [*edits, *_without_loss(messages), *keywords_not_shown(dialogue, keywords)]
     edits = [*edits, *_tools_shown(tokenizer, messages, dialogue.tools)]
     messages, thought = _thoughts_settled(tokenizer, messages, dialogue.tools)
     rules = {"max_length": data.max_length, "tools": dialogue.tools, "last_only": data.train_turns == "last"}
@@ -55,6 +59,19 @@ def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list
     groups, cut = _cut(encode, fit, messages, data.long)
     apart = ["one_sequence_per_answer"] if any(len(group) > 1 for group in groups) else []
     return [sequence for group in groups for sequence in group], [*edits, *thought, *cut, *apart]
+
+
+def _without_loss(messages: Messages) -> list[str]:
+    """Edits. Raises Unusable("no_turn_with_loss") where no answer has one."""
+    losses = [message.get("loss", True) for message in messages if message["role"] == "assistant"]
+    if not any(losses):
+        raise Unusable("no_turn_with_loss")
+    return ["turn_without_loss"] * losses.count(False)
+
+
+def keywords_not_shown(dialogue: Dialogue, keywords: dict) -> list[str]:
+    """Edits, where the template reads only these of the record's keywords, or the recipe sets others."""
+    return ["keywords_not_shown"] if len(keywords) < len(dialogue.keywords or {}) else []
 
 
 def _cut(encode: Encode, fit: Fit, messages: Messages, long: str) -> tuple[list[list[Encoded]], list[str]]:
@@ -122,11 +139,11 @@ def _thoughts_settled(tokenizer, messages: Messages, tools: list[dict] | None) -
     for message in messages:
         if message["role"] == "assistant":
             thoughts = thoughts_of(message)
-            shown = thoughts and thinks is not False and chat.render(tokenizer, [*settled, message], False, tools)
+            shown = thoughts and thinks is not False and chat.written(tokenizer, [*settled, message], tools)
             if thoughts and (not shown or thoughts not in shown):
                 edits.append("thoughts_dropped")
                 message = without_thoughts(message)
-            elif thinks and not thoughts:
+            elif thinks and not thoughts and message.get("loss", True):
                 edits.append("answer_without_thoughts")
         settled.append(message)
     return settled, edits
@@ -192,9 +209,9 @@ def _windows(encode: Encode, fit: Fit, messages: Messages) -> tuple[list[list[En
 
 def _encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[Encoded], list[str]]:
     """``(sequences, edits)``. Raises Unusable("tokens_outside_vocabulary" | "no_assistant_token" |
-    "only_assistant_tokens" | "too_long").
+    "only_assistant_tokens" | "too_long" | "rendered_text_not_masked").
     """
-    whole, edits = _whole_of(tokenizer, raw), ["text" if isinstance(raw, str) else "tokens"]
+    whole, edits = _whole_of(tokenizer, raw)
     if len(whole.input_ids) <= data.max_length or data.long == "cut":
         sequences = [_part(whole, 0, data.max_length)]
     elif data.long == "turns":
@@ -202,21 +219,46 @@ def _encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[E
     else:
         sequences = [_part(whole, at, data.max_length) for at in range(0, len(whole.input_ids), data.max_length)]
         edits.append("cut_into_windows")
+    if "rendered_text" in edits and data.train_turns == "last":
+        sequences = [_last_answer(sequence) for sequence in sequences]
     trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
     if not trained:
         raise Unusable("no_assistant_token")
     return trained, [*edits, *["window_without_answer"] * (len(sequences) - len(trained))]
 
 
-def _whole_of(tokenizer, raw: str | Encoded) -> Encoded:
+def _whole_of(tokenizer, raw: str | Encoded) -> tuple[Encoded, list[str]]:
+    """``(ids and mask, edits)``."""
     if isinstance(raw, str):
-        ids = np.asarray(tokenizer(raw)["input_ids"], np.int32)
-        return Encoded(ids, np.ones(len(ids), np.uint8))
+        if (markers := markers_of(tokenizer)) and markers.are_in(raw):
+            return _of_rendered(tokenizer, raw, markers), ["text", "rendered_text"]
+        ids, begin = tokenizer(raw)["input_ids"], tokenizer.bos_token_id
+        ids = np.asarray(ids[1:] if ids[:2] == [begin, begin] else ids, np.int32)  # the text had brought its own
+        return Encoded(ids, np.ones(len(ids), np.uint8)), ["text"]
     if len(raw.input_ids) and raw.input_ids.max() >= len(tokenizer):
         raise Unusable("tokens_outside_vocabulary")
     if len(raw.loss_mask) and raw.loss_mask.all():
         raise Unusable("only_assistant_tokens")
-    return raw
+    return raw, ["tokens"]
+
+
+def _of_rendered(tokenizer, text: str, markers: Markers) -> Encoded:
+    """A conversation that the target's template has rendered: its answers are trained. Raises
+    Unusable("rendered_text_not_masked") where the markers do not show them.
+    """
+    text = text if text.lstrip().startswith(markers.begin) else markers.begin + text
+    spans = markers.answers(text) if markers.end else None
+    if spans is None or any(markers.are_in(text[first:last]) for first, last in spans):
+        raise Unusable("rendered_text_not_masked")
+    return chat.encode_spans(tokenizer, text, spans)
+
+
+def _last_answer(sequence: Encoded) -> Encoded:
+    """The last run of the mask alone."""
+    mask = sequence.loss_mask.copy()
+    begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    mask[: begins[-1] if len(begins) else 0] = 0
+    return Encoded(sequence.input_ids, mask)
 
 
 def _part(whole: Encoded, at: int, length: int) -> Encoded:

@@ -20,18 +20,18 @@ def tools_of(record: dict) -> list[dict] | None:
     """None for a record without tools. Raises Unusable("malformed_tools" | "not_unicode")."""
     tools, older = record.get("tools"), record.get("functions")  # a name that other columns have, too
     listed = isinstance(older, list) or (isinstance(older, str) and older.lstrip().startswith("["))
-    tools = _read(tools or (older if listed else None), BAD_TOOLS)
+    tools = read_json(tools or (older if listed else None), BAD_TOOLS)
     tools = [tools] if isinstance(tools, dict) and tools else tools
     if not tools:
         return None
     if not isinstance(tools, list):
         raise Unusable(BAD_TOOLS)
-    return [_wrapped(_read(tool, BAD_TOOLS)) for tool in tools]
+    return [_wrapped(read_json(tool, BAD_TOOLS)) for tool in tools]
 
 
 def calls_of(turn: dict) -> list[dict]:
     """Raises Unusable("malformed_tool_call" | "not_unicode")."""
-    calls = _read(turn.get("tool_calls") or turn.get("function_call"), BAD_CALL)
+    calls = read_json(turn.get("tool_calls") or turn.get("function_call"), BAD_CALL)
     calls = [calls] if isinstance(calls, dict) and calls else calls or []
     if not isinstance(calls, list) or len(calls) > MOST_CALLS:
         raise Unusable(BAD_CALL)
@@ -52,7 +52,7 @@ def name_results(messages: Messages) -> None:
                 message.setdefault("name", call["function"]["name"])
 
 
-def _read(value: Any, reason: str) -> Any:
+def read_json(value: Any, reason: str) -> Any:
     """The value without JSON's strings and Parquet's nulls; refused where a template or a tokenizer would break."""
     quoted = isinstance(value, str)
     if quoted and not value.strip():
@@ -93,7 +93,7 @@ def _wrapped(tool: Any) -> dict:
 
 def _call(call: Any) -> dict:
     function = _named(call, BAD_CALL)
-    arguments = _read(function.get("arguments"), BAD_CALL)
+    arguments = read_json(function.get("arguments"), BAD_CALL)
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise Unusable(BAD_CALL)

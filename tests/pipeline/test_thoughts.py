@@ -6,8 +6,21 @@ import pytest
 
 from pipeline.lm import chat
 from pipeline.lm.chat import Unusable, as_message, cut_in_thoughts, thoughts_of, without_thoughts
+from pipeline.recipe.sections import DataConfig
+from preprocess.sources.dialogues import Dialogue
+from preprocess.sources.sequences import encode_sequences
 from tests.pipeline.test_chat import masked_runs, text_of
-from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, SPECIAL, settled
+from tests.templates import (
+    DEEPSEEK_R1,
+    DEEPSEEK_V3_1,
+    GPT_OSS,
+    LLAMA_3_2,
+    QWEN_3,
+    QWEN_3_THINKING,
+    SMOLLM_3,
+    SPECIAL,
+    settled,
+)
 
 
 def dialogue(*answers: str, **last) -> list[dict]:
@@ -99,15 +112,61 @@ def test_an_answer_ends_with_the_token_that_stops_the_target(template):
 
 
 def test_an_answer_that_its_own_prompt_does_not_begin_is_refused():
-    """As DeepSeek-R1's: the prompt opens thoughts, and no answer is ever shown with any."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-    )
+    """The prompt opens another turn than the answer's, or thoughts of which the answer shows a part."""
+    turns = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}"
     tokenizer = settled(LLAMA_3_2)
-    tokenizer.chat_template = template
-    with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
-        chat.encode(tokenizer, dialogue("a1"), None)
+    for opening in ("<|bot|>", "<|bot|><think>\n", "<|assistant|><think>\n"):
+        tokenizer.chat_template = turns + opening + "{% endif %}"
+        with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
+            chat.encode(tokenizer, dialogue("a1 </think> a2"), None)
+
+
+R1_END = "<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize(
+    ("template", "keywords", "opening", "thoughts"),
+    [
+        (DEEPSEEK_R1, {}, "<think>\n", "hm\n</think>\n\n"),
+        (DEEPSEEK_V3_1, {"thinking": True}, "<think>", "hm</think>"),
+    ],
+    ids=["r1", "v3.1"],
+)
+def test_thoughts_that_the_template_never_shows_are_trained_as_the_target_writes_them(
+    template, keywords, opening, thoughts
+):
+    """Each dialogue was template_not_prefix_stable."""
+    tokenizer, messages = settled(template, **keywords), dialogue("a1", "a2")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "hm"
+    first = "<s><｜User｜>q1<｜Assistant｜>"
+    shown = "" if template == DEEPSEEK_R1 else "</think>"  # of an earlier answer's thoughts
+    second = f"{first}{shown}a1{R1_END}<｜User｜>q2<｜Assistant｜>"
+    expected = [
+        (f"{prompt}{opening}{thoughts}{answer}{R1_END}", [f"{thoughts}{answer}{R1_END}"])
+        for prompt, answer in ((first, "a1"), (second, "a2"))
+    ]
+    assert sequences(tokenizer, messages) == expected
+    for turn, encoded in zip((1, 3), chat.encode(tokenizer, messages, None), strict=True):
+        prompt = chat.prompt_ids(tokenizer, messages[:turn])
+        assert encoded.input_ids[: len(prompt)].tolist() == prompt
+    found, edits = encode_sequences(tokenizer, Dialogue("doc", messages, ()), DataConfig(source=""))
+    assert [text_of(tokenizer, encoded.input_ids) for _, encoded in found] == [text for text, _ in expected]
+    assert edits == ["one_sequence_per_answer"]
+
+
+def test_thoughts_in_the_content_stand_as_they_were_written_or_are_empty():
+    tokenizer = settled(DEEPSEEK_R1)
+    ((_, marked),) = sequences(tokenizer, dialogue(THOUGHT + "a1"))
+    assert marked == [f"hm\n</think>\n\na1{R1_END}"]
+    ((text, marked),) = sequences(tokenizer, dialogue("a1"))
+    assert marked == [f"\n</think>\n\na1{R1_END}"] and EMPTY in text
+    _, edits = encode_sequences(tokenizer, Dialogue("doc", dialogue("a1"), ()), DataConfig(source=""))
+    assert edits == ["answer_without_thoughts"]
+    not_thinking = settled(DEEPSEEK_V3_1)
+    messages = dialogue("a1", reasoning_content="hm")
+    ((_, found),), edits = encode_sequences(not_thinking, Dialogue("doc", messages, ()), DataConfig(source=""))
+    assert masked_runs(not_thinking, found) == [f"a1{R1_END}"] and edits == ["thoughts_dropped"]
 
 
 # -- what the target says -> a turn of the dialogue ------------------------------------------------------------------
@@ -119,6 +178,7 @@ def test_an_answer_that_its_own_prompt_does_not_begin_is_refused():
         (QWEN_3, {}, THOUGHT + "a1", {"content": THOUGHT + "a1"}),
         (QWEN_3, {"enable_thinking": False}, "a1", {"content": "a1"}),
         (QWEN_3_THINKING, {}, "hm\n</think>\n\na1", {"content": "hm\n</think>\n\na1"}),
+        (DEEPSEEK_R1, {}, "hm\n</think>\n\na1", {"content": "hm\n</think>\n\na1"}),
         (
             GPT_OSS,
             {},

@@ -1,0 +1,104 @@
+"""What stands beside the texts of a record's turns: system prompts, earlier exchanges, the template's keywords, images,
+and flags that say which answers have no loss.
+
+An answer is trained behind the prompt that it was given to. What of that prompt cannot be used is counted:
+
+    system_not_shown    a system column beside another system prompt, or one that is no text
+    history_not_shown   a history that is no list of exchanges, or stands beside several questions
+    image_not_shown     an image, video or sound whose place no text names
+"""
+
+import re
+from typing import Any
+
+from pipeline.lm.chat import Messages, Unusable
+from preprocess.sources.forms import ROLES, either
+from preprocess.sources.tools import read_json
+
+SYSTEM = ("system", "system_prompt", "system_message")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+FLAGS = ("weight", "train", "training", "trainable", "loss")  # of a turn: 0 or false leaves its text without a loss
+_PLACE = re.compile(r"<\|?(?:image|img|video|audio|vision)[ _]?\w*\|?>|\[img\]", re.IGNORECASE)  # of what is not text
+# Names by which data sets say what of a turn is learnt. They are few, and so are the reasons that name one.
+_LEARNT = re.compile(
+    r"(?:(?:token|assistant|response)_)?(?:train|training|trained|trainable|loss|weights?|mask|masked)"
+    r"(?:_(?:details?|scale|weights?|masks?|only))?"
+)
+
+
+def with_context(record: dict, turns: list) -> tuple[list, list[str]]:
+    """``(turns behind the record's system prompt and history, edits)``."""
+    roles = [_role(turn) for turn in turns]
+    first = roles.index("user") if "user" in roles else len(roles)
+    stated = [either(turns[at], "value", "content") for at in range(first) if roles[at] == "system"]
+    system = next(filter(_is_filled, stated), None)
+    columns = [record[name] for name in SYSTEM if _is_filled(record.get(name))]
+    shown = columns[0] if system is None and columns and isinstance(columns[0], str) else None
+    earlier = _exchanges(record.get("history")) if roles.count("user") == 1 else []
+    edits = ["system_not_shown"] if any(column != (shown or system) for column in columns) else []
+    edits += [] if earlier or not _is_filled(record.get("history")) else ["history_not_shown"]
+    front = [] if shown is None else [{"role": "system", "content": shown}]
+    return [*front, *turns[:first], *earlier, *turns[first:]], edits
+
+
+def keywords_of(record: dict) -> dict[str, Any] | None:
+    """Return what the record's answers were given under, for its template; `template.with_keywords` judges it. Raises
+    Unusable("malformed_keywords" | "not_unicode").
+    """
+    keywords = read_json(record.get("chat_template_kwargs"), "malformed_keywords")
+    if not isinstance(keywords, dict | None):
+        raise Unusable("malformed_keywords")
+    return {name: value for name, value in (keywords or {}).items() if _is_filled(value)} or None
+
+
+def require_known_mask(record: dict) -> None:
+    """Raise Unusable("unknown_mask") for a record's `mask`, unless it names roles that have no loss anyway (NeMo)."""
+    mask = record.get("mask")
+    names = mask if isinstance(mask, list) else [mask]
+    roles = [ROLES.get(name.lower()) if isinstance(name, str) else None for name in names]
+    if _is_filled(mask) and not all(role in ("system", "user", "tool") for role in roles):
+        raise Unusable("unknown_mask")
+
+
+def has_loss(turn: dict) -> bool:
+    """Return whether a turn's flags leave its text to be trained. Raises Unusable("unknown_KEY") for one that says
+    something else.
+    """
+    names = [key for key in turn if isinstance(key, str) and _LEARNT.fullmatch(key)]
+    flags = {name: turn[name] for name in names if _is_filled(turn[name])}
+    for key, value in flags.items():
+        if key not in FLAGS or not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise Unusable(f"unknown_{key}")
+    return all(flags.values())
+
+
+def unseen_media(record: dict, texts: list[str]) -> list[str]:
+    """Return edits. Raises Unusable("has_image") where a text has a place for what its record holds beside it."""
+    if not any(_is_filled(record.get(name)) for name in MEDIA):
+        return []
+    if any(_PLACE.search(text) for text in texts):
+        raise Unusable("has_image")
+    return ["image_not_shown"]
+
+
+def _role(turn: Any) -> str | None:
+    name = either(turn, "from", "role") if isinstance(turn, dict) else None
+    return ROLES.get(name) if isinstance(name, str) else None
+
+
+def _is_filled(value: Any) -> bool:
+    """Data sets fill the columns that a record lacks with nulls, blanks and empty lists."""
+    if isinstance(value, list):
+        return any(item not in (None, "") for item in value)
+    return value is not None and value != {} and not (isinstance(value, str) and not value.strip())
+
+
+def _exchanges(history: Any) -> Messages:
+    """Return the turns of Alpaca's ``[[question, answer], ...]``, or a list of turns; none of something else."""
+    pairs = history if isinstance(history, list) else []
+    if all(isinstance(turn, dict) for turn in pairs):
+        return pairs
+    if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
+        return []
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]

@@ -1,0 +1,332 @@
+"""What stands beside a record's texts: flags of what has a loss, system prompts, earlier exchanges, the template's
+keywords, images.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.lm import chat
+from pipeline.lm.chat import Unusable
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.template import apply_settings
+from pipeline.recipe.sections import DataConfig, RegenerateConfig
+from preprocess.dump.answers import AnswerWorker
+from preprocess.dump.interview import Interview
+from preprocess.dump.plan import question_batch
+from preprocess.dump.task import Busy, ShardTask, nobody_listens
+from preprocess.sources.dialogues import Dialogue, clean
+from preprocess.sources.sequences import encode_sequences
+from tests.kit import byte_tokenizer
+from tests.pipeline.test_chat import GEMMA, masked_runs, text_of, tokenizer_with
+from tests.templates import QWEN_3, SMOLLM_3, settled
+
+TOKENIZER = byte_tokenizer()
+
+
+def messages(*texts: str) -> list[dict]:
+    return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
+
+
+def encoded(record: dict, tokenizer=TOKENIZER, **settings) -> tuple[list[chat.Encoded], list[str]]:
+    """Sequences, and edits of both steps."""
+    dialogue = clean({"id": "doc", **record})
+    sequences, edits = encode_sequences(tokenizer, dialogue, DataConfig(source="", **settings))
+    return [sequence for _, sequence in sequences], [*dialogue.edits, *edits]
+
+
+def runs(record: dict, tokenizer=TOKENIZER, **settings) -> list[str]:
+    return [run for sequence in encoded(record, tokenizer, **settings)[0] for run in masked_runs(tokenizer, sequence)]
+
+
+# -- flags of a turn -------------------------------------------------------------------------------------------------
+
+
+def flagged(*flags: dict) -> dict:
+    """Exchanges q0, a0, q1, a1, ..., with these keys of their answers."""
+    turns = messages(*(f"{letter}{number}" for number in range(len(flags)) for letter in "qa"))
+    for turn, keys in zip(turns[1::2], flags, strict=True):
+        turn |= keys
+    return {"messages": turns}
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0)])
+def test_an_answer_that_is_not_to_be_trained_is_context_without_a_loss(key, no, yes):
+    record = flagged({key: no}, {key: yes}, {key: None})
+    (found,), edits = encoded(record)
+    (whole,), _ = encoded(flagged({}, {}, {}))
+    assert masked_runs(TOKENIZER, found) == ["a1<|end|>", "a2<|end|>"] and edits == ["turn_without_loss"]
+    assert found.input_ids.tolist() == whole.input_ids.tolist()
+    with pytest.raises(Unusable, match=r"^no_turn_with_loss$"):
+        encoded(flagged({key: no}, {key: no}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "unknown_train_detail"),
+        ({"loss_scale": 2.0}, "unknown_loss_scale"),
+        ({"loss_mask": [0, 1]}, "unknown_loss_mask"),
+        ({"mask": True}, "unknown_mask"),
+        ({"weight": 0.5}, "unknown_weight"),
+        ({"train": "false"}, "unknown_train"),
+        ({"loss": [0]}, "unknown_loss"),
+    ],
+)
+def test_a_key_that_says_otherwise_what_is_trained_is_refused_by_its_name(keys, reason):
+    with pytest.raises(Unusable, match=f"^{reason}$"):
+        clean(flagged({}, keys))
+
+
+def test_other_keys_of_a_turn_and_flags_of_a_question_change_nothing():
+    record = flagged({"id": 3, "label": "x", "train_detail": None, "lang": "en", "trained_by": "x"}, {"mask": ""})
+    record["messages"][0] |= {"weight": 0, "train": False, "loss_scale": 3}
+    assert clean(record).messages == flagged({}, {})["messages"]
+
+
+def test_turns_that_are_joined_have_a_loss_if_both_have():
+    for flags, trained in (({}, ["a0\n\na1<|end|>"]), ({"train": False}, [])):
+        record = flagged({}, flags, {})
+        del record["messages"][2]
+        assert runs(record) == [*trained, "a2<|end|>"]
+
+
+@pytest.mark.parametrize("long", ["cut", "turns", "windows"])
+@pytest.mark.parametrize("rule", ["all", "last"])
+def test_every_answer_with_a_loss_is_in_a_window_and_no_other(long, rule):
+    """For all flags of five exchanges of ten tokens each, of which two fit."""
+    for bits in range(1, 32):
+        losses = [bool(bits >> number & 1) for number in range(5)]
+        record = flagged(*({} if loss else {"loss": False} for loss in losses))
+        names = [f"a{number}<|end|>" for number, loss in enumerate(losses) if loss]
+        whole = runs(record, long=long, train_turns=rule)
+        assert whole == (names if rule == "all" else names[-1:])
+        try:
+            parts, edits = encoded(record, long=long, train_turns=rule, max_length=24)
+        except Unusable as reason:
+            assert long != "windows" and str(reason) in ("too_long", "no_assistant_token") and not any(losses[:2])
+            continue
+        found = [run for part in parts for run in masked_runs(TOKENIZER, part)]
+        assert all(len(part.input_ids) <= 24 for part in parts) and edits.count("turn_without_loss") == 5 - len(names)
+        if long == "windows" and rule == "all":
+            assert found == names
+        assert found and set(found) <= {*names, *(name[:-7] for name in names)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"), [("User", True), (["system", "user"], True), (None, True), ("Assistant", False), ([0, 1], False)]
+)
+def test_a_records_mask_is_known_where_it_names_those_without_a_loss(mask, known):
+    record = flagged({}) | {"mask": mask}
+    if known:
+        assert runs(record) == ["a0<|end|>"]
+    else:
+        with pytest.raises(Unusable, match=r"^unknown_mask$"):
+            clean(record)
+
+
+# -- system prompts and history --------------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be a pirate."}
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message"])
+def test_a_system_column_is_the_first_turn(name):
+    column, exchange = {name: SYSTEM["content"]}, messages("q", "a")
+    forms = [{"messages": exchange}, {"instruction": "q", "output": "a"}, {"prompt": "q", "completion": "a"}]
+    for form in forms:
+        assert clean(form | column).messages == [SYSTEM, *exchange]
+        assert clean(form | {name: " "}).messages == clean(form | {name: None}).messages == exchange
+    both = clean({"messages": [SYSTEM, *exchange], **column})
+    assert both.messages == [SYSTEM, *exchange] and both.edits == ()
+    assert clean({"messages": exchange, **column}, "reject").messages == [SYSTEM, *exchange]
+    _, edits = encoded({"messages": exchange, **column}, tokenizer_with(GEMMA))
+    assert edits == ["system_dropped"]
+
+
+@pytest.mark.parametrize(
+    "columns", [{"system": {"a": 1}}, {"system": "Be a pirate.", "system_prompt": "Be brief."}, {"stated": "Be brief."}]
+)
+def test_a_system_prompt_that_is_not_shown_is_counted(columns):
+    turns = messages("q", "a")
+    if stated := columns.pop("stated", None):
+        turns, columns = [{"role": "system", "content": stated}, *turns], {"system": "Be a pirate."}
+    assert clean({"messages": turns, **columns}).edits == ("system_not_shown",)
+
+
+def test_alpacas_history_stands_before_the_question_and_is_trained():
+    record = {"instruction": "q2", "input": "", "output": "a2", "system": "Be a pirate.", "history": [["q1", "a1"]]}
+    dialogue = clean(record)
+    assert dialogue.messages == [SYSTEM, *messages("q1", "a1", "q2", "a2")] and dialogue.edits == ()
+    assert runs(record) == ["a1<|end|>", "a2<|end|>"]
+    turns = record | {"history": messages("q1", "a1")}
+    assert clean(turns).messages == dialogue.messages
+    for nothing in (None, [], ""):
+        assert clean(record | {"history": nothing}).messages == [SYSTEM, *messages("q2", "a2")]
+
+
+@pytest.mark.parametrize("history", ["q1", [["q1"]], [["q1", None]], ["q1", "a1"], {"q1": "a1"}, 3])
+def test_a_history_that_is_none_is_counted(history):
+    dialogue = clean({"messages": messages("q", "a"), "history": history})
+    assert dialogue.messages == messages("q", "a") and dialogue.edits == ("history_not_shown",)
+
+
+def test_a_history_beside_several_questions_is_counted():
+    turns = messages("q1", "a1", "q2", "a2")
+    dialogue = clean({"messages": turns, "history": [["q1", "a1"]]})
+    assert dialogue.messages == turns and dialogue.edits == ("history_not_shown",)
+
+
+# -- the template's keywords -----------------------------------------------------------------------------------------
+
+
+def with_keywords(keywords, *texts: str) -> dict:
+    return {"messages": messages(*texts or ("q", "a")), "chat_template_kwargs": keywords}
+
+
+@pytest.mark.parametrize("template", [QWEN_3, SMOLLM_3], ids=["qwen3", "smollm3"])
+@pytest.mark.parametrize("written", [False, True], ids=["object", "JSON in a string"])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_is_trained_under_the_keywords_that_it_was_given_under(template, written, thinks):
+    keywords = {"enable_thinking": thinks, "python_tools": [], "custom_instructions": ""}
+    record = with_keywords(f'{{"enable_thinking": {str(thinks).lower()}}}' if written else keywords)
+    found, edits = encoded(record, settled(template))
+    expected, same = encoded({"messages": record["messages"]}, settled(template, enable_thinking=thinks))
+    assert [one.input_ids.tolist() for one in found] == [one.input_ids.tolist() for one in expected]
+    assert [one.loss_mask.tolist() for one in found] == [one.loss_mask.tolist() for one in expected]
+    assert edits == same
+
+
+CUSTOM = "{{ custom_instructions | default('none') }}|" + byte_tokenizer().chat_template
+
+
+def custom(**keywords):
+    tokenizer = settled(SMOLLM_3)
+    tokenizer.chat_template = CUSTOM
+    return settled_again(tokenizer, **keywords)
+
+
+def settled_again(tokenizer, **keywords):
+    apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords=keywords))
+    return tokenizer
+
+
+def test_a_recipes_keyword_wins_over_a_records():
+    record = with_keywords({"custom_instructions": "Be a pirate."})
+    for tokenizer, begins, edits in (
+        (custom(), "Be a pirate.|", []),
+        (custom(custom_instructions="Be brief."), "Be brief.|", ["keywords_not_shown"]),
+    ):
+        (found,), got = encoded(record, tokenizer)
+        assert text_of(tokenizer, found.input_ids).startswith(begins) and got == edits
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"chat_template": "{{ 'x' }}"},
+        {"tokenize": True, "return_dict": True},
+        {"add_generation_prompt": True, "continue_final_message": True},
+        {"messages": [], "tools": [{"name": "f"}], "documents": [1]},
+        {"pinned_date": {"%d": "x"}, "strftime_now": "x", "raise_exception": "x"},
+        {"bos_token": "x", "eos_token": "x"},
+        {"custom_instructions": ["x"]},
+        {"custom_instructions": {"x": 1}},
+        {"of_another_template": "x"},
+    ],
+    ids=lambda keywords: next(iter(keywords)),
+)
+def test_a_keyword_that_the_template_does_not_read_changes_nothing_and_is_counted(keywords):
+    tokenizer = custom()
+    (found,), edits = encoded(with_keywords(keywords), tokenizer)
+    (plain,), _ = encoded({"messages": messages("q", "a")}, tokenizer)
+    assert found.input_ids.tolist() == plain.input_ids.tolist() and edits == ["keywords_not_shown"]
+
+
+def test_a_switch_is_true_or_false():
+    _, edits = encoded(with_keywords({"enable_thinking": "false"}), settled(SMOLLM_3))
+    assert edits == ["keywords_not_shown", "answer_without_thoughts"]
+
+
+@pytest.mark.parametrize("keywords", ["no JSON", [1], 3, "[1]", "[" * 1000])
+def test_keywords_that_are_none_cost_their_record(keywords):
+    with pytest.raises(Unusable, match=r"^malformed_keywords$"):
+        clean(with_keywords(keywords))
+    with pytest.raises(Unusable, match=r"^not_unicode$"):
+        clean(with_keywords({"custom_instructions": "\ud83d"}))
+
+
+def test_a_keyword_that_breaks_the_template_is_a_reason():
+    tokenizer = settled(SMOLLM_3)
+    tokenizer.chat_template = "{% if level is defined %}{{ level + 1 }}{% endif %}" + SMOLLM_3
+    with pytest.raises(Unusable, match=r"^template_refuses$"):
+        encoded(with_keywords({"level": "x"}), settled_again(tokenizer))
+
+
+def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers():
+    tokenizer = custom()
+    recipe = SimpleNamespace(
+        data=DataConfig(source="", max_length=2000),
+        regenerate=RegenerateConfig(max_new_tokens=10),
+    )
+    source = SimpleNamespace(tokenizer=tokenizer, positions=2000)
+    interview = Interview(recipe, source, Busy(nobody_listens))
+    dialogue = clean(with_keywords({"custom_instructions": "Be a pirate.", "another": 1}))
+    conversation = interview._opened(dialogue)
+    assert conversation.edits == ["keywords_not_shown"]
+    assert text_of(tokenizer, interview._prompt(conversation)).startswith("Be a pirate.|")
+    conversation.answers, conversation.messages = 1, messages("q", "a")
+    worker = AnswerWorker(recipe)
+    worker._interview = SimpleNamespace(hold=lambda dialogues: [[conversation]])
+    (line,) = worker.work(ShardTask("part", 0, [dialogue])).dialogues
+    assert clean(line).keywords == {"custom_instructions": "Be a pirate."}
+
+
+def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
+    """What was dumped of the one is not taken for the other."""
+    one, other = (clean({"id": "doc", **with_keywords({"custom_instructions": text})}) for text in "xy")
+    assert one.content() != other.content() != Dialogue("doc", one.messages, ()).content()
+    assert question_batch([one]) != question_batch([other])
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["image", "images", "video", "audios"])
+@pytest.mark.parametrize("place", ["<image>", "<video>", "<|image_1|>", "<image 1>", "[IMG]", "<|vision_start|>"])
+def test_a_place_of_an_image_that_nobody_sees_costs_the_record(name, place):
+    turns = messages(f"{place}\nWhat is this?", "A cat.")
+    for record in ({"messages": turns}, {"text": f"{place} A cat."}):
+        with pytest.raises(Unusable, match=r"^has_image$"):
+            clean(record | {name: ["coco/0.jpg"]})
+        for nothing in (None, [], "", [None]):  # mere words
+            assert clean(record | {name: nothing}).edits == ()
+    for value in ("coco/0.jpg", {"bytes": "x"}):
+        with pytest.raises(Unusable, match=r"^has_image$"):
+            clean({"messages": turns, name: value})
+    assert clean({"messages": messages("q", "a"), name: "0.jpg"}).edits == ("image_not_shown",)
+
+
+def parts(*content: dict) -> dict:
+    return {"messages": [*messages("q"), {"role": "assistant", "content": list(content)}]}
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_parts_of_text_are_text_whatever_their_api_calls_them(kind):
+    record = parts({"type": kind, "text": "a", "thinking": None}, {"type": "text", "text": "b"})
+    assert clean(record).messages == messages("q", "ab")
+
+
+def test_a_part_of_thoughts_is_the_answers_thoughts():
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    for thoughts in ("hm", [{"type": "text", "text": "hm"}]):
+        record = parts({"type": "thinking", "thinking": thoughts, "signature": "x"}, {"type": "text", "text": "a"})
+        assert clean(record).messages == [*messages("q"), answer]
+    question = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "q"}]
+    assert clean({"messages": [{"role": "user", "content": question}, *messages("q", "a")[1:]]}).messages == messages(
+        "q", "a"
+    )
+    for other in ({"type": "thinking", "thinking": 3}, {"type": "image"}, {"type": "tool_use", "text": "x"}, {}):
+        with pytest.raises(Unusable, match=r"^not_text$"):
+            clean(parts(other))

@@ -1,0 +1,142 @@
+"""Conversations that the target's template has rendered already: their answers are trained, behind one BOS."""
+
+import pytest
+from tokenizers import processors
+
+from pipeline.lm import chat
+from pipeline.lm.chat import Unusable
+from pipeline.recipe.sections import DataConfig
+from preprocess.sources.dialogues import clean
+from preprocess.sources.sequences import encode_sequences
+from tests.pipeline.test_chat import (
+    CHATML,
+    GEMMA,
+    LLAMA_2,
+    LLAMA_3,
+    MISTRAL,
+    QWEN_2_5,
+    TWO_TURNS,
+    masked_runs,
+    tokenizer_with,
+)
+from tests.templates import DEEPSEEK_R1, GPT_OSS, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
+
+TOKENIZERS = {
+    "smollm-2": tokenizer_with(CHATML),
+    "llama-2": tokenizer_with(LLAMA_2),
+    "llama-3": tokenizer_with(LLAMA_3),
+    "llama-3.2": settled(LLAMA_3_2),
+    "qwen-2.5": tokenizer_with(QWEN_2_5),
+    "mistral": tokenizer_with(MISTRAL),
+    "gemma": tokenizer_with(GEMMA),
+    "smollm-3": settled(SMOLLM_3),
+}
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}"
+    "{% else %}{{ ' ASSISTANT: ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+
+
+def encoded(tokenizer, text: str, **settings) -> tuple[list[chat.Encoded], list[str]]:
+    sequences, edits = encode_sequences(tokenizer, clean({"text": text}), DataConfig(source="", **settings))
+    return [sequence for _, sequence in sequences], edits
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize("begins", [True, False], ids=["as rendered", "without BOS"])
+def test_a_rendered_conversation_is_what_its_turns_are(tokenizer, begins):
+    """Every token of it had a loss, the questions' as well."""
+    text = chat.render(tokenizer, TWO_TURNS, False)
+    (found,), edits = encoded(tokenizer, text if begins else text.removeprefix("<s>"))
+    (expected,) = chat.encode(tokenizer, TWO_TURNS, None)
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+    assert edits == ["text", "rendered_text"]
+
+
+def with_bos(tokenizer):
+    """As Llama's, whose tokenizer puts a BOS in front of every text."""
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer
+
+
+def test_no_text_gets_a_second_bos():
+    tokenizer = with_bos(settled(LLAMA_3_2))
+    begin, ids = tokenizer.bos_token_id, tokenizer("once upon")["input_ids"]
+    assert ids[0] == begin
+    for text in ("once upon", "<s>once upon"):
+        (found,), edits = encoded(tokenizer, text)
+        assert found.input_ids.tolist() == ids and edits == ["text"]
+        assert found.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
+    rendered = chat.render(tokenizer, TWO_TURNS, False)
+    for text in (rendered, rendered.removeprefix("<s>")):
+        (found,), _ = encoded(tokenizer, text)
+        assert found.input_ids.tolist().count(begin) == 1 and found.input_ids[0] == begin
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "runs"),
+    [
+        (
+            settled(QWEN_3, enable_thinking=False),
+            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n",
+            ["a<|im_end|>", "b<|im_end|>"],
+        ),
+        (
+            settled(DEEPSEEK_R1),
+            "<｜User｜>q<｜Assistant｜><think>\nhm\n</think>\n\na<｜end▁of▁sentence｜>",
+            ["hm\n</think>\n\na<｜end▁of▁sentence｜>"],
+        ),
+        (
+            settled(LLAMA_3_2),  # which ends in an answer that is cut
+            "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\na b",
+            ["a b"],
+        ),
+        (tokenizer_with(VICUNA), "USER: q ASSISTANT: a</s>USER: q ASSISTANT: b</s>", [" a</s>", " b</s>"]),
+    ],
+    ids=["what a prompt adds", "thoughts that a prompt opens", "cut", "markers of words"],
+)
+def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, runs):
+    (found,), _ = encoded(tokenizer, text)
+    assert masked_runs(tokenizer, found) == runs
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "reason"),
+    [
+        (settled(LLAMA_3_2), "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>", "no_assistant_token"),
+        (
+            settled(LLAMA_3_2),  # the answer has no end, and the next question would be trained with it
+            "<|start_header_id|>assistant<|end_header_id|>\n\na<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>",
+            "rendered_text_not_masked",
+        ),
+        (settled(GPT_OSS), chat.render(settled(GPT_OSS), TWO_TURNS, False), "rendered_text_not_masked"),
+    ],
+    ids=["no answer", "no end", "harmony"],
+)
+def test_a_rendered_conversation_without_a_mask_is_refused(tokenizer, text, reason):
+    with pytest.raises(Unusable, match=f"^{reason}$"):
+        encoded(tokenizer, text)
+
+
+def test_words_that_a_template_uses_as_markers_make_no_conversation_of_a_text():
+    tokenizer, text = tokenizer_with(VICUNA), "The ASSISTANT: a play in one act."
+    (found,), edits = encoded(tokenizer, text)
+    assert edits == ["text"] and found.loss_mask[1:].all()
+
+
+def test_rendered_conversations_are_cut_and_trained_by_the_recipes_rules():
+    tokenizer = TOKENIZERS["smollm-2"]
+    text = chat.render(tokenizer, TWO_TURNS, False)
+    (whole,), _ = encoded(tokenizer, text)
+    (last,), _ = encoded(tokenizer, text, train_turns="last")
+    assert masked_runs(tokenizer, last) == masked_runs(tokenizer, whole)[1:]
+    length = len(whole.input_ids) - 3
+    (cut,), _ = encoded(tokenizer, text, max_length=length)
+    assert cut.loss_mask.tolist() == whole.loss_mask[:length].tolist()
+    windows, edits = encoded(tokenizer, text, max_length=length + 2, long="windows")  # the last holds a line break
+    assert len(windows) == 1 and "cut_into_windows" in edits and "window_without_answer" in edits
