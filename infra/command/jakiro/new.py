@@ -124,8 +124,8 @@ class Source:
         whole = records < COUNTED
         report = (
             f"{'' if whole else 'more than '}{records:,} records; of the first {tried} {usable} are usable"
-            f"{f' ({why})' if why else ''}: {length:.0f} tokens each, {100 * learnt / sum(lengths):.0f}% of them the "
-            "assistant's"
+            f"{f' ({why})' if why else ''}: {length:.0f} tokens each, {100 * learnt / sum(lengths):.0f}% of them with "
+            "a loss"
         )
         return cls(records, whole, usable / tried, length, report)
 
