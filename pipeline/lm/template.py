@@ -105,7 +105,7 @@ def with_keywords(tokenizer: Any, keywords: dict[str, Any] | None) -> tuple[Any,
 
     `tokenizer`: of `load_tokenizer`; one that `apply_settings` has not seen takes no keyword.
     """
-    names = getattr(tokenizer, "record_keywords", frozenset())
+    names: frozenset[str] = getattr(tokenizer, "record_keywords", frozenset())
     plain = {
         name: value
         for name, value in (keywords or {}).items()
