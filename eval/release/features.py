@@ -66,7 +66,8 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
             )
         source.require_whole()
         there = Repository(repository, "dataset", "Run the same command again: it sends what is not there yet")
-        seen = there.create(private)
+        card = _card(recipe, repository, manifest)
+        seen = there.create(private, card)
         held, listed = there.files(), source.get(MANIFEST, None)
         others = sorted(name for name in held.keys() - {".gitattributes", CARD} if not _is_ours(name))
         if others and not any(map(_is_ours, held)):

@@ -13,6 +13,7 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
+    ModelCard,
     constants,
     is_offline_mode,
     set_client_factory,
@@ -45,15 +46,20 @@ class Repository:
         """`kind`: "model" or "dataset"; `again`: how its messages end."""
         self.name, self._kind, self._again = name, kind, again
         self._asked, self._there, self._commits = _Asked(), None, 0
+        self._card_is_valid = False  # the card: before that nothing is created
         set_client_factory(self._asked.client)
         # That one uploads through a client of its own, with its own patience and errors.
         constants.HF_HUB_DISABLE_XET = True
         logging.set_verbosity_error()  # warnings of each try name addresses that are signed
         self._api = HfApi()
 
-    def create(self, private: bool) -> str:
-        """Makes it, unless it is there: then it is left as private or public as it is. Who sees it, in words."""
+    def create(self, private: bool, card: str) -> str:
+        """Makes it, unless it is there: then it is left as private or public as it is. Who sees it, in words. A `card`
+        that the Hub refuses is refused before.
+        """
         with self._told():
+            ModelCard(card).validate(self._kind)
+            self._card_is_valid = True
             self._there = str(self._api.create_repo(self.name, repo_type=self._kind, private=private, exist_ok=True))
             hidden = self._api.repo_info(self.name, repo_type=self._kind).private
         if hidden is None:  # the Hub did not say
@@ -134,7 +140,7 @@ class Repository:
                 f"The repository {self._there} is there; the upload into it did not end, and arrives as a whole or not "
                 "at all."
             )
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+        refused = not self._card_is_valid or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500)
         return (
             "Nothing was created."
             if refused

@@ -4,7 +4,7 @@ broken off.
 
 from pathlib import Path
 
-from eval.release.folder import NEW_CARD, STALE, files_in
+from eval.release.folder import CARD, NEW_CARD, STALE, files_in
 from eval.release.hub import Repository
 from pipeline.artifacts.reports import RELEASE, REPORT, read_release, read_report
 
@@ -17,7 +17,7 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
     message = f"Release {read_report(release / REPORT)['name']}"
     again = f"The release stays in {release}: run the same command again, it measures nothing twice"
     there = Repository(repository, "model", again)
-    seen = there.create(private)
+    seen = there.create(private, (release / CARD).read_text(encoding="utf-8"))
     found = there.commit(message, {name: release / name for name in names})
     lines = [f"uploaded: {found.commit_url}{seen}"]
     if (release / NEW_CARD).exists():

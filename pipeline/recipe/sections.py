@@ -15,6 +15,7 @@ from pipeline.basics.section import AutoDtype, Dtype, Folder, Fraction, Gpus, Na
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import TargetConfig
+from pipeline.recipe.license import Language, License
 
 HELDOUT = "heldout"
 
@@ -36,12 +37,12 @@ class DataConfig(Section):
     answers: Literal["source", "target"] = "source"
     train_turns: Literal["all", "last"] = "all"  # answers with a loss: of a dialogue, or of each window of one
     # A record's key, or a regular expression on its id, whose value is its conversation's name: one side of the split.
-    group: str | None = None  # default: parts by ShareGPT's ids (preprocess/sources/groups.py)
+    group: str | None = None  # default: the first question, and parts by ShareGPT's ids (preprocess/sources/groups.py)
     languages: list[str] = []  # ISO 639-1; empty: all
     near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
     max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
     max_dialogues: Positive | None = None  # stop accepting training dialogues beyond so many
-    heldout_fraction: Fraction = 0.02  # of dialogues, by hash of the id: never trained on
+    heldout_fraction: Fraction = 0.02  # of dialogues, by hash of their group: never trained on
     validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
     heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
     calibration_prompts: Annotated[int, Field(ge=0)] = 16  # more of them: the target's answers tell training its tau
@@ -282,8 +283,8 @@ class PublishedConfig(Section):
 
 class PublishConfig(Section):
     draft: str  # which of the run's drafts
-    license: str  # of the draft, as the Hub spells it; mind the target's and the data's
-    language: list[str] = ["en"]  # ISO 639-1, for the Hub
+    license: License  # of the draft, as the Hub spells it; mind the target's and the data's
+    language: list[Language] = ["en"]  # ISO 639-1, for the Hub
 
 
 def _folder(value: str) -> str:

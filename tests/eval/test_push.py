@@ -89,7 +89,7 @@ THERE = "the upload into it did not end, and arrives as a whole or not at all"
         ),
         ("repos/create", 404, r"refused the upload to me/draft \(404\): it knows no such owner", "Nothing was created"),
         ("api/models/me/draft", 500, r"failed \(500\): that is its own fault", THERE),
-        ("validate-yaml", 502, r"failed \(502\): that is its own fault", THERE),
+        ("validate-yaml", 502, r"failed \(502\): that is its own fault", "Nothing was created"),
         ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", THERE),
         ("objects/", 500, r"failed \(500\)", THERE),
         ("/store/", "cut", r"cannot be reached at http://127.0.0.1:\d+ \(\w+\)", THERE),
@@ -111,6 +111,13 @@ def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monk
     lines = push(release, "me/draft", private=True)
     assert set(hub.files) == LISTED and len(hub.created) == 1
     assert lines == [f"uploaded: {hub.url}/me/draft/commit/{'1' * 40} (a private repository)"]
+
+
+def test_a_card_that_the_hub_refuses_leaves_no_empty_repository(release, hub):
+    hub.faults["validate-yaml"] = 400
+    said = refusal(release)
+    assert "was refused: " in said and "as the test wants it" in said and "Nothing was created" in said
+    assert not hub.exists and not hub.created
 
 
 def test_what_is_uploaded_already_is_not_sent_again(release, hub):

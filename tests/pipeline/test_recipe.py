@@ -100,6 +100,33 @@ def test_a_misspelt_key_names_the_nearest_valid_one(recipe_file, override, where
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "publish.license='Apache 2.0'",
+            "'Apache 2.0' is no license identifier of the Hub; did you mean 'apache-2.0'?",
+        ),
+        ("publish.license='Llama_3.1'", "did you mean 'llama3.1'? Expected one of https://huggingface.co/docs"),
+        ("publish.license=''", "'' is no license identifier of the Hub. Expected"),
+        ("publish.license=mine", "and 'other' for a license that is not there"),
+        ("publish.language=['de', 'en_US']", "'en_US' is no language of the Hub; did you mean 'en'?"),
+        ("publish.language=['zh-Hans']", "did you mean 'zh'?"),
+        ("publish.language=['EN']", "did you mean 'en'?"),
+        ("publish.language=['english']", "Expected an ISO 639 code of two or three small letters"),
+    ],
+)
+def test_a_license_or_language_that_the_hub_would_refuse_is_refused_with_the_recipe(recipe_file, override, said):
+    assert said in refusal(recipe_file, override)
+
+
+def test_what_the_hub_takes_is_taken(recipe_file):
+    for license in ("apache-2.0", "llama3.1", "openrail++", "other"):
+        assert load_recipe(recipe_file, [f"publish.license={license}"]).publish.license == license
+    languages = ["de", "deu", "code", "multilingual"]
+    assert load_recipe(recipe_file, [f"publish.language={languages}"]).publish.language == languages
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["draft.other.experts=2"], "draft.other.experts: unknown key 'experts'"),  # of the other kind of draft
