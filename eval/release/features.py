@@ -66,7 +66,7 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
             )
         source.require_whole()
         there = Repository(repository, "dataset", "Run the same command again: it sends what is not there yet")
-        card = _card(recipe, repository, manifest)
+        card = _marked(_card(recipe, repository, manifest))
         seen = there.create(private, card)
         held, listed = there.files(), source.get(MANIFEST, None)
         others = sorted(name for name in held.keys() - {".gitattributes", CARD} if not _is_ours(name))
@@ -92,7 +92,7 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
             listed_there = {record.name for record in manifest.files}
             stale = sorted(name for name in held.keys() - listed_there if _is_ours(name))  # of another dump
             last: dict[str, Path | bytes] = {n: source.get(n, None) for n in (HELDOUT_PROMPTS, RECIPE, MANIFEST)}
-            card, notes = _marked(_card(recipe, repository, manifest)), []
+            notes: list[str] = []
             edited = there.read(CARD, Path(place)).decode(errors="replace") if CARD in held else card
             if _is_edited(edited):
                 notes = _keep_card(recipe, repository, edited, card)

@@ -33,7 +33,7 @@ from typing import Any
 from pipeline.lm.chat import Encoded, Messages, Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.context import has_loss, keywords_of, require_known_mask, unseen_media, with_context
-from preprocess.sources.forms import ROLES, either, form_of
+from preprocess.sources.forms import BrokenLine, either, form_of, role_of
 from preprocess.sources.tools import calls_of, name_results, tools_of
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where data sets keep an answer's, if apart from its content
@@ -55,6 +55,11 @@ class Dialogue:
         return json.dumps([self.messages, *more] if more else self.messages).encode()
 
     @property
+    def question(self) -> str | None:
+        """The first question; None for a record without turns."""
+        return next((message["content"] for message in self.messages if message["role"] == "user"), None)
+
+    @property
     def text(self) -> str:
         """All turns, for comparing dialogues."""
         if self.raw is not None:
@@ -64,7 +69,9 @@ class Dialogue:
 
 
 def record_id(record: Any) -> str:
-    """The record's own id, else a hash of its content: stable under reordering."""
+    """The record's own id, else a hash of its content: stable under reordering. Of a broken line its number."""
+    if isinstance(record, BrokenLine):
+        return f"line {record.number}"
     if isinstance(record, dict):
         for key in ("id", "conversation_id", "prompt_id"):
             if isinstance(record.get(key), str | int) and str(record[key]):
@@ -165,9 +172,9 @@ def _message(turn: Any) -> dict[str, Any]:
     content = "" if calls and content is None else content
     if not isinstance(role, str) or not isinstance(content, str):
         raise Unusable("malformed")
-    if role not in ROLES:
+    if (canonical := role_of(role)) is None:
         raise Unusable("unknown_role")
-    message = {"role": ROLES[role], "content": content}
+    message: dict[str, Any] = {"role": canonical, "content": content}
     if message["role"] == "assistant":
         thoughts = next((turn[key] for key in THOUGHTS if isinstance(turn.get(key), str) and turn[key].strip()), None)
         message |= {} if thoughts is None else {"reasoning_content": thoughts}

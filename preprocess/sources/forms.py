@@ -3,13 +3,18 @@
     conversations, messages         turns; the column with an exchange wins over an empty one or a stub
     prompt, completion              a question and its answer, or two lists of turns
     instruction, input, output      a question (behind it the input, if any) and its answer
+    conversation                    turns
+    QUESTIONS, ANSWERS              of other names: the same, behind the question the CONTEXTS
     input_ids, loss_mask            tokens of the target and which of them are trained; the mask's name may be
                                     assistant_masks; where attention_mask is 0, both are left out
     text                            a text without turns, trained from its second token on
 
-The first of these that a record holds is taken; `dialogues.py` judges its turns.
+The first of these that a record holds is taken, but tokens and a text win over the two rows before them;
+`dialogues.py` judges its turns. A role is known in any case of its letters.
 """
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,6 +28,21 @@ ROLES = {
     **dict.fromkeys(("tool", "function"), "tool"),
 }
 MASKS = ("loss_mask", "assistant_masks")
+QUESTIONS = ("prompt", "instruction", "question", "input")
+ANSWERS = ("completion", "output", "response", "answer")
+CONTEXTS = ("input", "context")
+SHOWN, LONGEST_NAME = 8, 40  # of a record's keys and roles that a message names, and of their characters
+
+
+class BrokenLine(str):
+    """The first characters of a line that is no record, and its number."""
+
+    number: int
+
+    def __new__(cls, text: str, number: int) -> "BrokenLine":
+        line = super().__new__(cls, text)
+        line.number = number
+        return line
 
 
 def either(columns: dict, one: str, other: str) -> Any:
@@ -35,10 +55,11 @@ def form_of(record: dict) -> tuple[Any, str | Encoded | None]:
     that is filled. Raises Unusable("malformed_tokens").
     """
     columns = [record.get("conversations"), record.get("messages"), _prompted(record), _instructed(record)]
+    if all(column is None or column == [] for column in columns) and (raw := _without_turns(record)) is not None:
+        return None, raw
+    columns += [record.get("conversation"), *_answered(record)]
     given = [column for column in columns if column is not None]
     filled = [column for column in given if column != []]
-    if not filled and (raw := _without_turns(record)) is not None:
-        return None, raw
     return next((column for column in filled if _has_exchange(column)), next(iter([*filled, *given]), None)), None
 
 
@@ -62,9 +83,49 @@ def _instructed(record: dict) -> list | None:
     instruction, output, context = (record.get(name) for name in ("instruction", "output", "input"))
     if instruction is None or output is None:
         return None
-    if isinstance(instruction, str) and isinstance(context, str) and context.strip():
-        instruction = f"{instruction}\n\n{context}" if instruction.strip() else context
-    return [*_turns(instruction, "user"), *_turns(output, "assistant")]
+    return [*_turns(_with(instruction, context), "user"), *_turns(output, "assistant")]
+
+
+def _answered(record: dict) -> list[list]:
+    """Return the turns of every question with an answer, under the names that data sets give the two."""
+    pairs = []
+    for asking, answering in product(QUESTIONS, ANSWERS):
+        question, answer = record.get(asking), record.get(answering)
+        if question is not None and answer is not None:
+            for name in CONTEXTS:
+                question = question if name == asking else _with(question, record.get(name))
+            pairs.append([*_turns(question, "user"), *_turns(answer, "assistant")])
+    return pairs
+
+
+def _with(question: Any, context: Any) -> Any:
+    """Return the question with its context behind it, where both are texts."""
+    if not isinstance(question, str) or not isinstance(context, str) or not context.strip():
+        return question
+    return f"{question}\n\n{context}" if question.strip() else context
+
+
+def role_of(name: Any) -> str | None:
+    """Return the role that a turn's name stands for; None for a name that is not known."""
+    return ROLES.get(name.lower()) if isinstance(name, str) else None
+
+
+def description(record: Any) -> str:
+    """Return what a rejected record looks like: its keys and its turns' roles, or its line number."""
+    if isinstance(record, BrokenLine):
+        return f"line {record.number} holds no object that can be read"
+    if not isinstance(record, dict):
+        return f"it is no object with keys but a {type(record).__name__}"
+    columns = [record.get(name) for name in ("conversations", "messages", "conversation")]
+    turns = [turn for column in columns if isinstance(column, list) for turn in column if isinstance(turn, dict)]
+    roles = [name for turn in turns if isinstance(name := either(turn, "from", "role"), str)]
+    return f"its keys are {_names(record)}" + (f", its roles {_names(roles)}" if roles else "")
+
+
+def _names(names: Iterable[Any]) -> str:
+    """Return different names, a bounded list of bounded texts."""
+    different = list(dict.fromkeys(str(name)[:LONGEST_NAME] for name in names))
+    return ", ".join(map(repr, different[:SHOWN])) + (", ..." if different[SHOWN:] else "") if different else "none"
 
 
 def _turns(said: Any, role: str) -> list:
@@ -74,8 +135,7 @@ def _turns(said: Any, role: str) -> list:
 def _has_exchange(column: Any) -> bool:
     if not isinstance(column, list):
         return False
-    names = [either(turn, "from", "role") if isinstance(turn, dict) else None for turn in column]
-    roles = [ROLES.get(name) if isinstance(name, str) else None for name in names]
+    roles = [role_of(either(turn, "from", "role")) if isinstance(turn, dict) else None for turn in column]
     return "user" in roles and "assistant" in roles[roles.index("user") :]
 
 

@@ -1,4 +1,5 @@
-"""Records out of a JSON file as its bytes arrive: the elements of one list, or one object a line.
+"""Records out of a JSON file as its bytes arrive: the elements of one list, which may stand under "data" in an object,
+objects one behind the other, or one object a line.
 
 Guarantees: memory is bounded, whatever the file holds; a record that is nested deeper than DEEPEST or longer than
 LONGEST is passed over, and its first characters stand for it (which no dialogue is); only at the file's end is a tear
@@ -9,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 DEEPEST = 64  # levels of a record
 LONGEST = 1 << 24  # characters, or bytes of a line, of a record
@@ -20,6 +21,9 @@ BOM = codecs.BOM_UTF8
 _parse = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MARK = re.compile(r'\\.|["\[\]{},]', re.DOTALL)
+_WRAPPED = re.compile(  # members of one word each before the list
+    rb'\s*\{(?:\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*,)*\s*"data"\s*:\s*\[\s*[\{\]]'
+)
 _BEGUN_NUMBER = re.compile(r"[-+.eE0-9]*")
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 
@@ -91,12 +95,34 @@ class Watched:
 _TOO_LONG = b"(a line that is too long)\n"
 
 
-def holds_lines(file: Watched) -> bool:
-    """Whether a file is JSON lines: one that begins with an object is, and one that does not begin as a list, but has a
-    line with an object of its own.
+def layout_of(file: Watched) -> Literal["list", "wrapped", "objects", "lines"]:
+    """Return how a file holds its records. "lines": its first line is an object, or it does not begin as a list, but
+    has a line with an object of its own. "objects": its first object is not over at the end of its line. "wrapped": it
+    is one object that holds a list under "data".
     """
     begin = file.peek(BLOCK).lstrip()[:1]
-    return begin == b"{" or (begin != b"[" and any(_is_object(line) for line in file.peek(AHEAD).split(b"\n")[1:]))
+    if begin == b"[":
+        return "list"
+    first, _, rest = file.peek(AHEAD).lstrip().partition(b"\n")
+    if begin != b"{":
+        return "lines" if any(_is_object(line) for line in rest.split(b"\n")) else "list"
+    if _is_object(first):
+        return "wrapped" if _WRAPPED.match(first) and not rest.strip() else "lines"
+    if _WRAPPED.match(file.peek(AHEAD)):
+        return "wrapped"
+    return "objects" if rest and _begins_with_a_value(file.peek(AHEAD)) else "lines"
+
+
+def _begins_with_a_value(content: bytes) -> bool:
+    """Return whether a JSON value stands at the beginning, whole or as far as the content goes."""
+    text = content.decode(errors="replace").lstrip()
+    try:
+        _parse(text)
+    except json.JSONDecodeError as error:
+        return _ends_in(text, error)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_object(line: bytes) -> bool:
@@ -143,15 +169,51 @@ def list_items(file: Watched) -> Iterator[Any]:
         text.at -= 1
     if mark == "]":
         raise NoList
+    yield from _elements(text)
+    if mark := text.next_mark():
+        raise Unparsable(f"{mark!r} behind the end of the list")
+
+
+def _elements(text: "_Text") -> Iterator[Any]:
+    """Yield a list's elements, from behind its bracket to its end."""
     while True:
         yield text.record()
         mark = text.next_mark()
         if mark == "]":
-            break
+            return
         if mark != ",":
             raise Unparsable(f"{mark!r} between two records", torn=not mark)
+
+
+def wrapped_items(file: Watched) -> Iterator[Any]:
+    """The elements of the list under "data" of one object. Raises what `list_items` does."""
+    text = _Text(file)
+    text.expect("{")
+    mark = ","
+    while mark == ",":
+        key = text.record()
+        text.expect(":")
+        if key == "data":
+            text.expect("[")
+            if text.next_mark() == "]":
+                raise NoList
+            text.at -= 1
+            yield from _elements(text)
+        else:
+            text.record()
+        mark = text.next_mark()
+    if mark != "}":
+        raise Unparsable(f"{mark!r} behind a value", torn=not mark)
     if mark := text.next_mark():
-        raise Unparsable(f"{mark!r} behind the end of the list")
+        raise Unparsable(f"{mark!r} behind the end of the object")
+
+
+def objects(file: Watched) -> Iterator[Any]:
+    """Values one behind the other. Raises Unparsable and what reading the file raises."""
+    text = _Text(file)
+    while text.next_mark():
+        text.at -= 1
+        yield text.record()
 
 
 class _Text:
@@ -182,6 +244,11 @@ class _Text:
                 return ""
         self.at = at + 1
         return self.text[at]
+
+    def expect(self, mark: str) -> None:
+        """Step over the next character. Raises Unparsable for another one than `mark`."""
+        if (other := self.next_mark()) != mark:
+            raise Unparsable(f"{other!r} where {mark!r} has to stand", torn=not other)
 
     def record(self) -> Any:
         """The next value, or its first characters. Raises Unparsable."""

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.lm.chat import Unusable
 from preprocess.sources.dialogues import clean, record_id
+from preprocess.sources.forms import BrokenLine
 from preprocess.sources.groups import held_out
 
 
@@ -37,6 +38,12 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
     assert kept == [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\ta "}]
     nulls = [{"from": None, "value": None, **message} for message in messages]  # and fill absent columns
     assert clean(asked(conversations=None, messages=nulls)) == expected
+
+
+@pytest.mark.parametrize(("asking", "answering"), [("User", "Assistant"), ("USER", "GPT"), ("Human", "Model")])
+def test_a_role_is_known_in_any_case(asking, answering):
+    item = record(("System", "s"), (asking, "why?"), (answering, "because."))
+    assert clean(item) == clean(record(("system", "s"), Q, A))
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -82,7 +89,7 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
             asked(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]),
             "malformed_tool_call",
         ),
-        (record(("Human", "hi"), A), "unknown_role"),
+        (record(("Critic", "hi"), A), "unknown_role"),
         (record(("human", " \n\t"), A), "blank_turn"),
         (record(Q, ("gpt", "")), "blank_turn"),
         (record(), "no_exchange"),
@@ -188,6 +195,7 @@ def test_a_record_keeps_its_id_or_gets_one_from_its_content():
     for item in [{"a": 1}, {"id": "", "a": 1}, {"id": None, "a": 1}, {"id": [1]}, [1], "text", None]:
         assert record_id(item).startswith("sha-") and record_id(item) == record_id(json.loads(json.dumps(item)))
     assert record_id({"conversations": turns(Q, A)}) != record_id({"conversations": turns(A, Q)})
+    assert record_id(BrokenLine("text", 7)) == "line 7"
 
 
 IDS = [f"conv{number:05x}" for number in range(20_000)]

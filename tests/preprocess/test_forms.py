@@ -7,6 +7,7 @@ import pytest
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import clean
+from preprocess.sources.forms import BrokenLine, description
 from preprocess.sources.intake import Intake
 from preprocess.sources.sequences import encode_sequences
 from tests.kit import byte_tokenizer
@@ -31,6 +32,16 @@ STUB = turns(("human", "another"))
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
         {"instruction": " ", "output": "because.", "input": "why?"},
         {"messages": MESSAGES, "input_ids": [1, 2], "loss_mask": [0, 1], "text": "why? because."},
+        {"conversation": MESSAGES, "language": "English", "turn": 1},
+        {"conversations": [], "conversation": MESSAGES},
+        {"messages": STUB, "prompt": "why?", "response": "because."},
+        {"input": MESSAGES[:1], "output": "because.", "category": "chat", "reasoning": "off"},
+        {"instruction": "why?", "response": "because."},
+        {"instruction": "why?", "context": "", "response": "because.", "category": "open_qa"},
+        {"question": "why?", "answer": "because."},
+        {"question": "why?", "response": "because."},
+        {"input": "why?", "output": "because."},
+        {"prompt": "why?", "answer": "because.", "completion": None},
     ],
 )
 def test_the_column_with_an_exchange_wins(columns):
@@ -38,9 +49,39 @@ def test_the_column_with_an_exchange_wins(columns):
     assert dialogue.messages == MESSAGES and dialogue.raw is None and not dialogue.edits
 
 
-def test_an_instructions_input_stands_behind_it():
-    dialogue = clean({"instruction": "Translate.", "input": "Bonjour", "output": "Hello"})
-    assert dialogue.messages[0]["content"] == "Translate.\n\nBonjour"
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"instruction": "Translate.", "input": "Bonjour", "output": "Hello"},
+        {"instruction": "Translate.", "context": "Bonjour", "response": "Hello"},
+        {"question": "Translate.", "context": "Bonjour", "answer": "Hello"},
+        {"instruction": "Translate.", "input": "Bonjour", "response": "Hello"},
+    ],
+)
+def test_an_instructions_input_stands_behind_it(columns):
+    assert clean(columns).messages[0]["content"] == "Translate.\n\nBonjour"
+    assert len(clean(columns).messages) == 2
+
+
+@pytest.mark.parametrize("raw", [{"text": "once upon"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])
+def test_a_text_and_tokens_win_over_the_names_that_are_read_since_later(raw):
+    assert clean({"question": "why?", "answer": "because.", "conversation": MESSAGES, **raw}).raw is not None
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"id": 1, "convs": []}, "its keys are 'id', 'convs'"),
+        ({"messages": turns(Q, ("critic", "x"), Q)}, "its keys are 'messages', its roles 'human', 'critic'"),
+        ({"x" * 99: 1} | {f"k{n}": 1 for n in range(99)}, f"its keys are '{'x' * 40}', 'k0'"),
+        ({"a\x1b[2J": 1}, "its keys are 'a\\x1b[2J'"),
+        ({}, "its keys are none"),
+        ([1], "it is no object with keys but a list"),
+        (BrokenLine("oops", 17), "line 17 holds no object"),
+    ],
+)
+def test_a_rejected_record_is_described_in_bounded_words(record, words):
+    assert description(record).startswith(words) and len(description(record)) < 300
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_text_of_two_bytes_a_character_is_refused_with_what_to_do(tmp_path, text
     ("source", "message"),
     [
         ("{}/absent.json", r"data\.source .*/absent\.json does not exist"),
-        ("{}", "cannot be opened"),
+        ("{}", "cannot be read"),
         ("nosuch://bucket/data.json", "nosuch"),
         ("embedded:alpaca", "there is 'embedded:sharegpt'"),
         ("datasets:no/such-data-set", "cannot be read"),
@@ -243,6 +243,80 @@ def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
     got, tail = read(write(tmp_path, LINES.replace('{"id": "doc2"', '@{"id": "doc2"')))
     assert [item for item in got if isinstance(item, dict)] == [*RECORDS[:2], *RECORDS[3:]]
     assert got[2].startswith('@{"id": "doc2"') and tail == Tail(None)
+    assert got[2].number == 3
+    blank, _ = read(write(tmp_path, "\n\n{oops\n" + LINES))
+    assert blank[0].number == 3 and blank[1:] == RECORDS
+
+
+# -- JSON in other shapes, CSV ---------------------------------------------------------------------------------------
+
+INDENTED = "\n".join(json.dumps(item, indent=2) for item in RECORDS)
+WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a": [1]}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        INDENTED,
+        INDENTED.replace("\n", "\r\n"),
+        f"\n {INDENTED}\n\n",
+        WRAPPED,
+        json.dumps({"data": RECORDS}, indent=1),
+        '{"data": [\n' + ",\n".join(map(json.dumps, RECORDS)) + "\n]}\n",
+    ],
+)
+@pytest.mark.parametrize("window", [json_records.AHEAD, 700])
+def test_objects_over_several_lines_and_a_list_under_data_are_read(tmp_path, monkeypatch, text, window):
+    """`window`: of the file's beginning, less than a line of it, or than all its records."""
+    monkeypatch.setattr(json_records, "AHEAD", window)
+    assert read(write(tmp_path, text)) == (RECORDS, Tail(None))
+    path = tmp_path / "data.json.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    assert read(str(path)) == (RECORDS, Tail(None))
+
+
+@pytest.mark.parametrize("text", [INDENTED, json.dumps({"data": RECORDS}, indent=1), WRAPPED])
+def test_these_have_a_torn_tail_and_damage_too(tmp_path, text):
+    fourth = text.index('"doc4"')
+    assert read(write(tmp_path, text[:fourth])) == (RECORDS[:4], Tail(4))
+    with pytest.raises(PipelineError, match=r"it is damaged after \d records"):
+        read(write(tmp_path, text.replace('"doc2"', '"doc2')))
+    for wrapped in ('{"data": []}', '{"data": [] }\n'):
+        with pytest.raises(PipelineError, match="it is JSON, but no list of records"):
+            read(write(tmp_path, wrapped))
+
+
+def test_json_lines_that_hold_data_or_begin_with_a_broken_line_stay_json_lines(tmp_path):
+    lines = [{"id": str(number), "data": [{"a": 1}]} for number in range(2)]
+    assert read(write(tmp_path, "\n".join(map(json.dumps, lines))))[0] == lines
+    for broken in ('{"id": "doc9', '{"id": "doc9", @', "{", "{'id': 1}"):
+        got, tail = read(write(tmp_path, f"{broken}\n{LINES}"))
+        assert got[1:] == RECORDS and got[0].number == 1 and tail == Tail(None)
+
+
+CSV = 'question,answer\r\n"why, so?","be\ncause"\r\nhow many?,42\r\n'
+ROWS = [{"question": "why, so?", "answer": "be\ncause"}, {"question": "how many?", "answer": "42"}]
+
+
+@pytest.mark.parametrize("ending", ["", *PACK])
+def test_csv_is_read_as_texts(tmp_path, ending):
+    path = tmp_path / f"data.csv{ending}"
+    path.write_bytes(PACK.get(ending, bytes)(CSV.encode("utf-8-sig")))
+    got, tail = read(str(path))
+    assert got == ROWS and tail == Tail(None) and clean(got[1]).messages[1]["content"] == "42"
+
+
+def test_csv_that_is_torn_broken_or_empty(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text(f'{CSV}more,"and')
+    assert read(str(path)) == (ROWS, Tail(2))
+    path.write_text(CSV + "a,b,c\n" + "d,e\n")
+    got, _ = read(str(path))
+    assert got[:2] == ROWS and got[2].number == 5 and got[3] == {"question": "d", "answer": "e"}
+    for content, message in ((b"question,answer\n", "no row behind a header"), (b"q,a\n1,\xff\n", "it is damaged")):
+        path.write_bytes(content)
+        with pytest.raises(PipelineError, match=message):
+            read(str(path))
 
 
 # -- compressed files ------------------------------------------------------------------------------------------------
@@ -279,6 +353,39 @@ def test_a_folder_of_a_data_set_is_read_by_split(tmp_path):
         assert list(read_records(DataConfig(source=source, split=split), Tail())) == items
     with pytest.raises(PipelineError, match="split 'nosuch'"):
         list(read_records(DataConfig(source=source, split="nosuch"), Tail()))
+
+
+@pytest.mark.parametrize("prefix", ["", "datasets:"])
+def test_a_folder_of_parquet_is_read_in_the_order_of_its_names(tmp_path, prefix):
+    folder = tmp_path / "parts.parquet"
+    folder.mkdir()
+    for number, items in enumerate((RECORDS[:3], RECORDS[3:])):
+        pyarrow.parquet.write_table(pa.Table.from_pylist(items), folder / f"part-{number}.parquet")
+    assert read(f"{prefix}{folder}") == (RECORDS, Tail(None))
+
+
+def test_files_that_do_not_go_together_are_refused_before_the_first_record(tmp_path):
+    """One file's contents are texts, the other's lists of parts: a TypeError's traceback, where the first one ended."""
+    parts = [{"type": "text", "text": "because."}]
+    for name, content in (("a", "because."), ("b", parts)):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 3)
+    with pytest.raises(PipelineError, match=r"cannot be read: .*do not hold the same columns.*one file of JSON lines"):
+        next(read_records(DataConfig(source=f"datasets:{tmp_path}"), Tail()))
+
+
+def test_a_data_set_of_several_subsets_names_them(tmp_path):
+    for subset in ("english", "german"):
+        (tmp_path / subset).mkdir()
+        (tmp_path / subset / "train.jsonl").write_text(LINES)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("english", "german"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for subset, split in ((None, "train"), ("french", "train")):
+        with pytest.raises(PipelineError, match=r"'english', 'german'\]\. Set data\.subset to one of these"):
+            list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset=subset, split=split), Tail()))
+    with pytest.raises(PipelineError, match=r"\['train'\]\. Set data\.split to one of these"):
+        list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german", split="dev"), Tail()))
+    assert list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german"), Tail())) == RECORDS
 
 
 def test_damaged_compressed_files_are_one_clear_error(tmp_path):
