@@ -25,7 +25,7 @@ from pipeline.lm.model import Target
 from tests.kit import save_tiny_target
 from tests.pipeline.taught import make_draft, prompt_of
 
-LENGTH, BLOCK = 24, 5
+LENGTH, BLOCK, GAP = 24, 5, 12
 LOSSES = {
     "decay": (DFlashConfig, {"gamma": 2.0}),
     "a window": (DFlashConfig, {"gamma": 2.0, "window": 6}),
@@ -42,7 +42,7 @@ def config_of(kind=DFlashConfig, **more) -> DFlashConfig:
 
 def row() -> Row:
     """A user's token in the middle of the assistant's."""
-    mask = (np.arange(LENGTH) >= 3) & (np.arange(LENGTH) != 12)
+    mask = (np.arange(LENGTH) >= 3) & (np.arange(LENGTH) != GAP)
     states = torch.randn(LENGTH, 3, 32, generator=torch.Generator().manual_seed(1))
     tokens = np.array(prompt_of(4, LENGTH), np.int32)
     return Row("row", tokens, mask.astype(np.uint8), states[:, 0], states[:, 1:])
@@ -124,15 +124,18 @@ def loss_by_hand(draft, anchors):
     for anchor in anchors:
         losses = []
         for place, logits in enumerate(block_by_hand(draft, one, anchor), start=1):
+            before = one.loss_mask[anchor + 1 : anchor + place]
             told = anchor + place < LENGTH and one.loss_mask[anchor + place]
+            told = told and (before.all() or not isinstance(config, DSparkConfig))
             losses.append(told_by_hand(draft, one, anchor + place, logits) if told else None)
         if config.dpace is None:
             mine = [math.exp(-level / config.gamma) for level in range(levels)]
             weights += sum(w for w, loss in zip(mine, losses, strict=True) if loss is not None)
         else:
             alpha = config.dpace
-            f = [0.0 if x is None else (1 - alpha) * math.exp(-x.item()) + alpha for x in losses]
-            mine = [sum(math.prod(f[: j + 1]) for j in range(k, levels)) for k in range(levels)]
+            f = [1.0 if x is None else (1 - alpha) * math.exp(-x.item()) + alpha for x in losses]
+            kept = [j for j in range(levels) if losses[j] is not None]
+            mine = [sum(math.prod(f[: j + 1]) for j in kept if j >= k) for k in range(levels)]
             weights += 1
         total = total + sum(w * loss for w, loss in zip(mine, losses, strict=True) if loss is not None)
     return total / weights
@@ -150,6 +153,7 @@ def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, togethe
     monkeypatch.setattr(dflash, "TOGETHER", together)
     loss, gradient, anchors = loss_of(draft)
     assert len(anchors) == 7 and any(anchor + BLOCK > LENGTH for anchor in anchors)
+    assert any(anchor < GAP < anchor + draft.config.levels for anchor in anchors)  # and places behind the gap
     draft.zero_grad()
     want = loss_by_hand(draft, anchors)
     want.backward()

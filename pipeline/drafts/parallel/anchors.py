@@ -2,14 +2,16 @@
 
 An anchor is a token t_a of the assistant whose next token is the assistant's, too. Place k of its block is told
 t_{a+k}, where that is the assistant's: the group of place k has the inputs i = a - 1 and the labels i + k, as horizon k
-has. The inputs of place 1 are all the anchors.
+has. The inputs of place 1 are all the anchors. Behind a gap, a place that is not the assistant's, the places of DFlash
+are trained again, and those of DSpark are not: as their authors' code has it (SpecForge; DeepSpec).
 
 Place k weighs exp(-(k - 1) / gamma), and the loss is divided by the sum of all weights. With D-PACE it weighs
 
     w_k = sum over j >= k of f_1 f_2 ... f_j,    f_j = (1 - alpha) q_j + alpha
 
 where q_j is the draft's probability of the text's token at place j, and through which no gradient goes: a later place
-counts the more, the likelier all before it are accepted. Then the loss is divided by the number of blocks.
+counts the more, the likelier all before it are accepted. A place in a gap has f = 1 and no part in the sum. Then the
+loss is divided by the number of blocks.
 """
 
 import math
@@ -33,7 +35,7 @@ STREAM = 0x616E6368  # of random numbers: apart from the noise's, which has the 
 
 
 class BlockObjective(Objective):
-    """Of a draft whose settings have `anchors`, `gamma` and `dpace`."""
+    """Of a draft whose settings have `anchors`, `gamma`, `dpace` and `trains_behind_gaps`."""
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
         anchors = (trained(loss_mask, 1, self._rule) & loss_mask[1:].astype(bool)).nonzero()[0]
@@ -41,8 +43,12 @@ class BlockObjective(Objective):
             random = np.random.default_rng((STREAM, *seed))
             anchors = np.sort(random.choice(anchors, self.config.anchors, replace=False))
         found: dict[Group, Positions] = {}
+        unbroken = np.ones(len(anchors), dtype=bool)
         for place in self.groups:
-            inputs = torch.from_numpy(anchors[trained(loss_mask, int(place), self._rule)[anchors]])
+            kept = trained(loss_mask, int(place), self._rule)[anchors]
+            if not self.config.trains_behind_gaps:
+                unbroken = kept = kept & unbroken
+            inputs = torch.from_numpy(anchors[kept])
             found[place] = Positions(inputs, inputs + int(place))
         return found
 
@@ -56,11 +62,12 @@ class BlockObjective(Objective):
     def row_weights(
         self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]
     ) -> list[Tensor | None]:
-        """D-PACE's, by term. A place that is not trained ends its block."""
+        """Return D-PACE's weights, by term."""
         if self.config.dpace is None:
             return [None] * len(both)
         anchors, device = batch.positions[1].inputs, batch.labels_BTD.device
-        factors_AK = torch.zeros(len(anchors), len(both), device=device)
+        factors_AK = torch.ones(len(anchors), len(both), device=device)
+        trained_AK = torch.zeros_like(factors_AK)
         rows = []
         for column, (term, feature_MD) in enumerate(both):
             here = batch.positions[term.group]
@@ -68,7 +75,8 @@ class BlockObjective(Objective):
             text_M = batch.following_BT.flatten()[sent(here.labels, device)]
             q_M = _probabilities(draft, feature_MD, numbers_of(text_M, draft.token_ids_U))
             factors_AK[rows[-1], column] = torch.lerp(q_M, torch.ones_like(q_M), self.config.dpace)
-        weights_AK = factors_AK.cumprod(1).flip(1).cumsum(1).flip(1)
+            trained_AK[rows[-1], column] = 1
+        weights_AK = (factors_AK.cumprod(1) * trained_AK).flip(1).cumsum(1).flip(1)
         return [weights_AK[row_M, column] for column, row_M in enumerate(rows)]
 
 

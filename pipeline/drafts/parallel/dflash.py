@@ -47,6 +47,7 @@ TOGETHER = 256  # places whose blocks share a mask in training: it grows with th
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(PlacesConfig):
     description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
+    trains_behind_gaps: ClassVar[bool] = True  # places of a block behind a user's turn in it
 
     kind: Literal["dflash"] = "dflash"
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers

@@ -38,6 +38,7 @@ W1, W2 = "markov_w1", "markov_w2"
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
     description: ClassVar = "DSpark, blocks of tokens in one forward, each corrected by the token before,"
+    trains_behind_gaps: ClassVar[bool] = False
 
     kind: Literal["dspark"] = "dspark"  # type: ignore[assignment]
     block: int = 7
