@@ -301,6 +301,8 @@ def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
         draft = build(saved.config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)
+        if draft.token_ids_U is not None and (draft.token_ids_U.diff() <= 0).any():
+            raise ValueError("its draft_token_ids do not ascend")
     except (SafetensorError, *UNBUILDABLE) as error:
         raise PipelineError(f"{path} does not fit its {CONFIG}: {error}") from None
     draft.name = folder.name

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen2Config, Q
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
-from pipeline.drafts.eagle3 import AUXILIARY
 from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
+from pipeline.drafts.parts.released import AUXILIARY, LAYER_KEYS, OUTPUTS
 from pipeline.lm.attention import FULL, SLIDING, most_positions
 
 WEIGHTS = (
@@ -33,6 +33,7 @@ PATIENCE = 10  # times as long, by the clock: a disk may be slow
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
 MUSE = "muse_glimmer_assistant"  # transformers' own DFlash
+GPT_OSS = "gpt_oss"
 FAMILIES = {  # each with its own defaults
     **{"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config},
     MUSE: MuseGlimmerAssistantConfig,
@@ -62,9 +63,13 @@ KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING.split(), ()) | {
     "eagle_decoder_type": ("llama",),
     "grounded_heads": (True,),
     "is_causal": (True,),
+    "is_neox_style": (True,),
+    "layer_types": (),
     "logit_scale": (1,),
     "parallel_draft_step": (1,),
     "partial_rotary_factor": (1,),
+    "rope_is_neox_style": (True,),
+    "scale_attn_weights": (True,),
     "speculators_model_type": ("eagle", "eagle3"),
     "use_rope": (True,),
 }
@@ -81,8 +86,9 @@ def raw_config(source: Path) -> dict[str, Any]:
 
 
 def their_config(source: Path, target: Any) -> dict[str, Any]:
-    """What config.json says: without nesting and what is null, layers counted as ours (1: the first one's output), a
-    sliding window where the layer has one that is shorter than the longest text of the target's configuration.
+    """What config.json says: without nesting and what is null; under AUXILIARY the layers that it names, counted as
+    ours (1: the first one's output); a sliding window where the layer has one that is shorter than the longest text of
+    the target's configuration.
 
     Raises PipelineError for a RoPE or an attention that is not computed here, for contradictions, and for what is no
     number where one is due.
@@ -97,17 +103,17 @@ def their_config(source: Path, target: Any) -> dict[str, Any]:
                 raise PipelineError(f"{path} says {key}={theirs[key]!r} and, nested, {value!r}: which one is not known")
             theirs[key] = value
     _require_kinds(path, theirs)
-    # An id is the number of the layer whose input is taken, counted from 0; in `eagle_config` alone, as SpecForge and
-    # ModelOpt write it and SGLang reads it, of the one whose output is.
-    ids = raw.get(AUXILIARY) or [number + 1 for number in _numbers(path, theirs.get(AUXILIARY) or [])]
-    theirs[AUXILIARY] = _numbers(path, ids)
+    theirs[AUXILIARY] = _layers(path, raw, target)
     _require_rope(path, theirs)
     _settle_window(path, theirs, most_positions(target))
     return theirs
 
 
-def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) -> None:
-    """Raises PipelineError for what config.json says and neither `KNOWN` nor `more`, the draft's own, has."""
+def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) -> list[str]:
+    """Return the keys that are not known and false or empty: nothing reads them.
+
+    Raises PipelineError for what config.json says and neither `KNOWN` nor `more`, the draft's own, has.
+    """
     known, said = KNOWN | more, []
     for key, value in theirs.items():
         if key in known and known[key] and value not in known[key]:
@@ -119,6 +125,7 @@ def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) 
             f"{source / 'config.json'} says {'; '.join(said)}. A key that changes nothing of what the draft computes "
             "can be taken out of a copy of the file"
         )
+    return sorted(theirs.keys() - known.keys() - {AUXILIARY})
 
 
 def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
@@ -127,6 +134,12 @@ def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -
 
     Raises PipelineError for another width than the target's.
     """
+    of_target = theirs.get("target_hidden_size", target.hidden_size)
+    if of_target != target.hidden_size:
+        raise PipelineError(
+            f"the checkpoint's target_hidden_size is {of_target}, that of target {name!r} {target.hidden_size}: it was "
+            "trained for another target"
+        )
     if "hidden_size" not in theirs or theirs.get("model_type") == "medusa":
         return shapes_of(target)
     family = FAMILIES.get(theirs.get("model_type", "llama"))
@@ -141,7 +154,7 @@ def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
     shapes |= {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
-    if theirs.get("target_hidden_size", shapes["hidden_size"]) == target.hidden_size != shapes["hidden_size"]:
+    if "target_hidden_size" in theirs and shapes["hidden_size"] != target.hidden_size:
         raise PipelineError(
             f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
             "is narrower than its target has no place here"
@@ -162,7 +175,8 @@ def _object(where: str, value: Any) -> dict[str, Any]:
 
 def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
     """Raises PipelineError for a value of the wrong type under a key that is computed with."""
-    sizes = {*SHAPE_FIELDS, "num_hidden_layers", "max_window_layers"} - {"rms_norm_eps", "rope_parameters"}
+    sizes = {*SHAPE_FIELDS, "num_hidden_layers", "max_window_layers", "target_hidden_size"}
+    sizes -= {"rms_norm_eps", "rope_parameters"}
     texts, reals = ("model_type",), ("partial_rotary_factor", "rms_norm_eps", "rope_theta")
     for key, value in theirs.items():
         if key in sizes and (type(value) is not int or value < (0 if key == "max_window_layers" else 1)):
@@ -175,10 +189,52 @@ def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key}={value!r}, expected a list of names")
 
 
-def _numbers(path: Path, value: Any) -> list[int]:
+def _numbers(path: Path, key: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise PipelineError(f"{path}: {AUXILIARY}={value!r}, expected numbers of layers")
+        raise PipelineError(f"{path}: {key}={value!r}, expected numbers of layers")
     return value
+
+
+def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
+    """Return the layers that the file names, counted as ours; none where it names none.
+
+    An id is that of the layer whose input is taken, counted from 0: our number of the layer before. `target_layer_ids`,
+    and ids in a nested object alone, as SpecForge and ModelOpt write them, are of the layer whose output is taken. No
+    output has the number of the target's layers: nested ids with it are of inputs.
+
+    Raises PipelineError where two places differ, where a place leaves it open, and for ids that are no layers.
+    """
+    count = target.num_hidden_layers
+    stated: dict[str, tuple[str, list[int], bool]] = {}
+    layers: dict[str, list[int]] = {}
+    for place in ("", *NESTED):
+        part = raw if not place else raw.get(place) or {}
+        for key in LAYER_KEYS:
+            if ids := _numbers(path, key, part.get(key) or []):
+                stated[f"{place}.{key}".lstrip(".")] = (key, ids, bool(place))
+    inputs = [ids for key, ids, nested in stated.values() if key != OUTPUTS and not (nested and key == AUXILIARY)]
+    for where, (key, ids, nested) in stated.items():
+        alone = nested and key == AUXILIARY and ids not in inputs and count not in ids
+        if alone and target.model_type == GPT_OSS:
+            raise PipelineError(
+                f"{path}: {where}={ids}: of gpt-oss' layers, SGLang takes such ids for those whose outputs are read "
+                f"before its pull request 32334, and since then whose inputs are. Write {AUXILIARY} at the top of a "
+                "copy of the file, which names inputs"
+            )
+        layers[where] = [number + 1 for number in ids] if alone or key == OUTPUTS else ids
+    if len({*map(tuple, layers.values())}) > 1:
+        both = "; ".join(f"{where}: {numbers}" for where, numbers in layers.items())
+        raise PipelineError(
+            f"{path} names other layers at each place (counted from 1, by output: {both}): which ones are meant is not "
+            "known. Correct a copy of the file"
+        )
+    for where, numbers in layers.items():
+        if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= count:
+            raise PipelineError(
+                f"{path}: {where} names the outputs of layers {numbers}, counted from 1: expected different ones in "
+                f"rising order, from 1 to the target's {count}"
+            )
+    return next(iter(layers.values()), [])
 
 
 def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
@@ -202,7 +258,9 @@ def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
 
 
 def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
-    """Leaves `sliding_window` of the four keys that say whether a layer has one, where it makes a difference."""
+    """Leaves of the four keys that say whether a layer has one `layer_types`, the one kind of sliding layers, and
+    `sliding_window` where it makes a difference.
+    """
     if theirs.get("model_type") == MUSE and set(theirs.get("layer_types", [SLIDING])) != {FULL}:
         raise PipelineError(f"{path}: {MUSE} with a window, whose ends transformers counts otherwise than we do")
     kinds, window = theirs.pop("layer_types", None), theirs.pop("sliding_window", None)
@@ -211,9 +269,9 @@ def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
     if len(own) > 1 or not own <= {FULL, SLIDING}:
         raise PipelineError(f"{path}: layer_types={kinds!r}, expected {FULL} or {SLIDING}, the same of all layers")
     if own == {SLIDING}:
-        if not isinstance(window, int):
-            raise PipelineError(f"{path}: a {SLIDING} layer with sliding_window={window!r}, expected a number")
-        theirs |= {"sliding_window": window} if window < positions else {}
+        if type(window) is not int or window < 1:
+            raise PipelineError(f"{path}: a {SLIDING} layer with sliding_window={window!r}, expected a positive number")
+        theirs |= {"layer_types": [SLIDING]} | ({"sliding_window": window} if window < positions else {})
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

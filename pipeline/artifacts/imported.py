@@ -3,7 +3,8 @@ EAGLE-3 and DFlash as their authors, SpecForge or speculators write them, P-EAGL
 
 Guarantees: every tensor is kept, renamed or dropped by name, and the list says so; what has no place in the recipe's
 draft is an error that names it, and nothing is written. Shapes, the norms' eps and RoPE are the checkpoint's own.
-What its config says of the computation is what the draft computes, or an error that names the key.
+What its config says of the computation is what the draft computes, or an error that names the key; what it does not
+say, and the recipe does, is in the list.
 """
 
 from collections.abc import Callable, Collection
@@ -19,8 +20,9 @@ from pipeline.artifacts.foreign import read_weights, require_known, their_config
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.basics.public import public_text
-from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
+from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of, parameter_count
 from pipeline.drafts.parallel.mask import MASK
+from pipeline.drafts.parts.released import UNSAID, Facts
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
@@ -36,6 +38,8 @@ class Imported:
     renamed: dict[str, str] = field(default_factory=dict)  # their name -> ours
     dropped: dict[str, str] = field(default_factory=dict)  # their name -> why
     made: dict[str, str] = field(default_factory=dict)  # our name -> of what
+    assumed: dict[str, str] = field(default_factory=dict)  # a setting that the file does not give -> what is taken
+    unread: list[str] = field(default_factory=list)  # keys of config.json, false or empty, that nothing here knows
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def said(self) -> list[str]:
@@ -43,6 +47,8 @@ class Imported:
         lines += [f"renamed {theirs} -> {ours}" for theirs, ours in self.renamed.items()]
         lines += [f"made {name}: {what}" for name, what in self.made.items()]
         lines += [f"dropped {name}: {why}" for name, why in self.dropped.items()]
+        lines += [f"assumed {key}={what}: the file does not say it" for key, what in self.assumed.items()]
+        lines += [f"not read, as false or empty: {', '.join(self.unread)}"] if self.unread else []
         return list(map(public_text, lines))
 
 
@@ -79,7 +85,7 @@ def converted(
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
     layout = DRAFTS[kind_of(config)].released
-    require_known(source, theirs, layout.keys)
+    unread = require_known(source, theirs, layout.keys)
     found = mapped(read_weights(files), layout.names, embed_head.embedding_VD)
     if any_vocabulary and "vocabulary" in config.to_json():
         own: dict[str, Any] = {"vocabulary": len(found.weights[IDS]) if IDS in found.weights else None}
@@ -95,7 +101,8 @@ def converted(
     if HEAD in found.weights and HEAD not in wanted:
         _drop_head(found, embed_head.head.linear.weight)
     stated = layout.facts(draft, theirs, found.weights)
-    odd = {key: pair for key, pair in stated.items() if pair[0] != pair[1]}
+    found.unread, found.assumed = unread, _assumed(config, stated)
+    odd = {key: pair for key, pair in stated.items() if pair[0] is not UNSAID and pair[0] != pair[1]}
     if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
         raise PipelineError(f"{source} was trained with {'; '.join(said)}")
     if IDS in found.weights and IDS not in wanted:
@@ -127,7 +134,8 @@ def mapped(
         elif ours is None:
             found.dropped[name] = "nothing here reads it"
         elif ours == "d2t":
-            ids = _ids(tensor.reshape(-1).long(), vocabulary)
+            ids = tensor.reshape(-1).long() + torch.arange(tensor.numel())
+            _require_ids(name, ids, vocabulary)
             if torch.equal(ids, torch.arange(vocabulary)):
                 found.dropped[name] = "every token of the target is one of the draft's"
             else:
@@ -141,6 +149,8 @@ def mapped(
         elif ours.endswith("rotary_emb.inv_freq"):
             found.dropped[name] = "follows from rope_theta"
         else:
+            if ours == IDS:
+                _require_ids(name, tensor.reshape(-1), vocabulary)
             found.weights[ours] = tensor
             if ours == name:
                 found.kept += 1
@@ -154,15 +164,29 @@ def mapped(
     return found
 
 
-def _ids(offsets_U: Tensor, vocabulary: int) -> Tensor:
-    """Raises PipelineError for ids that the target has not, and for two draft tokens of one id."""
-    ids = torch.arange(len(offsets_U)) + offsets_U
-    if len(odd := ids[(ids < 0) | (ids >= vocabulary)]):
-        raise PipelineError(f"d2t leads to token {int(odd[0])}, but the target has {vocabulary}")
-    several, counts = ids.unique(return_counts=True)
+def _require_ids(name: str, ids_U: Tensor, vocabulary: int) -> None:
+    """Raises PipelineError for ids that the target has not, for two draft tokens of one id, and for ids that do not
+    ascend, as a search of them does not find them.
+    """
+    if len(odd := ids_U[(ids_U < 0) | (ids_U >= vocabulary)]):
+        raise PipelineError(f"{name} leads to token {int(odd[0])}, but the target has {vocabulary}")
+    several, counts = ids_U.unique(return_counts=True)
     if len(twice := several[counts > 1]):
-        raise PipelineError(f"d2t leads to token {int(twice[0])} more than once")
-    return ids
+        raise PipelineError(f"{name} leads to token {int(twice[0])} more than once")
+    if len(place := (ids_U.diff() < 0).nonzero()):
+        before, after = ids_U[place[0, 0] :][:2].tolist()
+        raise PipelineError(
+            f"{name} leads to token {before} and then to {after}, expected ascending ones: sort them in a copy of the "
+            "file, and the head's rows with them"
+        )
+
+
+def _assumed(config: DraftConfig, stated: Facts) -> dict[str, str]:
+    """Return what is taken for settings that the file does not give, and why."""
+    unsaid = {key: ours for key, (value, ours) in stated.items() if value is UNSAID}
+    defaults = {key for key in unsaid if getattr(config, key) == getattr(type(config), key)}
+    why = {key: "this kind's default" if key in defaults else "as the recipe says" for key in unsaid}
+    return {key: f"{ours}, {why[key]}" for key, ours in unsaid.items()}
 
 
 def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:

@@ -22,10 +22,9 @@ from pipeline.drafts.parts.base import fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead
 from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, Weights, window_facts
-from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.drafts.parts.released import AUXILIARY, UNSAID, Facts, Names, Released
 from pipeline.lm.states import Needs
 
-AUXILIARY = "eagle_aux_hidden_state_layer_ids"
 LATER = ("norm_before_fc", "attention_bias", "qk_norm")
 
 
@@ -156,10 +155,10 @@ def released_names(names: Collection[str]) -> Names:
 
 def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     """A flag that is not given is false, but `norm_before_residual` of speculators' EAGLE-3, which vLLM takes for true;
-    what has tensors is also told by them. Layers that are not given are the reference's.
+    what has tensors is also told by them.
     """
     last, own = draft.shapes["target_layers"], list(draft.needs.auxiliary)
-    layers = theirs.get(AUXILIARY) or default_layers(last)
+    layers = theirs.get(AUXILIARY) or UNSAID
     fc = names.get("fc.weight")
     room = fc is None or fc.shape[-1] == len(own) * draft.shapes["hidden_size"]
     if layers == [*own, last] and room:  # some list the last one, too, which only training reads

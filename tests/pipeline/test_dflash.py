@@ -29,8 +29,10 @@ LENGTH, BLOCK, GAP = 24, 5, 12
 LOSSES = {
     "decay": (DFlashConfig, {"gamma": 2.0}),
     "a window": (DFlashConfig, {"gamma": 2.0, "window": 6}),
+    "causal, a window": (DFlashConfig, {"gamma": 2.0, "window": 6, "causal": True}),
     "D-PACE, three experts": (DFlashConfig, {"dpace": 0.4, "experts": 3}),
     "dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6}),
+    "causal dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6, "causal": True}),
     "dspark, D-PACE, three experts": (DSparkConfig, {"dpace": 0.4, "rank": 6, "objective": "hard-ce", "experts": 3}),
 }
 EXPERT = {4: [0, 0, 0, 1, 2], 5: [0, 0, 1, 1, 2]}  # by guesses, of each place, where there are three
@@ -88,6 +90,7 @@ def block_by_hand(draft, one: Row, anchor: int):
             shared = head * keys.shape[1] // queries.shape[1]
             scores = queries[:, head] @ keys[:, shared].T / math.sqrt(size)
             hidden = (at[anchor:, None] - at).abs() >= (draft.config.window or anchor + BLOCK)
+            hidden |= draft.config.causal & (at > at[anchor:, None])
             p = scores.masked_fill(hidden, -math.inf).softmax(-1)
             heads.append(p @ values[:, shared])
         x = x + own.o_proj(torch.cat(heads, dim=1))
@@ -164,7 +167,7 @@ def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, togethe
 
 FLAWS = {
     "its anchor's own state": lambda first, last, *rest: SEEN(first, last + 1, *rest),
-    "states up to its own end": lambda first, last, count, block, _: SEEN(first, last + block, count, block),
+    "states up to its own end": lambda first, last, count, block, *_: SEEN(first, last + block, count, block),
     "other blocks": lambda *given: torch.cat([SEEN(*given)[..., : given[2]], SEEN(*given)[..., given[2] :] | True], 2),
     "no place behind it": lambda *given: SEEN(*given).tril(given[2]),
 }
@@ -178,6 +181,21 @@ def test_a_block_that_sees_what_it_must_not_has_another_loss(draft, monkeypatch,
     monkeypatch.setattr(dflash, "seen", FLAWS[flaw])
     wrong, _, same = loss_of(draft)
     assert same == anchors and abs(wrong - loss) > 1e-3
+
+
+def test_a_block_that_is_not_causal_has_the_settings_of_before():
+    assert "causal" not in config_of().to_json() and config_of(causal=True).to_json()["causal"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("draft", ["a window", "causal, a window", "causal dspark"], indirect=True)
+def test_a_block_answers_in_decoding_what_it_answers_by_hand(draft):
+    one = row()
+    inputs = RoundInput(one.input_ids[:9].tolist(), one.auxiliary_TKD[:8])
+    got_LD = draft._told(draft.open(), inputs, 1)[:, 0]
+    torch.testing.assert_close(
+        draft.embed_head.head(got_LD), block_by_hand(draft, one, 8).float(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("draft", ["dspark"], indirect=True)

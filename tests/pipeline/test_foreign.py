@@ -6,13 +6,16 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
 
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.foreign import their_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
-from pipeline.drafts.eagle3 import AUXILIARY, Eagle3Config
+from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.parts.one_layer import ttt_visible
+from pipeline.drafts.parts.released import AUXILIARY
 from pipeline.lm.attention import additive
 from pipeline.recipe.recipe import Recipe
 from tests.pipeline.taught import make_draft, prompt_of
@@ -81,7 +84,11 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
         (EAGLE_3, {"norm_before_fc": True}, "norm_before_fc=True: set draft"),
         (EAGLE_3, {"attention_bias": True}, "attention_bias=True: set draft"),
         (EAGLE_3, {AUXILIARY: ["1", "2"]}, r"eagle_aux_hidden_state_layer_ids=\['1', '2'\], expected numbers"),
-        (EAGLE_3, {AUXILIARY: [2, 1]}, r"auxiliary_layers=\[2, 1\]: set draft"),
+        (EAGLE_3, {"is_neox_style": False}, "is_neox_style=False, and only True is computed here"),
+        (EAGLE, {"rope_is_neox_style": False}, "rope_is_neox_style=False, and only True is computed here"),
+        (EAGLE_3, {"target_hidden_size": 64}, "target_hidden_size is 64, that of target .* 32: it was trained for an"),
+        (EAGLE_3, {"target_hidden_size": "32"}, "target_hidden_size='32', expected a positive number"),
+        (EAGLE_3, SLIDING | {"sliding_window": 0}, "sliding_attention layer with sliding_window=0"),
         ({"kind": "jakiro", "experts": 3}, {"num_experts_per_tok": 3}, "experts_per_token=3: set draft.theirs"),
         (EAGLE, {"hidden_size": 24, "target_hidden_size": 32}, "narrower than its target has no place"),
         (EAGLE_3 | {"attention_bias": True}, {"qkv_bias": False}, None),
@@ -131,6 +138,8 @@ QWEN_3 = {  # layers of a block draft
 }
 DFLASH = {"kind": "dflash", "layers": 2, "block": 4, "auxiliary_layers": [1, 2], "mask_token": 258}
 READ = {"mask_token_id": 258, "target_layer_ids": [0, 1]}
+SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "use_sliding_window": True}
+OF_DSPARK = {"markov_rank": 8, "markov_head_type": "vanilla"}
 FORMS = {  # config.json as its writers save it, in small; the draft's settings
     "EAGLE's authors": ({**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": False, "pad_token_id": 0}, EAGLE),
     "SpecForge": (
@@ -179,13 +188,54 @@ FORMS = {  # config.json as its writers save it, in small; the draft's settings
         DFLASH,
     ),
     "SpecForge's DFlash": ({**QWEN_3, "architectures": ["DFlashDraftModel"], "dflash_config": READ}, DFLASH),
+    "SpecForge's DFlash, sliding layers": (  # which it trains as causal blocks
+        {**QWEN_3, **SLIDES, "architectures": ["DFlashDraftModel"], "dflash_config": READ},
+        DFLASH | {"window": 16, "causal": True},
+    ),
+    "SpecForge's DFlash, a window that no text reaches": (
+        {**QWEN_3, **SLIDES, "sliding_window": 100_000, "dflash_config": READ},
+        DFLASH | {"causal": True},
+    ),
+    "SpecForge's DFlash, sliding layers both ways": (
+        {**QWEN_3, **SLIDES, "is_causal": False, "dflash_config": READ},
+        DFLASH | {"window": 16},
+    ),
+    "speculators' DFlash": (
+        {
+            **{"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "block_size": 4},
+            **{"draft_vocab_size": 260, "max_anchors": 3072, "mask_token_id": 258, "sliding_window_non_causal": False},
+            **{"aux_hidden_state_layer_ids": [1, 2], "target_hidden_size": None, "auf": False, "shift_label": False},
+            "transformer_layer_config": {
+                **{key: value for key, value in QWEN_3.items() if key not in ("block_size", "num_target_layers")},
+                **SLIDES,
+            },
+        },
+        DFLASH | {"window": 16, "causal": True},
+    ),
     "SpecForge's DSpark": (
         {
             **{**QWEN_3, "architectures": ["DSparkDraftModel"], "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}},
             "dflash_config": {
-                **{**READ, "projector_type": "dspark", "markov_rank": 8, "markov_head_type": "vanilla"},
+                **{**READ, **OF_DSPARK, "projector_type": "dspark", "attention_mode": "gqa"},
                 **{"confidence_head_alpha": 1.0, "enable_confidence_head": True, "confidence_head_with_markov": True},
             },
+        },
+        DFLASH | {"kind": "dspark", "rank": 8},
+    ),
+    "SpecForge's causal DSpark": (
+        {
+            **{**QWEN_3, "architectures": ["DSparkDraftModel"], "is_causal": True},
+            "dflash_config": {
+                **{**READ, **OF_DSPARK, "projector_type": "dspark", "attention_mode": "gqa"},
+                **{"confidence_head_alpha": 0.0, "enable_confidence_head": False, "confidence_head_with_markov": False},
+            },
+        },
+        DFLASH | {"kind": "dspark", "rank": 8, "causal": True},
+    ),
+    "DeepSpec's DSpark": (
+        {
+            **{**QWEN_3, **READ, **OF_DSPARK, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
+            **{"enable_confidence_head": True, "confidence_head_with_markov": True},
         },
         DFLASH | {"kind": "dspark", "rank": 8},
     ),
@@ -211,28 +261,107 @@ def test_a_config_as_its_writers_save_it_is_known(released, form):
 
 
 @pytest.mark.parametrize(
-    ("mine", "config", "theirs"),
+    ("mine", "config", "complaint"),
     [
         ([1, 2], {AUXILIARY: [1, 2]}, None),
-        ([1, 2], {AUXILIARY: [0, 1]}, [0, 1]),  # as written, never one more
+        ([2], {AUXILIARY: [1]}, "auxiliary_layers=[1]: set draft.theirs.aux"),  # as written, never one more
         ([1, 2], {"eagle_config": {AUXILIARY: [0, 1]}}, None),
-        ([1, 2], {"eagle_config": {AUXILIARY: [1, 2]}}, [2, 3]),
+        ([1], {"eagle_config": {AUXILIARY: [1]}}, "auxiliary_layers=[2]: set draft.theirs.auxiliary_la"),
+        ([1, 2], {"eagle_config": {AUXILIARY: [1, 2]}}, None),  # no output has the number 2: by inputs
         ([1, 2], {AUXILIARY: [1, 2], "eagle_config": {AUXILIARY: [1, 2]}}, None),
+        ([1, 2], {AUXILIARY: [1, 2], "eagle_config": {AUXILIARY: [0, 1]}}, None),
+        ([2], {AUXILIARY: [2], "eagle_config": {AUXILIARY: [0]}}, "names other layers at each place"),
+        ([2], {"eagle_config": {AUXILIARY: [1]}, "dflash_config": {AUXILIARY: [0]}}, "names other layers at each pl"),
         ([1, 2], {"speculators_model_type": "eagle3", "norm_before_residual": False, AUXILIARY: [1, 2]}, None),
         ([1], {AUXILIARY: [1, 2]}, None),  # the last one, of two, is listed for training
-        ([1], {AUXILIARY: [1, 2, 2]}, [1, 2, 2]),
-        ([1, 2], {}, None),  # the reference's
-        ([2], {}, [1, 2]),  # not what the recipe says
-        ([2], {"eagle_config": {AUXILIARY: []}}, [1, 2]),
+        ([1], {AUXILIARY: [1, 2, 2]}, "names the outputs of layers [1, 2, 2]"),
+        ([1, 2], {AUXILIARY: [2, 1]}, "names the outputs of layers [2, 1]"),
+        ([1, 2], {AUXILIARY: [0, 1]}, "names the outputs of layers [0, 1]"),
+        ([1, 2], {AUXILIARY: [1, 3]}, "in rising order, from 1 to the target's 2"),
     ],
 )
-def test_layers_are_counted_as_their_form_counts_them(released, mine, config, theirs):
+def test_layers_are_counted_as_their_form_counts_them(released, mine, config, complaint):
     recipe, folder, _ = released(EAGLE_3 | {"auxiliary_layers": mine}, **config)
-    if theirs is None:
+    if complaint is None:
         import_draft(folder, recipe, "theirs")
     else:
-        with pytest.raises(PipelineError, match=re.escape(f"auxiliary_layers={theirs}: set draft.theirs.auxiliary_la")):
+        with pytest.raises(PipelineError, match=re.escape(complaint)):
             import_draft(folder, recipe, "theirs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "line"),
+    [
+        (EAGLE_3 | {"auxiliary_layers": [2]}, {}, "auxiliary_layers=[2], as the recipe says"),
+        (
+            EAGLE_3 | {"auxiliary_layers": [2]},
+            {"eagle_config": {AUXILIARY: []}},
+            "auxiliary_layers=[2], as the recipe says",
+        ),
+        (EAGLE_3, {}, "auxiliary_layers=[1, 2], this kind's default"),
+        (DFLASH | {"auxiliary_layers": None}, {"mask_token_id": 258}, "auxiliary_layers=[2], this kind's default"),
+        (DFLASH, {"target_layer_ids": [0, 1]}, "mask_token=258, as the recipe says"),
+        (DFLASH | {"block": 16}, READ | {"block_size": None}, "block=16, this kind's default"),
+    ],
+)
+def test_what_a_file_does_not_say_is_the_recipes_and_printed(released, settings, config, line):
+    blocks = {"num_hidden_layers": 2, "block_size": 4} if settings["kind"] == "dflash" else {}
+    recipe, folder, _ = released(settings, **(blocks | config))
+    said = import_draft(folder, recipe, "theirs")
+    assert [text for text in said if text.startswith("assumed ")] == [f"assumed {line}: the file does not say it"]
+
+
+def test_keys_that_nothing_reads_are_printed(released):
+    recipe, folder, _ = released(EAGLE_3, something_else=False, another=[], nothing=None)
+    assert "not read, as false or empty: another, something_else" in import_draft(folder, recipe, "theirs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "complaint"),
+    [
+        (
+            {"mask_token": None},
+            {},
+            "neither config.json nor the recipe names the mask token: set draft.theirs.",
+        ),
+        ({}, {"mask_token_id": 258, "pard_token": 257}, "pard_token=257 and mask_token_id=258: which one is"),
+        ({}, {"mask_token_id": 257}, "mask_token=257: set draft.theirs.mask_token"),
+    ],
+)
+def test_a_mask_token_that_is_not_known_is_refused(released, settings, config, complaint):
+    p_eagle = {"kind": "p-eagle", "layers": 2, "depths": 3, "mask_token": 258}
+    recipe, folder, _ = released(p_eagle | settings, num_hidden_layers=2, **config)
+    with pytest.raises(PipelineError, match=re.escape(complaint)):
+        import_draft(folder, recipe, "theirs")
+
+
+def test_two_lists_of_a_block_drafts_layers_agree_or_are_refused(released):
+    lists = {"aux_hidden_state_layer_ids": [1, 2], "dflash_config": {"target_layer_ids": [0, 1]}}
+    recipe, folder, _ = released(DFLASH, num_hidden_layers=2, block_size=4, mask_token_id=258, **lists)
+    theirs = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(theirs | {"dflash_config": {"target_layer_ids": [1]}}))
+    with pytest.raises(PipelineError, match=r"names other layers at each place.*dflash_config.target_layer_ids: \[2\]"):
+        import_draft(folder, recipe, "theirs")
+    (folder / "config.json").write_text(json.dumps(theirs))
+    import_draft(folder, recipe, "theirs")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"eagle_config": {AUXILIARY: [1, 2]}}, None),
+        ({"eagle_config": {AUXILIARY: [1, 4]}}, [1, 4]),  # the last layer's output has no such number
+        ({AUXILIARY: [1, 2], "eagle_config": {AUXILIARY: [1, 2]}}, [1, 2]),
+    ],
+)
+def test_nested_ids_of_gpt_oss_are_known_by_their_last_layer_alone(tmp_path, config, layers):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = GptOssConfig(num_hidden_layers=4)
+    if layers is None:
+        with pytest.raises(PipelineError, match="SGLang takes such ids for those whose outputs are read before"):
+            their_config(tmp_path, target)
+    else:
+        assert their_config(tmp_path, target)[AUXILIARY] == layers
 
 
 def test_a_last_layer_that_is_fused_is_one_of_the_draft(released):
@@ -276,9 +405,14 @@ def changed(folder, change, name="model.safetensors"):
         (lambda w: {"t2d": torch.ones(260, dtype=torch.bool)}, "t2d names 260 tokens, but d2t 64 others"),
         (lambda w: {"d2t": w["d2t"].index_fill(0, torch.tensor([1]), 4)}, "t2d names 64 tokens, but d2t 64 others"),
         (lambda w: {"d2t": w["d2t"].index_fill(0, torch.tensor([1]), -1)}, "d2t leads to token 0 more than once"),
+        (
+            lambda w: {"d2t": torch.cat([torch.tensor([4, -1]), w["d2t"][2:]])},
+            "d2t leads to token 4 and then to 0",
+        ),
+        (lambda w: {"draft_token_ids": torch.arange(256, 0, -4)}, "draft_token_ids leads to token 256 and then to 252"),
     ],
 )
-def test_a_t2d_that_contradicts_d2t_is_refused(released, change, complaint):
+def test_a_vocabulary_that_contradicts_or_does_not_ascend_is_refused(released, change, complaint):
     recipe, folder, _ = released(EAGLE_3 | {"vocabulary": 64})
     changed(folder, lambda weights: weights | change(weights))
     with pytest.raises(PipelineError, match=complaint):

@@ -94,11 +94,20 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"sliding_window_non_causal": False}, "its blocks are causal"),
+        ({"sliding_window_non_causal": False}, r"causal=True: set draft\.theirs\.causal"),
+        ({"sliding_window_non_causal": False, "sliding_window": 100_000}, r"causal=True: set draft\.theirs\.causal"),
+        ({"sliding_window_non_causal": None}, "no sliding_window_non_causal: whether blocks are causal is not known"),
+        ({"causal": True}, "causal=True, sliding_window_non_causal=True: whether blocks are causal is not known"),
+        (
+            {"is_causal": False, "dflash_config": {"causal": True}},
+            "is_causal=False, causal=True, sliding_",
+        ),
+        ({"is_causal": "no"}, "is_causal='no', and only False or True is computed here"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True, and only False is computed here"),
         ({"projector_type": "domino"}, "projector_type='domino'"),
         ({"shift_label": True}, "shift_label=True"),
-        ({"aux_hidden_state_layer_ids": [0, 1]}, r"set draft.theirs.auxiliary_layers \(it is \[1, 2\]\)"),
+        ({"aux_hidden_state_layer_ids": [2]}, r"set draft.theirs.auxiliary_layers \(it is \[1, 2\]\)"),
+        ({"aux_hidden_state_layer_ids": [0, 1]}, r"names the outputs of layers \[0, 1\]"),
     ],
 )
 def test_what_a_block_of_speculators_computes_otherwise_is_refused(released, change, said):
@@ -363,6 +372,18 @@ def test_an_embedding_of_its_own_is_refused(released):
     recipe, folder, _ = released({"kind": "eagle"}, more={"model.embed_tokens.weight": (260, 32)})
     with pytest.raises(PipelineError, match=r"model.embed_tokens.weight is not the target's embedding"):
         import_draft(folder, recipe, "theirs")
+
+
+def test_a_checkpoint_whose_ids_do_not_ascend_is_refused(released, embed_head):
+    recipe, folder, _ = released({"kind": "eagle3", "vocabulary": 64})
+    import_draft(folder, recipe, "theirs")
+    own = recipe.draft_dir("theirs")
+    draft = checkpoint.load(own, fingerprint(recipe.target))
+    draft.bind(embed_head)
+    draft.set_vocabulary(draft.token_ids_U.flip(0))
+    checkpoint.save(own, draft, draft.state_dict(), recipe, "theirs", {})
+    with pytest.raises(PipelineError, match="draft_token_ids do not ascend"):
+        checkpoint.load(own, fingerprint(recipe.target))
 
 
 @pytest.mark.parametrize(("more", "token"), [(9, 261), (-1, -1)])

@@ -3,8 +3,8 @@
 The context is c_i = norm(fc(outputs of several layers of the target at t_i)); every layer makes its keys and values of
 it. The block stands behind the anchor t_a, the last token that is certain: B places at positions a .. a + B - 1, the
 first with the anchor's embedding, the others with that of a mask token. Each place sees c_0 .. c_{a-1}, with a window
-of W those at most W - 1 positions before it, and its whole block, in both directions. c_a is not there: the target has
-not read t_a yet. Place k answers
+of W those at most W - 1 positions before it, and its whole block, in both directions; a causal block's place sees the
+block up to itself. c_a is not there: the target has not read t_a yet. Place k answers
 
     logits of t_{a+k} = head(norm(h_k)),   k = 1 .. B - 1
 
@@ -34,8 +34,8 @@ from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rot
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
-from pipeline.drafts.parts.released import Facts, Names, Released
-from pipeline.lm.attention import additive
+from pipeline.drafts.parts.released import AUXILIARY, LAYER_KEYS, UNSAID, Facts, Names, Released
+from pipeline.lm.attention import SLIDING, additive
 from pipeline.lm.states import Needs, States
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class DFlashConfig(PlacesConfig):
     mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
     anchors: int = 512  # blocks of a dialogue in one step, at most
     window: int | None = None  # positions that a place sees, from itself back; at least a block; default: all
+    causal: bool = False  # a place sees its block up to itself, not all of it
     gamma: float = 7.0  # of the loss: place k weighs exp(-(k - 1) / gamma)
     dpace: float | None = None  # instead of it D-PACE's weights with this alpha, 0.5 in its paper
     objective: LossKind = "hard-ce"
@@ -72,6 +73,10 @@ class DFlashConfig(PlacesConfig):
             raise ValueError(f"gamma={self.gamma}: expected more than 0")
         if self.dpace is not None and not (0 <= self.dpace <= 1 and self.objective == "hard-ce"):
             raise ValueError(f"dpace={self.dpace}: expected 0 to 1, with objective='hard-ce'")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings, without `causal` where it is false: a draft from before it keeps its hash."""
+        return {key: value for key, value in super().to_json().items() if value or key != "causal"}
 
     @property
     def auxiliary(self) -> Sequence[int | str]:
@@ -171,7 +176,7 @@ class DFlash(Masked, TrainedDraft):
         return route(self.config, np.tile(np.arange(levels - self.config.block, levels).clip(0), blocks), device)
 
     def _seen(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
-        return seen(first_CA, last_CA, count, self.config.block, self.config.window)
+        return seen(first_CA, last_CA, count, self.config.block, self.config.window, self.config.causal)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -225,7 +230,7 @@ class DFlash(Masked, TrainedDraft):
         last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each sees
         x, rope = self._blocks(sent(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
         mask, here_CA = None, last_CA - state.gone  # in the cache
-        if places > 1 or self.config.window:
+        if places > 1 or self.config.window or self.config.causal:
             mask = additive(self._seen(torch.zeros_like(here_CA), here_CA, end - state.gone), x.dtype)[:, None]
         to = self._route(places, device)
         for layer in self._layers:
@@ -242,9 +247,12 @@ def _behind(
     return layer(x, rope, mask, cache, to)
 
 
-def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int | None = None) -> Tensor:
+def seen(
+    first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int | None = None, causal: bool = False
+) -> Tensor:
     """Bool (C, A * B, count + A * B): what the places of A blocks see, each from its first to its last input of the
-    context, of these the ones less than `window` before the place, and then its own block.
+    context, of these the ones less than `window` before the place, and then its own block, of a causal one the places
+    up to itself.
     """
     inputs = torch.arange(count, device=last_CA.device)
     context_CAT = (inputs >= first_CA[..., None]) & (inputs <= last_CA[..., None])
@@ -253,8 +261,9 @@ def seen(first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int 
         places_CR = (last_CA[..., None] + 1 + torch.arange(block, device=last_CA.device)).flatten(1)
         context_CRT &= places_CR[..., None] - inputs < window
     number = torch.arange(last_CA.shape[1], device=last_CA.device).repeat_interleave(block)
-    own = (number[:, None] == number).expand(len(last_CA), -1, -1)
-    return torch.cat([context_CRT, own], dim=2)
+    own = number[:, None] == number
+    own = own.tril() if causal else own
+    return torch.cat([context_CRT, own.expand(len(last_CA), -1, -1)], dim=2)
 
 
 def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -278,15 +287,33 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
 
 
 def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    """Their layers are counted from 0, in speculators' form as ours. A draft without a list reads the default ones."""
-    if theirs.get("sliding_window") and theirs.get("speculators_model_type") and not theirs.get(BOTH_WAYS):
-        raise PipelineError(f"{BOTH_WAYS} is not true: its blocks are causal, and here all of a block's places see it")
-    own = list(draft.needs.auxiliary)
-    layers = [number + 1 for number in theirs["target_layer_ids"]] if "target_layer_ids" in theirs else own
-    layers = theirs.get(LAYERS, layers)
     sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
-    found = {key: (theirs.get(their, mine), mine) for key, (their, mine) in sizes.items()}
-    return found | {"auxiliary_layers": (layers, own)} | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
+    facts: Facts = {key: (theirs.get(their, UNSAID), mine) for key, (their, mine) in sizes.items()}
+    facts["auxiliary_layers"] = (theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary))
+    facts["causal"] = (is_causal(theirs), draft.config.causal)
+    return facts | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
+
+
+def is_causal(theirs: dict[str, Any]) -> bool:
+    """Return whether a place sees its block up to itself alone. What a file says holds for all layers. One that says
+    nothing means causal blocks where its layers slide, as SpecForge trains them and vLLM and SGLang serve them.
+
+    Raises PipelineError where keys contradict each other, and where speculators' form does not say it of its sliding
+    layers: speculators trains these as causal by default, and versions of vLLM serve them both ways.
+    """
+    stated = {key: bool(theirs[key]) for key in CAUSAL if key in theirs}
+    slides = theirs.get("layer_types") == [SLIDING]
+    if slides and BOTH_WAYS in theirs:
+        stated[BOTH_WAYS] = not theirs[BOTH_WAYS]
+    if len(set(stated.values())) > 1:
+        both = ", ".join(f"{key}={theirs[key]!r}" for key in stated)
+        raise PipelineError(f"config.json says {both}: whether blocks are causal is not known. Correct a copy of it")
+    if slides and not stated and "speculators_model_type" in theirs:
+        raise PipelineError(
+            f"config.json has {SLIDING} layers and no {BOTH_WAYS}: whether blocks are causal is not known. Say it in a "
+            "copy of the file, true or false, as the draft was trained"
+        )
+    return next(iter(stated.values()), slides)
 
 
 IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
@@ -297,18 +324,22 @@ def released_names(names: Collection[str]) -> Names:
     return {name: ours.get(name, name) for name in names}
 
 
-LAYERS, BOTH_WAYS = "aux_hidden_state_layer_ids", "sliding_window_non_causal"  # in speculators' form
-READ = ("block_size", MASK, "target_layer_ids", LAYERS, BOTH_WAYS)
+BOTH_WAYS = "sliding_window_non_causal"  # in speculators' form
+CAUSAL = ("is_causal", "causal")
+READ = ("block_size", MASK, *LAYER_KEYS)
 # How it was trained, and Domino's settings, which that form has at their defaults.
-NOT_READ = ("num_target_layers", "auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start")
+NOT_READ = (
+    *("num_target_layers", "num_anchors", "max_anchors", "auf"),
+    *("emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start"),
+)
 RELEASED = Released(
     released_names,
     released_facts,
     keys=WINDOW
     | dict.fromkeys((*READ, *NOT_READ, "pure_draft_prefix_len"), ())
     | {
-        "causal": (False,),
-        "is_causal": (False,),
+        **dict.fromkeys((*CAUSAL, BOTH_WAYS), (False, True)),
+        "attention_mode": ("gqa", "mha"),
         "projector_type": ("dflash",),
         "sample_from_anchor": (False,),
         "shift_label": (False,),

@@ -27,7 +27,7 @@ from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
 from pipeline.drafts.parts.one_layer import DraftState
-from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.drafts.parts.released import UNSAID, Facts, Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -119,7 +119,7 @@ class DSpark(DFlash):
 
 
 def released_facts(draft: DSpark, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    rank = theirs.get("markov_rank", draft.config.rank)
+    rank = theirs.get("markov_rank", UNSAID)
     return dflash.released_facts(draft, theirs, names) | {"rank": (rank, draft.config.rank)}
 
 

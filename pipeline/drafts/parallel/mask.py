@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.module import DraftModule
+from pipeline.drafts.parts.released import UNSAID, Facts
 
 MASK = "mask_token_id"  # the buffer
 
@@ -38,7 +39,19 @@ class Masked(DraftModule):
         self.mask_token_id.fill_(free)
 
 
-def mask_fact(draft: Any, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What their config says of it, beside the draft's settings."""
-    token = theirs.get("pard_token", theirs.get(MASK))
-    return {} if token is None else {"mask_token": (token, draft.config.mask_token)}
+def mask_fact(draft: Any, theirs: dict[str, Any]) -> Facts:
+    """Return what their config says of it, beside the draft's settings.
+
+    Raises PipelineError where it says two, and where neither it nor the draft's settings name one.
+    """
+    stated = {key: theirs[key] for key in ("pard_token", MASK) if key in theirs}
+    if len(set(map(str, stated.values()))) > 1:
+        both = " and ".join(f"{key}={token!r}" for key, token in stated.items())
+        raise PipelineError(f"config.json says {both}: which one is the mask token is not known. Correct a copy of it")
+    token, ours = next(iter(stated.values()), UNSAID), draft.config.mask_token
+    if token is UNSAID and ours is None:
+        raise PipelineError(
+            f"neither config.json nor the recipe names the mask token: set draft.{draft.name}.mask_token to the id "
+            "that the draft was trained with"
+        )
+    return {"mask_token": (token, ours)}

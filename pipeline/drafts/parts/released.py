@@ -10,6 +10,11 @@ from pipeline.drafts.parts.module import DraftModule
 
 Names = dict[str, str | None]
 Facts = dict[str, tuple[Any, Any]]
+UNSAID: Any = object()  # the value of a setting that a file does not give: the recipe's is taken
+
+# Keys that name the target's layers, counted from 0: two by those whose input is taken, one by those whose output is.
+AUXILIARY, INPUTS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"
+LAYER_KEYS = (AUXILIARY, INPUTS, OUTPUTS)
 
 
 def same_names(names: Collection[str]) -> Names:
@@ -26,8 +31,8 @@ class Released:
 
     # Our name of each of its tensors; None for one that nothing here reads.
     names: Callable[[Collection[str]], Names] = same_names
-    # What its config, or what tensors there are (by our names), says of the draft's settings: our key -> (its value,
-    # ours).
+    # What its config, or what tensors there are (by our names), says of the draft's settings: our key -> (its value or
+    # UNSAID, ours).
     facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = no_facts
     # Of its config, beside what says nothing of the computation: key -> the values that are computed; none: any.
     keys: dict[str, tuple] = field(default_factory=dict)
