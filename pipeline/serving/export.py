@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.foreign import MUSE
+from pipeline.artifacts.foreign import GPT_OSS, MUSE
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import write_json
+from pipeline.basics.files import read_json, write_json
 from pipeline.drafts import DraftConfig, TrainedDraft, kind_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3FrameConfig
@@ -35,6 +35,7 @@ from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parallel.places import PlacesConfig
+from pipeline.drafts.parts.released import AUXILIARY
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import FULL, SLIDING
 from pipeline.lm.model import source
@@ -212,11 +213,13 @@ def _eagle3(
     if config.qk_norm:
         layer["model_type"] = "qwen3"
     if engine != "speculators":
-        # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads.
-        counted = [number - 1 for number in layers] if engine == "sglang" else layers
-        own = {"num_aux_hidden_states": len(layers), "eagle_aux_hidden_state_layer_ids": counted}
+        # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads, but for
+        # gpt-oss since its pull request 32334.
+        adds_one = engine == "sglang" and not _is_gpt_oss(target, saved.target["model"])
+        counted = [number - 1 for number in layers] if adds_one else layers
+        own = {"num_aux_hidden_states": len(layers), AUXILIARY: counted}
         inner = {"eagle_config": {"use_aux_hidden_state": True, **own}}
-        outer = {} if engine == "sglang" else own
+        outer = {} if adds_one else own
         name = "JakiroForCausalLMEagle3" if isinstance(config, ExpertsConfig) else "LlamaForCausalLMEagle3"
         name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else name
         return Written({"architectures": [name]} | layer | flags | outer | inner, weights)
@@ -238,11 +241,19 @@ def _eagle3(
             "transformer_layer_config": layer,
             "torch_dtype": layer["torch_dtype"],
             "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": layers,
+            AUXILIARY: layers,
             **flags,
         },
         weights,
     )
+
+
+def _is_gpt_oss(target: str | None, name: str) -> bool:
+    """Return whether a target is of this family: by the config.json of the folder `target`, else by that or `name`."""
+    config = Path(target or "") / "config.json"
+    if target and config.is_file():
+        return read_json(config).get("model_type") == GPT_OSS
+    return "gpt-oss" in (target or name).lower()
 
 
 def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Tensor], engine: str) -> Written:
@@ -254,6 +265,8 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
     own = {"mask_token_id": int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
     if config.window and engine != "vllm":
         raise PipelineError(f"window={config.window}: {engine} has no such draft; export to vllm")
+    if config.causal and engine == TRANSFORMERS:
+        raise PipelineError(f"causal=true: {engine} has no such draft; export to vllm or sglang")
     llama = layer_of(saved, config, weights) | {"num_hidden_layers": config.layers, "block_size": config.block}
     llama |= {"layer_types": [SLIDING] * config.layers} if config.window else {}
     if engine == TRANSFORMERS:
@@ -261,7 +274,9 @@ def _dflash(saved: checkpoint.Saved, config: DFlashConfig, weights: dict[str, Te
         said = {"model_type": MUSE, "layer_types": [FULL] * config.layers}
         return Written({"architectures": ["MuseGlimmerAssistantModel"]} | llama | said | own, weights)
     llama |= {"model_type": "qwen3", "num_target_layers": saved.shapes["target_layers"]}
-    return Written({"architectures": ["DFlashDraftModel"], **llama, "dflash_config": own | {"causal": False}}, weights)
+    llama |= {"is_causal": True} if config.causal else {}  # what SGLang reads; vLLM reads either
+    inner = own | {"causal": config.causal}
+    return Written({"architectures": ["DFlashDraftModel"], **llama, "dflash_config": inner}, weights)
 
 
 def _dspark(saved: checkpoint.Saved, config: Any, weights: dict[str, Tensor], engine: str) -> Written:

@@ -1,6 +1,7 @@
 """Drafts as engines load them: names, shapes and settings by list, and back again the same bytes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ CASES = {  # settings, engine -> architecture, names
         DFLASH | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
     ),
     "dflash to vllm": (OF_BLOCKS, "vllm", "DFlashDraftModel", DFLASH),
+    "causal dflash to vllm": (replace(OF_BLOCKS, causal=True, window=64), "vllm", "DFlashDraftModel", DFLASH),
+    "causal dflash to sglang": (replace(OF_BLOCKS, causal=True), "sglang", "DFlashDraftModel", DFLASH),
     "dflash to sglang": (OF_BLOCKS, "sglang", "DFlashDraftModel", DFLASH),
     "dflash to transformers": (
         OF_BLOCKS,
@@ -214,7 +217,8 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
             [1, 5],
             settings.block,
         )
-        assert engine == "transformers" or inner["causal"] is False
+        assert engine == "transformers" or inner["causal"] is settings.causal
+        assert config.get("is_causal", False) is settings.causal
         launched = {
             "vllm": f'"method": "{settings.kind}", "model": "{out}", "num_speculative_tokens": 3}}',
             "sglang": f"--speculative-algorithm DFLASH --speculative-draft-model-path {out} "
@@ -236,6 +240,21 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert set(own) | ({"fc.bias"} & set(weights)) == set(back)
     for name, tensor in own.items():
         assert torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype, name
+
+
+def test_sglang_counts_the_layers_of_gpt_oss_as_vllm_does(released, imported, tmp_path):
+    """By its pull request 32334; told by the target's config.json, or its name."""
+    settings, folder = Eagle3Config(), tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    release = released(settings)
+    for number, target in enumerate(("openai/gpt-oss-20b", str(folder))):
+        out = tmp_path / f"out-{number}"
+        export(release, "sglang", out, target)
+        config = json.loads((out / "config.json").read_text())
+        places = config, config["eagle_config"]
+        assert [place["eagle_aux_hidden_state_layer_ids"] for place in places] == [[2, 4, 5]] * 2
+        imported(out, settings, f"back-{number}")
 
 
 def settings_of(settings, weights):
@@ -375,6 +394,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (DFlashConfig(), "speculators", "speculators is given no dflash: export to vllm"),
         (Eagle3Config(), "transformers", r"transformers is given no eagle3: its generate\(\) takes the release"),
         (DFlashConfig(window=64), "sglang", "window=64: sglang has no such draft"),
+        (DFlashConfig(causal=True), "transformers", "causal=true: transformers has no such draft"),
         (DSparkConfig(rank=4), "sglang", "sglang is given no dspark: export to vllm"),
         (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
