@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from pipeline.lm.chat import Messages, Unusable
-from preprocess.sources.forms import ROLES, either
+from preprocess.sources.forms import either, role_of
 from preprocess.sources.tools import read_json
 
 SYSTEM = ("system", "system_prompt", "system_message")
@@ -55,7 +55,7 @@ def require_known_mask(record: dict) -> None:
     """Raise Unusable("unknown_mask") for a record's `mask`, unless it names roles that have no loss anyway (NeMo)."""
     mask = record.get("mask")
     names = mask if isinstance(mask, list) else [mask]
-    roles = [ROLES.get(name.lower()) if isinstance(name, str) else None for name in names]
+    roles = [role_of(name) for name in names]
     if _is_filled(mask) and not all(role in ("system", "user", "tool") for role in roles):
         raise Unusable("unknown_mask")
 
@@ -82,8 +82,7 @@ def unseen_media(record: dict, texts: list[str]) -> list[str]:
 
 
 def _role(turn: Any) -> str | None:
-    name = either(turn, "from", "role") if isinstance(turn, dict) else None
-    return ROLES.get(name) if isinstance(name, str) else None
+    return role_of(either(turn, "from", "role")) if isinstance(turn, dict) else None
 
 
 def _is_filled(value: Any) -> bool:
