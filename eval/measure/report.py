@@ -273,7 +273,7 @@ def summary(rows: list[Row]) -> str:
         [place[0], f"{place[1]:g}", place[2], *usual_said(found), "yes" if found["lossless"].value else "NO"]
         for place, found in by_place(rows).items()
     )
-    return markdown.fitted(heads, lines)
+    return markdown.narrow_table(heads, lines)
 
 
 def _line(place: Place, found: dict[str, Row], circles: bool) -> list[Any]:

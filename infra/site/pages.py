@@ -158,11 +158,11 @@ def message(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(one.value if isinstance(one, ast.Constant) else filled(one.value) for one in node.values)
+        return "".join(one.value if isinstance(one, ast.Constant) else placeholder(one.value) for one in node.values)
     return None
 
 
-def filled(value: ast.expr) -> str:
+def placeholder(value: ast.expr) -> str:
     name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
     return f"{{{name.strip('_').replace('_', ' ').lower()}}}" if name else "{...}"
 

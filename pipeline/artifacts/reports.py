@@ -334,8 +334,8 @@ def faster_drafts(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> 
     faster = [name for name in reversed(others) if speeds.get(name, 0) > speeds.get(released, 1)]
     if not faster:
         return ""
-    listed = ", ".join(f"`{name}` ({speeds[name]:.2f}x)" for name in faster)
+    names = ", ".join(f"`{name}` ({speeds[name]:.2f}x)" for name in faster)
     return (
         f"In this run other drafts were faster than the released `{released}` ({speeds.get(released, 1):.2f}x, the "
-        f"mean over benchmarks and temperatures): {listed}."
+        f"mean over benchmarks and temperatures): {names}."
     )

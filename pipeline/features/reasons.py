@@ -40,7 +40,7 @@ WORDS = {
 }
 
 
-def explained(counts: dict[str, int]) -> str:
+def describe_reasons(counts: dict[str, int]) -> str:
     """Return how often there was each reason, with its words, the most frequent first; names that this version does not
     know are counted together.
     """

@@ -18,7 +18,7 @@ LAST_CLUSTER = "ray/ray_current_cluster"  # where `ray start` leaves the address
 KNOCK = 5.0  # seconds that a head has to answer
 
 
-def joined() -> str | None:
+def ray_address() -> str | None:
     """Return the address of the Ray that is joined; None where one is started on this machine."""
     return os.environ.get(ADDRESS) or None
 
@@ -27,7 +27,7 @@ def require_cluster() -> None:
     """Raises PipelineError where Ray can be neither joined nor started: the head at RAY_ADDRESS does not answer, or no
     folder is short enough for its sockets.
     """
-    if joined():
+    if ray_address():
         require_head()
     else:
         sockets_place()
@@ -35,7 +35,7 @@ def require_cluster() -> None:
 
 def require_head() -> None:
     """Raises PipelineError where nothing listens at the address that RAY_ADDRESS means."""
-    address = joined() or "auto"
+    address = ray_address() or "auto"
     if (means := _last_cluster() if address == "auto" else address) in (None, "local"):
         return  # Ray itself looks for one, or starts one
     parts = urlsplit(means if "://" in means else f"ray://{means}")

@@ -17,7 +17,7 @@ def table(heads: list[str], rows: Iterable[list[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
-def fitted(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL) -> str:
+def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL) -> str:
     """Return an aligned table of at most `width` columns: the widest cells go on in further lines."""
     lines = [list(map(str, cells)) for cells in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

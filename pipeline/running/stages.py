@@ -23,7 +23,7 @@ from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts,
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
-from pipeline.features.reasons import explained
+from pipeline.features.reasons import describe_reasons
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
@@ -70,7 +70,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if recipe.answers_streamed and QUESTIONS not in manifest.text:
         return False, "its answers were kept, questions were not"
     rejected = manifest.accounting.get("rejected") or {}
-    why = f"; {sum(rejected.values())} rejected: {explained(rejected)}" if rejected else ""
+    why = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
     if recipe.features.keep == "window":
         return True, f"texts, validation and answers; training is fed with the rest{why}"
     if lacking := manifest.lacks("train"):

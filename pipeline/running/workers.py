@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
-from pipeline.running.cluster import ADDRESS, joined, private_folder, require_cluster
+from pipeline.running.cluster import ADDRESS, private_folder, ray_address, require_cluster
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import (
     NOT_YET,
@@ -302,7 +302,7 @@ def start_ray(crew: Crew) -> Iterator[None]:
     """
     here = {"env_vars": {"PYTHONPATH": python_path(os.environ)}}
     with ExitStack() as stack:
-        if joined():
+        if ray_address():
             settings: dict[str, Any] = {"runtime_env": {} if _brings_code() else here}
         else:
             require_few(f"{crew.section}.workers", crew.workers)
@@ -329,10 +329,10 @@ def _init(settings: dict[str, Any]) -> None:
         with kept_handlers():
             ray.init(logging_level=logging.WARNING, **settings)
     except Exception as error:  # a late start is a bare one
-        what = f"joined ({ADDRESS}={joined()!r})" if joined() else "started on this machine"
+        what = f"joined ({ADDRESS}={ray_address()!r})" if ray_address() else "started on this machine"
         remedy = (
             f"Its head has to run Ray {ray.__version__} with this Python"
-            if joined()
+            if ray_address()
             else "Is the machine overloaded, or short of memory or of /dev/shm? jakiro doctor says"
         )
         raise PipelineError(

@@ -3,7 +3,7 @@
 import ast
 import json
 
-from pipeline.features.reasons import WORDS, explained
+from pipeline.features.reasons import WORDS, describe_reasons
 from pipeline.running.stages import features_state
 from tests.kit import ROOT, dump_here
 
@@ -34,7 +34,7 @@ def test_each_reason_of_the_code_has_words():
 
 
 def test_reasons_are_told_with_their_counts_the_most_frequent_first():
-    assert explained({"too_long": 1, "no_exchange": 3, "\x1b[2J": 2, "new": 1}) == (
+    assert describe_reasons({"too_long": 1, "no_exchange": 3, "\x1b[2J": 2, "new": 1}) == (
         "3 no_exchange (no question with an answer), 1 too_long (more tokens than data.max_length), 3 for other reasons"
     )
 

@@ -28,7 +28,7 @@ from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.dtypes import describe_bfloat16, native_dtype
 from pipeline.running import entry
-from pipeline.running.cluster import joined, require_cluster, sockets_place
+from pipeline.running.cluster import ray_address, require_cluster, sockets_place
 from pipeline.running.cores import cores
 
 GB = 1e9
@@ -161,7 +161,9 @@ def ray() -> Iterator[Finding]:
     """Whether the Ray that commands with workers use can be joined, or started here."""
     try:
         require_cluster()
-        yield Finding("ok", f"Ray at {joined()} answers" if joined() else f"Ray's files go to {sockets_place()}")
+        yield Finding(
+            "ok", f"Ray at {ray_address()} answers" if ray_address() else f"Ray's files go to {sockets_place()}"
+        )
     except PipelineError as error:
         refusal, _, remedy = str(error).partition(". ")
         yield Finding("fix", refusal, remedy)

@@ -23,7 +23,7 @@ from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
 from pipeline.drafts import DRAFTS
-from pipeline.features.reasons import explained
+from pipeline.features.reasons import describe_reasons
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_tokenizer, parameter_count_of
@@ -115,7 +115,7 @@ class Source:
             lengths += [len(one.input_ids) for _, one in sequences]
             learnt += sum(int(one.loss_mask.sum()) for _, one in sequences)
         tried = min(records, ENCODED)
-        why = explained(refused)
+        why = describe_reasons(refused)
         if not lengths:
             raise PipelineError(
                 f"none of the first {tried} records of {data.source} is usable ({why or 'it is empty'})"
