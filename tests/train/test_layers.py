@@ -133,9 +133,10 @@ OTHER = ["data.heldout_fraction=0.3", "data.min_length=2"]
 KEYS = "data.min_length: 1 -> 2, data.heldout_fraction: 0.2 -> 0.3"
 
 
-def test_features_of_other_settings_are_refused_by_their_keys_at_every_stage(dumped, tmp_path):
+def test_features_of_other_settings_are_refused_by_their_keys_at_every_stage(dumped, tmp_path, monkeypatch):
     first, output = dumped
     other = load_recipe(first, OTHER)
+    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("ranks are started"))
     launched = partial(call, launch.main, str(first), *override_arguments(OTHER))  # before any rank is
     checks = (partial(require_same_settings, other, []), partial(readable_spec, other), partial(dump, other), launched)
     for refuses in checks:
