@@ -36,7 +36,7 @@ from pipeline.recipe.differences import differences, regenerate_keys
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
-from preprocess.dump.driver import listed, require_lasting, torn_tail, write_rejected
+from preprocess.dump.driver import examples, listed, require_lasting, torn_tail, write_rejected
 from preprocess.dump.interview import not_asked
 from preprocess.dump.pool import records
 from preprocess.dump.task import ShardTask
@@ -128,6 +128,7 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
         "rejected": dict(sorted(Counter(reason for _, reason in rejected).items())),
         "skipped": dict(skipped),
         "edits": dict(sorted(edits.items())),
+        "examples": intake.examples,
         "torn_tail_after": intake.tail.torn_after,
     }
     checksum = sha256(folder / DIALOGUES)
@@ -154,6 +155,7 @@ def _report(folder: Path, counts: dict[str, Any]) -> list[str]:
         *torn_tail(counts),
         f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
         f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})",
+        *examples(counts),
         f"{counts['answers']:,} answers, {counts['tokens']:,} tokens generated; dialogues changed: "
         f"{listed(counts['edits'])}",
         f"train on them with data.source = {str(folder / DIALOGUES)!r}",

@@ -236,7 +236,24 @@ def test_new_leaves_no_recipe_for_data_that_it_cannot_use(tiny_target, tmp_path)
     data.write_text(json.dumps([{"id": "a", "conversations": []}] * 3))
     with pytest.raises(PipelineError, match=r"none of the first 3 records of .* is usable"):
         call(new.main, *asked(tmp_path / "my.toml", tiny_target, data))
+    data.write_text(json.dumps([{"id": "a", "convs": []}] * 3))
+    with pytest.raises(PipelineError, match=r"3 malformed; the first malformed record: its keys are 'id', 'convs'"):
+        call(new.main, *asked(tmp_path / "my.toml", tiny_target, data))
     assert not (tmp_path / "my.toml").exists()
+
+
+def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_sharegpt(folder / "part.json", 30)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: b\n  data_files: [{split: dev, path: part.json}]\n---\n"
+    )
+    out = tmp_path / "my.toml"
+    with pytest.raises(PipelineError, match=r"\['dev'\]\. Set data\.split"):
+        call(new.main, *asked(out, tiny_target, f"datasets:{folder}", subset="b"))
+    call(new.main, *asked(out, tiny_target, f"datasets:{folder}", subset="b", split="dev"))
+    assert (load_recipe(out).data.subset, load_recipe(out).data.split) == ("b", "dev")
 
 
 @pytest.mark.parametrize(

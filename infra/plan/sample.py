@@ -9,8 +9,9 @@ from pipeline.lm import chat
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document
+from preprocess.sources.forms import description
 from preprocess.sources.groups import Groups, held_out
-from preprocess.sources.intake import clean_in_language
+from preprocess.sources.intake import DESCRIBED, clean_in_language
 from preprocess.sources.read import Tail, read_records
 from preprocess.sources.sequences import encode_sequences
 
@@ -44,17 +45,22 @@ def sample_source(recipe: Recipe) -> Sample:
     every = max(records // ENCODED, 1)
     tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
+    refused: dict[str, str] = {}
     for record in islice(read_records(recipe.data, Tail()), 0, None, every):
         tried += 1
         try:
             dialogue = clean_in_language(record, recipe.data, groups)
             sequences, _ = encode_sequences(tokenizer, dialogue, recipe.data)
-        except chat.Unusable:
+        except chat.Unusable as reason:
+            refused.setdefault(str(reason), description(record))
             continue
         split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
         documents[split] += [Document(name, sequence.input_ids, sequence.loss_mask) for name, sequence in sequences]
     if not documents["train"]:
-        raise PipelineError(f"none of {tried} records tried of data.source {recipe.data.source} is usable")
+        why = ", ".join(f"{reason}: {text}" for reason, text in refused.items() if reason in DESCRIBED)
+        raise PipelineError(
+            f"none of {tried} records tried of data.source {recipe.data.source} is usable{f' ({why})' if why else ''}"
+        )
     return Sample(records, tried, documents)
 
 

@@ -93,6 +93,7 @@ class Accounting(BaseModel):
     skipped: Counts
     edits: Counts
     grouped: Counts
+    examples: dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Annotated[str, Field(max_length=2000)]] = {}
     torn_tail_after: Count | None
 
 

@@ -29,7 +29,7 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_ow
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import public_name
+from pipeline.basics.public import public_name, public_text
 from pipeline.features.checked import checked
 from pipeline.features.engines.vllm import python_of, version_of
 from pipeline.features.schema import FeatureSpec, text_schema
@@ -288,6 +288,7 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
+            f"{_behind(examples(manifest.accounting))}{_behind([_grouped(manifest)])}"
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
@@ -350,14 +351,26 @@ def torn_tail(counts: dict[str, Any]) -> list[str]:
     return [] if whole is None else [f"the source ends in the middle of a record: its {whole} whole records are used"]
 
 
+def examples(counts: dict[str, Any]) -> list[str]:
+    """A report's lines on the first record of each reason that a look at it explains."""
+    return [public_text(f"the first {reason} record: {text}") for reason, text in counts.get("examples", {}).items()]
+
+
+def _behind(words: list[str]) -> str:
+    return "".join(f"; {word}" for word in words if word)
+
+
 def _count(manifest: Manifest) -> int:
     return len(manifest.shards) + len(manifest.answers)
 
 
 def _grouped(manifest: Manifest) -> str:
     """Empty where no dialogues are."""
-    parts, conversations = (manifest.accounting["grouped"][name] for name in ("dialogues", "conversations"))
-    return f"{parts} dialogues are parts of {conversations} conversations" if parts else ""
+    counts = manifest.accounting["grouped"]
+    parts = f"{counts['dialogues']} dialogues are parts of {counts['conversations']} conversations"
+    sharing = counts.get("sharing_dialogues")  # not counted in earlier dumps
+    questions = f"{sharing} dialogues begin with one of {counts.get('shared_questions')} questions that are repeated"
+    return ", ".join([parts] * bool(counts["dialogues"]) + [questions] * bool(sharing))
 
 
 def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
@@ -371,6 +384,7 @@ def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
         f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "
         f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'], ': ')})"
     )
+    lines += examples(counts)
     lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
     if grouped := _grouped(manifest):
         lines.append(f"split: {grouped}, each on one side")

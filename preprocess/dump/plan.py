@@ -36,7 +36,7 @@ from preprocess.dump.interview import not_asked
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FURTHER, Document
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.groups import held_out
+from preprocess.sources.groups import held_out, question_key
 from preprocess.sources.intake import Intake
 from preprocess.sources.sequences import encode_sequences
 
@@ -112,6 +112,7 @@ class Plan:
     tokens: Counter = field(default_factory=Counter)  # by split, so far; the last dialogue may go beyond max_tokens
     _read: bool = False  # all of the source
     _unusable: list[tuple[str, str]] = field(default_factory=list)
+    _prompt_keys: set[bytes] = field(default_factory=set)  # questions that are prompts already
     _intake: Intake = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,23 +231,25 @@ class Plan:
 
     def _offer_prompt(self, dialogue) -> None:
         """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted; after
-        these, as long as it leaves room to answer, a calibration prompt. So no figure of training looks at what
-        evaluation measures.
+        these, as long as it leaves room to answer, a calibration prompt. Each question is one prompt only. So no figure
+        of training looks at what evaluation measures.
         """
         data = self.recipe.data
         if len(self.prompts) == data.heldout_prompts and len(self.calibration) == data.calibration_prompts:
             return
-        if dialogue.raw is not None:  # it asks nothing
+        question = dialogue.question
+        if question is None or question_key(question) in self._prompt_keys:
             return
-        question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
         ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
         if len(self.prompts) < data.heldout_prompts:
             if len(ids) <= data.max_length:
                 one = {"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]}
                 self.prompts.append(one | {"exchanges": _exchanges(dialogue.messages)})
+                self._prompt_keys.add(question_key(question))
         elif len(ids) + self.recipe.features.answer_tokens <= data.max_length:
             mask = np.zeros(len(ids), np.uint8)
             self.calibration.append(Document(dialogue.doc_id, np.array(ids, np.int32), mask))
+            self._prompt_keys.add(question_key(question))
 
     def _close(self, split: str) -> ShardTask:
         task = ShardTask(split, self._indices[split], self._open[split])
@@ -276,5 +279,6 @@ class Plan:
             "skipped": dict(self.skipped),
             "edits": dict(sorted(edits.items())),
             "grouped": self._intake.grouped,
+            "examples": self._intake.examples,
             "torn_tail_after": self._intake.tail.torn_after,
         }

@@ -14,9 +14,11 @@ from rensa import RMinHash, RMinHashLSH
 from pipeline.lm.chat import Encoded, Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue, clean, record_id
+from preprocess.sources.forms import description
 from preprocess.sources.groups import Groups
 from preprocess.sources.read import Tail, read_records
 
+DESCRIBED = ("malformed", "unknown_role")  # reasons that a look at the record explains
 LOOKED_AT = 4000  # characters of a dialogue whose language is judged
 PERMUTATIONS, BANDS, SHINGLE = 128, 32, 5  # words a shingle
 
@@ -27,11 +29,13 @@ def language(dialogue: Dialogue) -> str:
 
 
 def clean_in_language(record: Any, data: DataConfig, groups: Groups) -> Dialogue:
-    """Raises Unusable by the rules of `dialogues.clean`, or as "language": that of mere tokens is not known."""
+    """Raises Unusable by the rules of `dialogues.clean`, as "language" (that of mere tokens is not known), or by
+    `Groups.of`.
+    """
     dialogue = clean(record, data.repeated)
     if data.languages and (isinstance(dialogue.raw, Encoded) or language(dialogue) not in data.languages):
         raise Unusable("language")
-    return replace(dialogue, group=groups.of(record, dialogue.doc_id))
+    return replace(dialogue, group=groups.of(record, dialogue))
 
 
 class Duplicates:
@@ -43,10 +47,18 @@ class Duplicates:
         self._signatures: list[RMinHash] = []
         self._index = RMinHashLSH(threshold=near, num_perm=PERMUTATIONS, num_bands=BANDS) if near else None
 
-    def refuse_repeated(self, dialogue: Dialogue) -> None:
-        """Remembers the dialogue, or raises Unusable("duplicate" | "duplicate_text" | "near_duplicate")."""
-        self._refuse(self._ids, dialogue.doc_id, "duplicate")
-        self._refuse(self._texts, dialogue.text, "duplicate_text")
+    def distinct(self, dialogue: Dialogue) -> Dialogue:
+        """Return the dialogue and remember it. One whose id is another's, with another text, gets an id of its own: its
+        group stays. Raises Unusable("duplicate" | "duplicate_text" | "near_duplicate").
+        """
+        text, repeated = _digest(dialogue.text), _digest(dialogue.doc_id) in self._ids
+        if text in self._texts:
+            raise Unusable("duplicate" if repeated else "duplicate_text")
+        if repeated:
+            doc_id, edits = f"{dialogue.doc_id}@{text.hex()}", (*dialogue.edits, "id_repeated")
+            dialogue = replace(dialogue, doc_id=doc_id, edits=edits)
+        self._ids.add(_digest(dialogue.doc_id))
+        self._texts.add(text)
         if self._index is not None:
             signature = RMinHash(num_perm=PERMUTATIONS, seed=0)
             signature.update(shingles(dialogue.text))
@@ -55,13 +67,11 @@ class Duplicates:
                     raise Unusable("near_duplicate")
             self._index.insert(len(self._signatures), signature)
             self._signatures.append(signature)
+        return dialogue
 
-    @staticmethod
-    def _refuse(before: set[bytes], text: str, reason: str) -> None:
-        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-        if digest in before:
-            raise Unusable(reason)
-        before.add(digest)
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def shingles(text: str) -> list[str]:
@@ -79,6 +89,7 @@ class Intake:
     rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
     tail: Tail = field(default_factory=Tail)
     grouped: dict[str, int] = field(default_factory=dict)  # `Groups.counts`, once the pass is over
+    examples: dict[str, str] = field(default_factory=dict)  # by reason: what the first record of these looks like
 
     def __iter__(self) -> Iterator[Dialogue]:
         """Raises PipelineError for an unusable source."""
@@ -86,11 +97,12 @@ class Intake:
         for record in read_records(self.data, self.tail):
             self.records += 1
             try:
-                dialogue = clean_in_language(record, self.data, groups)
-                duplicates.refuse_repeated(dialogue)
+                dialogue = duplicates.distinct(clean_in_language(record, self.data, groups))
             except Unusable as reason:
                 self.rejected.append((record_id(record), str(reason)))
+                if str(reason) in DESCRIBED:
+                    self.examples.setdefault(str(reason), description(record))
                 continue
-            groups.count(dialogue.group, dialogue.doc_id)
+            groups.count_last()
             yield dialogue
         self.grouped = groups.counts()

@@ -12,7 +12,7 @@ import regex
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import FeatureSpec
-from pipeline.features.shards import Manifest, ShardRecord
+from pipeline.features.shards import SPLITS, Manifest, ShardRecord
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from preprocess.dump.driver import _report
@@ -25,6 +25,7 @@ from tests.preprocess.test_dialogues import turns
 SHAREGPT = [f"{stem:07d}_{part}" for stem in range(300) for part in (0, 11, 7)[: 1 + stem % 3]]
 
 
+NO_QUESTION_SHARED = {"shared_questions": 0, "sharing_dialogues": 0}
 NOTHING = (None, float("nan"), "", [], {})  # values of a key that name no group
 
 
@@ -45,13 +46,13 @@ def test_ids_that_only_count_are_no_parts(tmp_path, form):
     groups, counts = groups_of(tmp_path, [form.format(number) for number in range(1000)])
     assert all(group == doc_id for doc_id, group in groups.items())
     assert 25 < sum(held_out(group, 0.05) for group in groups.values()) < 85
-    assert counts == {"conversations": 0, "dialogues": 0}
+    assert counts == {"conversations": 0, "dialogues": 0, **NO_QUESTION_SHARED}
 
 
 def test_sharegpts_parts_stay_together(tmp_path):
     groups, counts = groups_of(tmp_path, SHAREGPT)
     assert groups == {doc_id: doc_id[:7] for doc_id in SHAREGPT}
-    assert counts == {"conversations": 200, "dialogues": 500}
+    assert counts == {"conversations": 200, "dialogues": 500, **NO_QUESTION_SHARED}
     sides = {(group, held_out(group, 0.5)) for group in groups.values()}
     assert len(sides) == 300 and {side for _, side in sides} == {True, False}
 
@@ -121,6 +122,97 @@ def test_a_broken_expression_is_refused(tmp_path):
         load_recipe(ROOT / "infra/recipes/demo.toml", ["data.group='(a'"])
 
 
+# -- one question ----------------------------------------------------------------------------------------------------
+
+
+def intake_of(tmp_path, dialogues: list[tuple[str, list[dict]]], **settings) -> Intake:
+    source = tmp_path / "data.json"
+    source.write_text(json.dumps([{"id": doc_id, "conversations": said} for doc_id, said in dialogues]))
+    return Intake(DataConfig(source=str(source), **settings))
+
+
+def samples(form: str, system: bool = False) -> list[tuple[str, list[dict]]]:
+    """100 questions with 8 answers each, in turn, after different system turns or none."""
+    before = [[("system", f"s{number % 3}")] if system else [] for number in range(800)]
+    pairs = [(("human", form.format(n % 100, " " * (n // 100))), ("gpt", f"answer {n}")) for n in range(800)]
+    return [(f"s{n}", turns(*before[n], *pairs[n])) for n in range(800)]
+
+
+@pytest.mark.parametrize("form", ["question {}?", "question {}?{}", " question{1} {0}?"])
+def test_answers_to_one_question_fall_on_one_side(tmp_path, form):
+    """All held-out questions were trained on, too, and the held-out tau told of it."""
+    intake = intake_of(tmp_path, samples(form, system="{1}" in form))
+    dialogues = list(intake)
+    assert [dialogue.group for dialogue in dialogues] == [f"s{number % 100}" for number in range(800)]
+    shared = {"shared_questions": 100, "sharing_dialogues": 800}
+    assert intake.grouped == {"conversations": 0, "dialogues": 0, **shared} and not intake.rejected
+
+
+def test_no_prompt_is_trained_on_and_each_is_another_question(tiny_recipe, tmp_path):
+    intake = intake_of(tmp_path, samples("question {}?"))
+    numbers = {"heldout_fraction": 0.2, "heldout_prompts": 8, "calibration_prompts": 4, "validation_dialogues": 50}
+    data = tiny_recipe.data.model_copy(update={"source": intake.data.source, **numbers})
+    plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
+    questions = {f"s{number}": f"question {number % 100}?" for number in range(800)}
+    rows = [task for task in plan.tasks() if task.split != "answers"]
+    split = {side: {questions[d.doc_id] for t in rows if t.split == side for d in t.documents} for side in SPLITS}
+    assert split["train"] and split["validation"] and not split["train"] & split["validation"]
+    asked = [prompt["turns"][0] for prompt in plan.prompts] + [questions[d.doc_id] for d in plan.calibration]
+    assert len(set(asked)) == len(asked) == 12 and not split["train"] & set(asked)
+
+
+def test_a_question_that_is_asked_once_keeps_the_side_of_its_record(tmp_path):
+    said = [(f"d{n}", turns(("human", "again" if n % 5 == 0 else f"q{n}"), ("gpt", f"a{n}"))) for n in range(20)]
+    intake = intake_of(tmp_path, said)
+    assert [dialogue.group for dialogue in intake] == [f"d{n if n % 5 else 0}" for n in range(20)]
+    assert intake.grouped["sharing_dialogues"] == 4
+    groups = [dialogue.group for dialogue in intake_of(tmp_path, said, group="id")]
+    assert groups == [f"d{n}" for n in range(20)]
+
+
+def test_a_duplicate_shares_no_question(tmp_path):
+    said = turns(("human", "q"), ("gpt", "a"))
+    intake = intake_of(tmp_path, [("d0", said), ("d1", said), ("d2", [*said, *turns(("human", "?"), ("gpt", "b"))])])
+    assert [dialogue.group for dialogue in intake] == ["d0", "d0"] and intake.rejected == [("d1", "duplicate_text")]
+    assert intake.grouped == {"conversations": 0, "dialogues": 0, "shared_questions": 1, "sharing_dialogues": 2}
+
+
+OUT, IN = [name for name in SHAREGPT if held_out(name[:7], 0.5)], [n for n in SHAREGPT if not held_out(n[:7], 0.5)]
+
+
+@pytest.mark.parametrize(("first", "other"), [(OUT, IN), (IN, OUT)])
+def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_stays(tmp_path, first, other):
+    """A later part whose question is on the other side is on none: it is rejected, and counted."""
+    a, b = first[0][:7], other[0][:7]
+    asked = [(f"{a}_0", "one"), (f"{a}_5", "more"), (f"{b}_0", "one"), (f"{b}_5", "go"), ("ccccccc_0", "two")]
+    asked += [("ccccccc_3", "more"), (f"{other[-1][:7]}_0", "three"), (f"{other[-1][:7]}_2", "more")]
+    said = [(doc_id, turns(("human", text), ("gpt", doc_id))) for doc_id, text in asked]
+    intake = intake_of(tmp_path, said, heldout_fraction=0.5)
+    groups = {dialogue.doc_id: dialogue.group for dialogue in intake}
+    assert [groups[name] for name in (f"{a}_0", f"{a}_5", f"{b}_0", f"{b}_5")] == [a] * 4
+    same = held_out("ccccccc", 0.5) == held_out(a, 0.5)
+    expected = [] if same else [("ccccccc_3", "on_both_sides")]
+    assert intake.rejected == [*expected, (f"{other[-1][:7]}_2", "on_both_sides")]
+    assert intake.grouped["shared_questions"] == 1 + same
+
+
+# -- ids of several records ------------------------------------------------------------------------------------------
+
+
+def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_path):
+    """`cat a.jsonl b.jsonl`: the second half was gone as "duplicate"."""
+    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(4)]
+    intake = intake_of(tmp_path, [("0", said[0]), ("1", said[1]), ("0", said[2]), ("1", said[3]), ("0", said[2])])
+    first, second, third, fourth = intake
+    assert [first.doc_id, second.doc_id, third.group, fourth.group] == ["0", "1", "0", "1"]
+    assert third.doc_id.startswith("0@") and fourth.doc_id.startswith("1@")
+    assert [dialogue.edits for dialogue in (first, third)] == [(), ("id_repeated",)]
+    assert intake.rejected == [("0", "duplicate")] and intake.records == 5
+
+
+# -- by a key of the records -----------------------------------------------------------------------------------------
+
+
 def groups_by(tmp_path, values: list) -> tuple[list[str], dict]:
     """Of records with these values of "user", by "user"; what was counted."""
     source = tmp_path / "data.json"
@@ -187,3 +279,14 @@ def test_the_report_says_how_many_have_no_group(tiny_recipe, tmp_path):
     report = _report(plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards)))
     assert "split: 50 dialogues are parts of 25 conversations, each on one side" in report
     assert "split: 10 records have no group by data.group='user': each is split by its id" in report
+
+
+def test_the_report_says_how_many_share_a_question(tiny_recipe, tmp_path):
+    said = [("human", f"q{n // 2}" if n < 8 else f"q{n}") for n in range(40)]
+    intake = intake_of(tmp_path, [(f"d{n}", turns(said[n], ("gpt", f"a{n}"))) for n in range(40)])
+    data = tiny_recipe.data.model_copy(update={"source": intake.data.source})
+    plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
+    rows = [task.documents for task in plan.tasks() if task.split != "answers"]
+    shards = [ShardRecord("", "train", n, len(one), 0, 0, 0, "") for n, one in enumerate(rows)]
+    report = _report(plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards)))
+    assert "split: 8 dialogues begin with one of 4 questions that are repeated, each on one side" in report

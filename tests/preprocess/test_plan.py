@@ -18,6 +18,7 @@ from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 from preprocess.sources.dialogues import clean, record_id
 from preprocess.sources.groups import held_out
+from preprocess.sources.intake import Intake
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
 from tests.templates import QWEN_3, settled
 
@@ -102,16 +103,19 @@ def test_every_record_is_accepted_rejected_or_skipped(tmp_path, records, drop, l
     assert counts["accepted"] + rejected + skipped == len(records)
 
     train, validation = documents_of(tasks, "train"), documents_of(tasks, "validation")
+    by_id = {dialogue.doc_id: dialogue for dialogue in Intake(recipe.data)}
     fraction = recipe.data.heldout_fraction
-    assert not any(held_out(document.doc_id, fraction) for document in train)
-    assert all(held_out(document.doc_id, fraction) for document in validation)
+    questions = [{by_id[document.doc_id].question for document in split} for split in (train, validation)]
+    assert not (questions[0] & questions[1]) - {None}
+    assert not any(held_out(by_id[document.doc_id].group, fraction) for document in train)
+    assert all(held_out(by_id[document.doc_id].group, fraction) for document in validation)
     assert len(train) <= limit
     assert len(validation) <= recipe.data.validation_dialogues
 
     accepted = [document.doc_id for document in train + validation]
     assert len(set(accepted)) == len(accepted)
     known = {record_id(record) for record in records}
-    assert {*accepted, *(doc_id for doc_id, _ in plan.rejected)} <= known
+    assert {doc_id.partition("@")[0] for doc_id in (*accepted, *(doc_id for doc_id, _ in plan.rejected))} <= known
     for document in train + validation:
         assert 0 < document.loss_mask.sum() < len(document.input_ids) <= recipe.data.max_length
     for split in ("train", "validation"):
@@ -169,7 +173,11 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
         },
         "skipped": {},
         "edits": {"leading_assistant_dropped": 1, "trailing_user_dropped": 1},
-        "grouped": {"conversations": 0, "dialogues": 0},
+        "grouped": {"conversations": 0, "dialogues": 0, "shared_questions": 1, "sharing_dialogues": 2},
+        "examples": {
+            "malformed": "its keys are 'id', 'conversations'",
+            "unknown_role": "its keys are 'id', 'conversations', its roles 'critic'",
+        },
         "torn_tail_after": 21,
     }
     assert [doc_id for doc_id, _ in plan.rejected] == ["m", "u", "b", "n", "r", "doc3", "again", "late"]

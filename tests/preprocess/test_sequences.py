@@ -315,20 +315,22 @@ def saying(text: str, doc_id: str) -> Dialogue:
 
 def fate(seen: Duplicates, text: str, doc_id: str) -> str:
     try:
-        seen.refuse_repeated(saying(text, doc_id))
+        return seen.distinct(saying(text, doc_id)).doc_id
     except Unusable as reason:
         return str(reason)
-    return "new"
 
 
-def test_ids_and_texts_are_taken_once():
-    seen = Duplicates(None)
-    assert [fate(seen, *item) for item in [("a", "1"), ("b", "1"), ("a", "2"), ("a ", "3")]] == [
-        "new",
-        "duplicate",
-        "duplicate_text",
-        "new",
-    ]
+def test_texts_are_taken_once_and_an_id_of_another_text_becomes_another_id():
+    seen, sources = (
+        Duplicates(None),
+        [("a", "1"), ("a", "1"), ("a", "2"), ("a ", "3"), ("b", "1"), ("b", "1"), ("c", "1")],
+    )
+    first, *fates, second, again, third = [fate(seen, *item) for item in sources]
+    assert (first, fates, again) == ("1", ["duplicate", "duplicate_text", "3"], "duplicate")
+    assert len({"1", second, third}) == 3 and all(doc_id.startswith("1@") for doc_id in (second, third))
+    assert fate(Duplicates(None), "b", "1") == "1"
+    renamed = Duplicates(None)
+    assert fate(renamed, "x", "1") == "1" and fate(renamed, "b", "1") == second  # whatever came before
 
 
 def random_text(seed: int) -> list[str]:
@@ -347,7 +349,7 @@ def test_near_duplicates_are_found_as_well_as_the_exact_similarity_finds_them():
         similarity = len(first & second) / len(first | second)
         if abs(similarity - 0.7) > 0.15 and one != other:
             seen = Duplicates(0.7)
-            assert fate(seen, " ".join(one), "1") == "new"
+            assert fate(seen, " ".join(one), "1") == "1"
             judged[similarity > 0.7] += 1
             wrong += (fate(seen, " ".join(other), "2") == "near_duplicate") != (similarity > 0.7)
     assert sum(judged.values()) > 100 and min(judged.values()) > 10 and wrong == 0

@@ -22,6 +22,7 @@ import jakiro
 from pipeline.basics.accelerator import kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
+from pipeline.basics.public import public_text
 from pipeline.drafts import DRAFTS
 from pipeline.features.reasons import describe_reasons
 from pipeline.lm.chat import Unusable
@@ -31,8 +32,9 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running import entry
 from pipeline.running.cores import cores
+from preprocess.sources.forms import description
 from preprocess.sources.groups import Groups
-from preprocess.sources.intake import clean_in_language
+from preprocess.sources.intake import DESCRIBED, clean_in_language
 from preprocess.sources.read import Tail, read_records
 from preprocess.sources.sequences import encode_sequences
 
@@ -101,6 +103,7 @@ class Source:
     def of(cls, target: TargetConfig, data: DataConfig) -> "Source":
         """Count the records, up to a limit, and encode the first ones. Raises PipelineError where none is usable."""
         tokenizer, groups, refused = load_tokenizer(target), Groups(data), Counter[str]()
+        examples: dict[str, str] = {}
         lengths: list[int] = []
         learnt = records = 0
         for record in islice(read_records(data, Tail()), COUNTED):
@@ -111,11 +114,14 @@ class Source:
                 sequences, _ = encode_sequences(tokenizer, clean_in_language(record, data, groups), data)
             except Unusable as error:
                 refused[str(error).partition(":")[0]] += 1
+                if str(error) in DESCRIBED:
+                    examples.setdefault(str(error), description(record))
                 continue
             lengths += [len(one.input_ids) for _, one in sequences]
             learnt += sum(int(one.loss_mask.sum()) for _, one in sequences)
         tried = min(records, ENCODED)
         why = describe_reasons(refused)
+        why += public_text("".join(f"; the first {reason} record: {text}" for reason, text in examples.items()))
         if not lengths:
             raise PipelineError(
                 f"none of the first {tried} records of {data.source} is usable ({why or 'it is empty'})"
@@ -180,7 +186,7 @@ def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weight
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     template = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(TEMPLATE.read_text())
     return template.render(
-        **{key: getattr(given, key) for key in ("target", "data", "draft", "license")},
+        **{key: getattr(given, key, None) for key in ("target", "data", "subset", "split", "draft", "license")},
         architecture=type(config).__name__.removesuffix("Config"),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
@@ -205,6 +211,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the recipe to write; it is not to be there yet")
     parser.add_argument("--target", required=True, help="OWNER/NAME on the Hub, or a folder")
     parser.add_argument("--data", required=True, help="conversations or messages: a path, hf://, s3://, datasets:NAME")
+    parser.add_argument("--subset", help="of a data set of the Hub that has several")
+    parser.add_argument("--split", help="of a data set; default: train")
     trained = [name for name, known in DRAFTS.items() if known.config.trained and " " not in name]
     parser.add_argument("--draft", default="eagle3", choices=trained, help="its kind; default: %(default)s")
     parser.add_argument("--license", required=True, help="of the draft, as the Hub spells it: apache-2.0, ...")
@@ -216,7 +224,8 @@ def main() -> None:
     weights = 2 * parameter_count_of(target)
     machine = Machine.here()
     Share.of(machine, weights)  # refused before the data are read
-    source = Source.of(target, DataConfig(source=given.data, max_length=length_of(config, machine)))
+    part = {key: getattr(given, key) for key in ("subset", "split") if getattr(given, key)}
+    source = Source.of(target, DataConfig(source=given.data, max_length=length_of(config, machine), **part))
     text = recipe_text(given, config, machine, weights, source)
     with atomic_path(given.out) as unfinished:  # it stays away where its recipe is of no use
         unfinished.write_text(text)
