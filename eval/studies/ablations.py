@@ -22,7 +22,7 @@ from pipeline.decoding import replay
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from pipeline.running.variants import train_variant
+from pipeline.running.stages import train_variant
 
 
 def replayed(harness: Harness, answers: list[Answered]) -> dict[tuple[str, float, str], Counts]:

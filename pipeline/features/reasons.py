@@ -9,18 +9,24 @@ WORDS = {
     "stray_tool_result": "a tool's result that follows no call",
     "unknown_role": "a role that no chat template has",
     "not_text": "a turn with an image or another part that is no text",
+    "has_image": "a text with a place for an image, video or sound, which nobody sees here",
     "not_unicode": "text with broken characters",
     "malformed_tools": "tools that are no JSON of a tool's form",
     "malformed_tool_call": "a call of a tool that is no JSON of a call's form",
+    "malformed_keywords": "chat_template_kwargs that are no object",
+    "unknown_mask": "a mask beside the turns that says what is learnt in a way that is not known",
+    "no_turn_with_loss": "turns whose flags leave no answer to train",
+    "on_both_sides": "a later part whose first question is on the other side of the split",
     "malformed_tokens": "token ids and mask that do not fit each other",
     "language": "not in data.languages",
-    "duplicate": "an id that was there before",
+    "duplicate": "an id and a text that were there before",
     "duplicate_text": "a text that was there before",
     "near_duplicate": "nearly a text that was there before",
     # of its rendering
     "template_refuses": "the chat template raises an error",
     "template_not_prefix_stable": "the chat template changes earlier turns, so no mask is proven",
     "template_hides_tools": "the chat template leaves out a call or a tool's result",
+    "rendered_text_not_masked": "a rendered conversation whose answers the markers do not show",
     "too_long_to_render": "rendering it would take too much work",
     "too_short": "fewer tokens than data.min_length",
     "too_long": "more tokens than data.max_length",
@@ -40,11 +46,19 @@ WORDS = {
 }
 
 
+UNKNOWN_KEY = "unknown_"  # begins the reason of a turn's key
+_KEY_WORDS = "a turn's key of this name says what is learnt in a way that is not known"
+
+
+def _words(reason: str) -> str | None:
+    return WORDS.get(reason) or (_KEY_WORDS if reason.startswith(UNKNOWN_KEY) and reason.isidentifier() else None)
+
+
 def describe_reasons(counts: dict[str, int]) -> str:
     """Return how often there was each reason, with its words, the most frequent first; names that this version does not
     know are counted together.
     """
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    known = [f"{count} {reason} ({WORDS[reason]})" for reason, count in ordered if reason in WORDS]
-    others = sum(count for reason, count in ordered if reason not in WORDS)
+    known = [f"{count} {reason} ({words})" for reason, count in ordered if (words := _words(reason))]
+    others = sum(count for reason, count in ordered if not _words(reason))
     return ", ".join([*known, *([f"{others} for other reasons"] if others else [])])

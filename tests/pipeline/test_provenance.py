@@ -91,13 +91,13 @@ def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):
     assert resolved["train"]["shards"] is resolved["train"]["resume"] is None
 
 
-def differing(recipe: Recipe, draft: str = "eagle", **sections) -> tuple[Recipe, list[str]]:
+def differing(recipe: Recipe, **sections) -> tuple[Recipe, list[str]]:
     """A recipe with other keys, and the keys that the draft's weights depend on."""
     tree = recipe.model_dump(mode="json")
     for section, keys in sections.items():
         tree[section] = {**tree[section], **keys}
     other = Recipe.model_validate(tree)
-    return other, training_keys(other, draft)
+    return other, training_keys(other, "eagle")
 
 
 def test_the_keys_that_a_draft_was_trained_with_otherwise_are_named_with_both_values(tiny_recipe, tmp_path):
@@ -223,7 +223,8 @@ def test_what_differs_of_a_release_is_named_with_both_values(tiny_recipe, tmp_pa
     other = Recipe.model_validate(tree)
     keys = release.differences(other, release_keys(other))
     assert "eval.max_new_tokens: 8 -> 9" in keys and "workers" not in keys and "name:" not in keys
-    assert 'draft.eagle.kind: "eagle" -> absent' in keys
+    gone = Recipe.model_validate(tiny_recipe.model_dump(mode="json") | {"draft": tree["draft"]})
+    assert "draft.eagle.vocabulary: null -> absent" in release.differences(gone, release_keys(gone))
     more = Recipe.model_validate(tree | {"draft": tiny_recipe.model_dump(mode="json")["draft"]})
     added = release.differences(more, release_keys(more))
     assert 'eval.benchmarks.more.source: absent -> "embedded:humaneval"' in added

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.recipe.load import load_recipe
-from pipeline.running import variants
+from pipeline.running import stages
 from tests.kit import call, override_arguments, write_recipe
 from tests.train.runs import train_here
 from train.studies import sweep
@@ -29,7 +29,7 @@ def test_the_sweep_trains_at_each_rate_and_names_the_best(dumped, tmp_path, monk
             train_here((recipe, features), output, *overrides, draft="eagle")
 
     monkeypatch.setattr(sweep, "run_until", run_until)
-    monkeypatch.setattr(variants, "run_until", run_until)
+    monkeypatch.setattr(stages, "run_until", run_until)
     sets = override_arguments([f"output={tmp_path}", "train.epochs=1", "train.warmup_steps=0"])
     call(sweep.main, str(recipe), *sets, "--rates", "1e-9", "3e-3")
     said = capsys.readouterr().out

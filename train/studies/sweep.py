@@ -15,7 +15,7 @@ from pipeline.artifacts.reports import Row, origin_of, put_rows
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.running.variants import run_until, train_variant
+from pipeline.running.stages import run_until, train_variant
 
 SHOWN = {"estimated_tau": "tau", "next_agreement": "top-1", "next_classification": "cross-entropy"}
 

@@ -40,7 +40,7 @@ from preprocess.sources.sequences import encode_sequences
 
 COUNTED, ENCODED = 20_000, 200  # records, at most
 LAPTOP_TOKENS = 270_000  # a quarter of an hour for a target of 0.1B
-_LAPTOP = {"validation": 24, "heldout_prompts": 20, "calibration": 16, "prompts": 12}  # held-out dialogues
+_LAPTOP = {"validation": 24, "heldout_prompts": 22, "calibration": 16, "prompts": 12}  # held-out dialogues
 _GPUS = {"validation": 256, "heldout_prompts": 100, "calibration": 16, "prompts": 80}
 SPARE = 1.25  # times as many are held out as are wanted: the hash of an id decides
 LARGEST = 0.2  # share of dialogues that are held out
