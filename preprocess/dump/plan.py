@@ -231,14 +231,14 @@ class Plan:
 
     def _offer_prompt(self, dialogue) -> None:
         """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted; after
-        these, as long as it leaves room to answer, a calibration prompt. Each question is one prompt only. So no figure
-        of training looks at what evaluation measures.
+        these, as long as it leaves room to answer, a calibration prompt. Each question is one prompt only, unless
+        `data.group` says what belongs together. So no figure of training looks at what evaluation measures.
         """
         data = self.recipe.data
         if len(self.prompts) == data.heldout_prompts and len(self.calibration) == data.calibration_prompts:
             return
         question = dialogue.question
-        if question is None or question_key(question) in self._prompt_keys:
+        if question is None or (data.group is None and question_key(question) in self._prompt_keys):
             return
         ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
         if len(self.prompts) < data.heldout_prompts:

@@ -50,6 +50,6 @@ def test_a_runs_line_says_why_dialogues_were_rejected(tiny_recipe, tmp_path):
     dump_here(tiny_recipe)
     done, said = features_state(tiny_recipe)
     assert done and said.endswith(
-        "; 3 rejected: 1 duplicate (an id and a text that were there before), 1 malformed (a record or a turn in no known form), "
-        "1 no_exchange (no question with an answer)"
+        "; 3 rejected: 1 duplicate (an id and a text that were there before), "
+        "1 malformed (a record or a turn in no known form), 1 no_exchange (no question with an answer)"
     )
