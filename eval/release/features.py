@@ -181,7 +181,8 @@ def _holds(found: RepoFile, path: Path) -> bool:
 
 def _marked(card: str) -> str:
     """Return a card with a last line, which a page does not show, that tells it from one that a person edited."""
-    return f"{card}{_mark(card)}\n"
+    text = card.rstrip("\n") + "\n"
+    return f"{text}{_mark(text)}\n"
 
 
 def _mark(card: str) -> str:

@@ -92,7 +92,7 @@ def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):
 
 
 def differing(recipe: Recipe, **sections) -> tuple[Recipe, list[str]]:
-    """A recipe with other keys, and the keys that the draft's weights depend on."""
+    """A recipe with other keys, and the keys that the weights of "eagle" depend on."""
     tree = recipe.model_dump(mode="json")
     for section, keys in sections.items():
         tree[section] = {**tree[section], **keys}

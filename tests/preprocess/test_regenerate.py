@@ -249,7 +249,7 @@ def test_what_is_damaged_is_made_again_and_other_settings_are_refused(job):
     with without_ray():
         regenerate(load_recipe(recipe))
     assert (folder / "dialogues.jsonl").read_bytes() == whole and are_of(answers, target)
-    said = r"answers of another target or other settings: seed: 0 -> 3, regenerate.temperature: 0.0 -> 0.5\. Use"
+    said = r"answers of another target or other settings: seed: 0 -> 3, regenerate.temperature: 1.0 -> 0.5\. Use"
     with pytest.raises(PipelineError, match=said):
         regenerate(load_recipe(recipe, ["regenerate.temperature=0.5", "regenerate.batch=7", "seed=3"]))
 
