@@ -22,7 +22,7 @@ from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.measure.report import by_place, is_noise, usual_said
+from eval.measure.report import DEPTH, by_place, is_noise, usual_said
 from eval.measure.tasks import evaluation_lock, make_harness, methods_of
 from eval.release import publish
 from eval.release.folder import files_in
@@ -71,7 +71,6 @@ pytestmark = pytest.mark.real
 SECRETS = {"HF_TOKEN": "hf_" + "aB3" * 12, "AWS_ACCESS_KEY_ID": "id-hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2-alice"}
 RELEASE = {
     "README.md",
-    "acceptance_by_depth.png",
     "chat_template.jinja",
     "config.json",
     "custom_generate",
@@ -126,15 +125,21 @@ def test_a_sum_in_half_precision_is_refused_before_the_dump(command, tiny_target
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "more, warned", [({"warmup_steps": 900}, True), ({"warmup_steps": 900, "schedule": "constant"}, False), ({}, False)]
-)
-def test_a_plan_warns_of_a_warm_up_that_training_refuses(more, warned, tiny_target, tmp_path):
+@pytest.mark.parametrize("more", [{"warmup_steps": 900, "schedule": "constant"}, {}])
+def test_a_plan_warns_of_no_warm_up_that_training_takes(more, tiny_target, tmp_path):
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["train"] |= more
     recipe = load_recipe(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
-    said = list(warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
-    assert len(said) == warned and all("refuses train.warmup_steps=900 of about " in line for line in said)
+    assert not list(warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
+
+
+def test_a_plan_warns_of_a_warm_up_that_training_may_refuse(tiny_target, tmp_path):
+    """Of windows nobody knows how many a dialogue gives before all are encoded."""
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"]["warmup_steps"], tree["data"]["long"] = 900, "windows"
+    recipe = load_recipe(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
+    (line,) = warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0)))
+    assert "refuses train.warmup_steps=900 of about " in line
 
 
 def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
@@ -146,7 +151,9 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     assert re.search(r"eagle: [\d,]+ trained tokens, tau \d\.\d\d as training estimates it; jakiro: ", printed)
     unwrapped = printed.replace("\n", "")
     assert f"release: {run}/release/" in unwrapped and f"{run}/release/tau_and_speed.png" in unwrapped
-    assert {path.name for path in (run / "release").iterdir()} == RELEASE
+    deep = any(row.figure == f"{DEPTH}2" for row in read_rows(run / "release"))  # the target is random, and so is this
+    depths = {"acceptance_by_depth.png"} if deep else set()
+    assert {path.name for path in (run / "release").iterdir()} == RELEASE | depths
 
 
 def test_a_run_leaves_the_environments_secrets_nowhere(finished):
@@ -617,7 +624,8 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     assert "to do  eval        release without the tuned trees" in status_here(recipe, f"output={run}")
 
     call(evaluate, str(recipe), *sets)
-    assert "| heldout | 0 | jakiro-tuned | 3 |" in capsys.readouterr().out
+    assert "jakiro-tuned" in capsys.readouterr().out
+    assert "| heldout | 0 | jakiro-tuned | 3 |" in (run / "eval/table.md").read_text()
     released = json.loads((run / "release/config.json").read_text())["method"]
     found = decoded(run)
     speeds = {
@@ -637,7 +645,7 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     assert (tmp_path / "table.png").stat().st_size > 5000
 
     call(evaluate, str(recipe), *sets, "--tuned")
-    said = capsys.readouterr().out
+    said = (run / "eval/table.md").read_text()
     assert "| jakiro-tuned | 3 |" in said and "| eagle | 3 |" in said and "| jakiro | 3 |" not in said
     assert json.loads((run / "release/config.json").read_text())["method"] == figures["method"]
     assert eval_state(load_recipe(recipe, [f"output={run}"]))[0]
