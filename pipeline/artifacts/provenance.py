@@ -227,7 +227,10 @@ def settings_said(found: Recorded | None, recipe: Recipe, keys: Iterable[str]) -
     """Return, for a message, which keys of an artifact's recipe differ from this one's, with both values."""
     if found is None:
         return f"which keys differ is not known: no {RECIPE} that can be read lies beside it"
-    return found.differences(recipe, keys) or f"the folder of a path, which {RECIPE} does not keep"
+    if differing := found.differences(recipe, keys):
+        return differing
+    folder = "" if found.is_whole else f", or lies in another folder, which {RECIPE} does not keep"
+    return f"no key differs: a file that one names has other content{folder}"
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

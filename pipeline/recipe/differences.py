@@ -37,8 +37,8 @@ def dump_keys(recipe: Recipe) -> list[str]:
     """Return the keys that feature shards depend on."""
     if recipe.features.dump:
         return ["features.dump"]
-    engine = ["target.engine"] if recipe.data.answers == "target" else []
-    return ["data.answers", *engine, *_keys(recipe.dump_settings)]
+    answered = ["target.engine", "features.keep"] if recipe.data.answers == "target" else []
+    return ["data.answers", *answered, *_keys(recipe.dump_settings)]
 
 
 def training_keys(recipe: Recipe, draft: str) -> list[str]:

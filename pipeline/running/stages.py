@@ -363,7 +363,8 @@ def train_variant(arguments: Namespace, changes: list[str], name: str, source: R
     `source`, where there is one; return it: what studies over seeds and learning rates are made of.
     """
     output = Path(load_recipe(arguments.recipe, arguments.overrides).output)
-    overrides = [*arguments.overrides, *changes, f"output={output / name}"]
+    dtype = [f"target.dtype={source.target.dtype}"] if source is not None else []  # of the features that it reads
+    overrides = [*arguments.overrides, *dtype, *changes, f"output={output / name}"]
     recipe = load_recipe(arguments.recipe, overrides)
     if source is not None and source.features_dir.exists():
         if source.features.store:

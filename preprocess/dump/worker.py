@@ -180,11 +180,12 @@ class FeatureWorker:
         for name in (shard_name(task.split, task.index), text_name(task.split, task.index)):
             for leftover in self._folder.glob(f".{name}.*.tmp"):  # of a worker that was lost
                 leftover.unlink(missing_ok=True)
+        self._busy.begin()
         for one in task.documents:
             if one.doc_id in task.suspects:
                 for batch in [[one]] if isinstance(one, Document) else self._held([one], _Own({})):
                     self._arrived(self._compute(batch))
-        self._busy.begin()
+        self._busy.begin()  # what the suspects took does not count
         own, first = _Own(dict(task.set_aside)), 0
         if task.split == ANSWERS:
             own.texts = longest_first(self._answered(task, own.rejected))

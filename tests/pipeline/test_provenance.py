@@ -128,7 +128,9 @@ def test_layers_and_dtype_that_follow_from_the_drafts_are_named(tiny_recipe, tmp
 def test_this_users_own_recipe_also_tells_the_folder_of_a_path(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
     moved, keys = differing(tiny_recipe, data={"source": "/elsewhere/data.json"})
-    assert settings_said(recorded(tmp_path), moved, keys) == "the folder of a path, which recipe.json does not keep"
+    assert settings_said(recorded(tmp_path), moved, keys).endswith(
+        "lies in another folder, which recipe.json does not keep"
+    )
     write_own_recipe(tmp_path, tiny_recipe)
     said = recorded(tmp_path).differences(moved, keys)
     assert said == f'data.source: "{tiny_recipe.data.source}" -> "/elsewhere/data.json"'

@@ -195,7 +195,8 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     sets = [f"output={tmp_path}", "data.calibration_prompts=2", "features.answer_tokens=5"]
     changed = load_recipe(recipe, sets)
     refused = run_warm([sys.executable, "train/main.py", str(recipe), *override_arguments(sets)])
-    assert refused.returncode == 2 and "(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5)" in refused.stderr
+    assert "(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5)" in refused.stderr
+    assert refused.returncode == 2
     assert features_state(changed) == (False, "answers to calibration prompts are to be given anew")
     dump_here(changed)
     assert "the target's own to 2 calibration prompts" in "\n".join(dump(changed))
