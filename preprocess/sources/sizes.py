@@ -97,6 +97,11 @@ def _too_few(recipe: Recipe, look: Look, prompts: int, asked: int) -> str:
 
 def _advice(data: DataConfig, look: Look, prompts: int) -> str:
     """What gives so many prompts: a fifth more groups than these are held out, since the hash of a name decides."""
+    if look.held_out and not look.prompts:
+        return (
+            "Texts and tokens ask no question: measure other eval.benchmarks than held-out dialogues, and set "
+            "train.keep='last', train.decode='never' and no train.patience"
+        )
     fraction = math.ceil(max(120 * prompts / len(look.groups), 120 * data.heldout_fraction)) / 100
     if fraction <= FRACTION:
         return f"Set data.heldout_fraction={fraction:g}"

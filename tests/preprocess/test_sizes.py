@@ -138,3 +138,11 @@ def test_the_rows_of_a_run_are_its_sequences(recipe):
     with pytest.raises(PipelineError, match="warmup_steps"):
         require_sizes(late)
     require_sizes(late.model_copy(update={"data": late.data.model_copy(update={"long": "windows", "max_length": 60})}))
+
+
+def test_texts_ask_nothing_and_the_advice_says_so(recipe, tmp_path):
+    texts = recipe(60)
+    records = [{"id": str(number), "text": f"once upon a time {number}"} for number in range(40)]
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    with pytest.raises(PipelineError, match=r"give 0 prompts .* Texts and tokens ask no question"):
+        require_sizes(texts)
