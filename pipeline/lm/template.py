@@ -154,6 +154,14 @@ def markers_of(tokenizer: Any) -> Markers | None:
     return _markers(tokenizer, tokenizer.chat_template)
 
 
+def special_tokens(tokenizer: Any, markers: Markers) -> list[str]:
+    """Return the tokenizer's special tokens of which its template makes the markers of turns."""
+    shown = f"{markers.question} {markers.answer} {markers.end}"
+    return [
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content in shown
+    ]
+
+
 @lru_cache(maxsize=4)
 def _markers(tokenizer: Any, template: str) -> Markers | None:
     try:

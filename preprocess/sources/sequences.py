@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.lm import chat
 from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
-from pipeline.lm.template import Markers, markers_of, with_keywords
+from pipeline.lm.template import Markers, markers_of, special_tokens, with_keywords
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 
@@ -244,11 +244,14 @@ def _whole_of(tokenizer, raw: str | Encoded) -> tuple[Encoded, list[str]]:
 
 def _of_rendered(tokenizer, text: str, markers: Markers) -> Encoded:
     """A conversation that the target's template has rendered: its answers are trained. Raises
-    Unusable("rendered_text_not_masked") where the markers do not show them.
+    Unusable("rendered_text_not_masked") where the markers do not show them, or where one holds a token of theirs in
+    front of its end: a call that ends otherwise, with the tool's result behind it (Llama's <|eom_id|>).
     """
     text = text if text.lstrip().startswith(markers.begin) else markers.begin + text
     spans = markers.answers(text) if markers.end else None
-    if spans is None or any(markers.are_in(text[first:last]) for first, last in spans):
+    answers = [text[first:last].removesuffix(markers.end) for first, last in spans or ()]
+    others = special_tokens(tokenizer, markers)
+    if spans is None or any(markers.are_in(said) or any(token in said for token in others) for said in answers):
         raise Unusable("rendered_text_not_masked")
     return chat.encode_spans(tokenizer, text, spans)
 

@@ -36,6 +36,10 @@ VICUNA = (
     "{% else %}{{ ' ASSISTANT: ' + m.content + '</s>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
 )
+CALL = (
+    "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+    '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "w"}<|eom_id|>'
+)
 
 
 def encoded(tokenizer, text: str, **settings) -> tuple[list[chat.Encoded], list[str]]:
@@ -96,9 +100,10 @@ def test_no_text_gets_a_second_bos():
             "<|start_header_id|>assistant<|end_header_id|>\n\na b",
             ["a b"],
         ),
+        (settled(LLAMA_3_2), CALL, ['{"name": "w"}<|eom_id|>']),
         (tokenizer_with(VICUNA), "USER: q ASSISTANT: a</s>USER: q ASSISTANT: b</s>", [" a</s>", " b</s>"]),
     ],
-    ids=["what a prompt adds", "thoughts that a prompt opens", "cut", "markers of words"],
+    ids=["what a prompt adds", "thoughts that a prompt opens", "cut", "a last call", "markers of words"],
 )
 def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, runs):
     (found,), _ = encoded(tokenizer, text)
@@ -114,9 +119,14 @@ def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, run
             "<|start_header_id|>assistant<|end_header_id|>\n\na<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>",
             "rendered_text_not_masked",
         ),
+        (
+            settled(LLAMA_3_2),  # a call, and the tool's result would be trained with it
+            f"{CALL}<|start_header_id|>ipython<|end_header_id|>\n\n21C<|eot_id|>",
+            "rendered_text_not_masked",
+        ),
         (settled(GPT_OSS), chat.render(settled(GPT_OSS), TWO_TURNS, False), "rendered_text_not_masked"),
     ],
-    ids=["no answer", "no end", "harmony"],
+    ids=["no answer", "no end", "a tool's result", "harmony"],
 )
 def test_a_rendered_conversation_without_a_mask_is_refused(tokenizer, text, reason):
     with pytest.raises(Unusable, match=f"^{reason}$"):
