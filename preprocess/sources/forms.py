@@ -4,7 +4,8 @@
     prompt, completion              a question and its answer, or two lists of turns
     instruction, input, output      a question (behind it the input, if any) and its answer
     conversation                    turns
-    QUESTIONS, ANSWERS              of other names: the same, behind the question the CONTEXTS
+    QUESTIONS, ANSWERS              of other names: the same, behind the question the record's other QUESTIONS and the
+                                    CONTEXTS
     input_ids, loss_mask            tokens of the target and which of them are trained; the mask's name may be
                                     assistant_masks; where attention_mask is 0, both are left out
     text                            a text without turns, trained from its second token on
@@ -76,26 +77,44 @@ def _prompted(record: dict) -> list | None:
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None or completion is None:
         return None
-    return [*_turns(prompt, "user"), *_turns(completion, "assistant")]
+    return [*_turns(_asked(record, "prompt", ()), "user"), *_turns(completion, "assistant")]
 
 
 def _instructed(record: dict) -> list | None:
-    instruction, output, context = (record.get(name) for name in ("instruction", "output", "input"))
+    instruction, output = record.get("instruction"), record.get("output")
     if instruction is None or output is None:
         return None
-    return [*_turns(_with(instruction, context), "user"), *_turns(output, "assistant")]
+    return [*_turns(_asked(record, "instruction", ("input",)), "user"), *_turns(output, "assistant")]
 
 
 def _answered(record: dict) -> list[list]:
     """Return the turns of every question with an answer, under the names that data sets give the two."""
     pairs = []
     for asking, answering in product(QUESTIONS, ANSWERS):
-        question, answer = record.get(asking), record.get(answering)
-        if question is not None and answer is not None:
-            for name in CONTEXTS:
-                question = question if name == asking else _with(question, record.get(name))
-            pairs.append([*_turns(question, "user"), *_turns(answer, "assistant")])
+        answer = record.get(answering)
+        if record.get(asking) is not None and answer is not None:
+            pairs.append([*_turns(_asked(record, asking, CONTEXTS), "user"), *_turns(answer, "assistant")])
     return pairs
+
+
+def _asked(record: dict, first: str, contexts: tuple[str, ...]) -> Any:
+    """Return a question with the record's further questions behind it, then its contexts. A further one is left out
+    where one of the two texts holds the other (a prompt made of the instruction), and beside several answers.
+    """
+    question, answers = record[first], [record.get(name) for name in ANSWERS]
+    one_answer = sum(answer not in (None, "", []) for answer in answers) == 1
+    for name in QUESTIONS:
+        if one_answer and name not in (first, *contexts) and not _repeats(question, record.get(name)):
+            question = _with(question, record.get(name))
+    for name in contexts:
+        question = question if name == first else _with(question, record.get(name))
+    return question
+
+
+def _repeats(question: Any, other: Any) -> bool:
+    """Return whether one of two texts holds the other, whatever white space is between their words."""
+    one, two = (" ".join(text.split()) if isinstance(text, str) else "" for text in (question, other))
+    return bool(one and two) and (one in two or two in one)
 
 
 def _with(question: Any, context: Any) -> Any:

@@ -63,6 +63,25 @@ def test_an_instructions_input_stands_behind_it(columns):
     assert len(clean(columns).messages) == 2
 
 
+@pytest.mark.parametrize(
+    ("columns", "asked"),
+    [
+        ({"instruction": "Answer.", "question": "2+2?", "answer": "4"}, "Answer.\n\n2+2?"),
+        ({"instruction": "Answer.", "question": "2+2?", "context": "Sums.", "answer": "4"}, "Answer.\n\n2+2?\n\nSums."),
+        ({"instruction": "Answer.", "question": "2+2?", "input": "Sums.", "output": "4"}, "Answer.\n\n2+2?\n\nSums."),
+        ({"prompt": "Answer.", "question": "2+2?", "input": "Sums.", "completion": "4"}, "Answer.\n\n2+2?\n\nSums."),
+        ({"prompt": " ", "question": "2+2?", "answer": "4"}, "2+2?"),
+        ({"prompt": "Solve this:\n2+2?", "question": "2+2?", "completion": "4"}, "Solve this:\n2+2?"),
+        ({"instruction": "2+2?", "prompt": "### Instruction:\n2+2?\n### Output:\n4", "output": "4"}, "2+2?"),
+        ({"prompt": "2+2?", "completion": "4", "question": "3+3?", "answer": "6"}, "2+2?"),  # another's
+        ({"prompt": "2+2?", "completion": "4", "question": ["x"]}, "2+2?"),
+    ],
+)
+def test_a_further_question_stands_behind_the_first(columns, asked):
+    """It was left out, and the answer was one to half of what was asked."""
+    assert clean(columns).messages == [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
+
+
 @pytest.mark.parametrize("raw", [{"text": "once upon"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])
 def test_a_text_and_tokens_win_over_the_names_that_are_read_since_later(raw):
     assert clean({"question": "why?", "answer": "because.", "conversation": MESSAGES, **raw}).raw is not None
