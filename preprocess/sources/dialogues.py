@@ -54,6 +54,13 @@ class Dialogue:
         more = [self.tools, self.keywords] if self.keywords else [self.tools] if self.tools else []
         return json.dumps([self.messages, *more] if more else self.messages).encode()
 
+    def identity(self) -> bytes:
+        """Return what no two dialogues share: the text, where nothing else is said of its turns, else the content."""
+        plain = all(message.keys() == {"role", "content"} for message in self.messages)
+        if self.raw is None and (self.tools or self.keywords or not plain):
+            return self.content()
+        return self.text.encode(errors="surrogatepass")
+
     @property
     def question(self) -> str | None:
         """The first question; None for a record without turns."""

@@ -43,22 +43,22 @@ class Duplicates:
 
     def __init__(self, near: float | None):
         """`near`: the estimated Jaccard similarity of word 5-grams from which two dialogues count as one; None: off."""
-        self._near, self._ids, self._texts = near, set(), set()
+        self._near, self._ids, self._contents = near, set(), set()
         self._signatures: list[RMinHash] = []
         self._index = RMinHashLSH(threshold=near, num_perm=PERMUTATIONS, num_bands=BANDS) if near else None
 
     def distinct(self, dialogue: Dialogue) -> Dialogue:
-        """Return the dialogue and remember it. One whose id is another's, with another text, gets an id of its own: its
-        group stays. Raises Unusable("duplicate" | "duplicate_text" | "near_duplicate").
+        """Return the dialogue and remember it. One whose id is another's, with another content, gets an id of its own:
+        its group stays. Raises Unusable("duplicate" | "duplicate_text" | "near_duplicate").
         """
-        text, repeated = _digest(dialogue.text), _digest(dialogue.doc_id) in self._ids
-        if text in self._texts:
+        content, repeated = _digest(dialogue.identity()), _digest(dialogue.doc_id.encode()) in self._ids
+        if content in self._contents:
             raise Unusable("duplicate" if repeated else "duplicate_text")
         if repeated:
-            doc_id, edits = f"{dialogue.doc_id}@{text.hex()}", (*dialogue.edits, "id_repeated")
+            doc_id, edits = f"{dialogue.doc_id}@{content.hex()}", (*dialogue.edits, "id_repeated")
             dialogue = replace(dialogue, doc_id=doc_id, edits=edits)
-        self._ids.add(_digest(dialogue.doc_id))
-        self._texts.add(text)
+        self._ids.add(_digest(dialogue.doc_id.encode()))
+        self._contents.add(content)
         if self._index is not None:
             signature = RMinHash(num_perm=PERMUTATIONS, seed=0)
             signature.update(shingles(dialogue.text))
@@ -70,8 +70,8 @@ class Duplicates:
         return dialogue
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+def _digest(said: bytes) -> bytes:
+    return hashlib.blake2b(said, digest_size=16).digest()
 
 
 def shingles(text: str) -> list[str]:

@@ -271,7 +271,7 @@ def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers()
         regenerate=RegenerateConfig(max_new_tokens=10),
     )
     source = SimpleNamespace(tokenizer=tokenizer, positions=2000)
-    interview = Interview(recipe, source, Busy(nobody_listens))
+    interview = Interview(recipe, source, Busy(nobody_listens), lambda *_: 0)
     dialogue = clean(with_keywords({"custom_instructions": "Be a pirate.", "another": 1}))
     conversation = interview._opened(dialogue)
     assert conversation.edits == ["keywords_not_shown"]

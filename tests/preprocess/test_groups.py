@@ -20,7 +20,7 @@ from preprocess.dump.plan import Plan
 from preprocess.sources.groups import LONGEST, held_out
 from preprocess.sources.intake import Intake
 from tests.kit import ROOT, byte_tokenizer, write_sharegpt
-from tests.preprocess.test_dialogues import turns
+from tests.preprocess.test_dialogues import A, Q, turns
 
 SHAREGPT = [f"{stem:07d}_{part}" for stem in range(300) for part in (0, 11, 7)[: 1 + stem % 3]]
 
@@ -208,6 +208,27 @@ def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_p
     assert third.doc_id.startswith("0@") and fourth.doc_id.startswith("1@")
     assert [dialogue.edits for dialogue in (first, third)] == [(), ("id_repeated",)]
     assert intake.rejected == [("0", "duplicate")] and intake.records == 5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"tools": [{"name": "f"}]},
+        {"conversations": [*turns(Q), {"from": "gpt", "value": A[1], "loss": False}]},
+        {"conversations": [*turns(Q), {"from": "gpt", "value": A[1], "reasoning": "hm"}]},
+    ],
+    ids=["keywords", "tools", "loss", "thoughts"],
+)
+def test_records_of_one_text_that_say_more_of_it_are_no_duplicates(tmp_path, more):
+    """The second was lost, with its loss and its thoughts."""
+    plain = {"id": "a", "conversations": turns(Q, A)}
+    source = tmp_path / "data.json"
+    source.write_text(json.dumps([plain, plain | more, plain | more, plain | {"id": "b"}]))
+    intake = Intake(DataConfig(source=str(source)))
+    first, second = intake
+    assert (first.doc_id, second.group, second.edits[-1]) == ("a", "a", "id_repeated") and first.text == second.text
+    assert intake.rejected == [("a", "duplicate"), ("b", "duplicate_text")]
 
 
 # -- by a key of the records -----------------------------------------------------------------------------------------
