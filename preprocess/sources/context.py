@@ -31,12 +31,13 @@ def with_context(record: dict, turns: list) -> tuple[list, list[str]]:
     roles = [_role(turn) for turn in turns]
     first = roles.index("user") if "user" in roles else len(roles)
     stated = [either(turns[at], "value", "content") for at in range(first) if roles[at] == "system"]
-    system = next(filter(_is_filled, stated), None)
+    system = _text_of(next(filter(_is_filled, stated), None))
     columns = [record[name] for name in SYSTEM if _is_filled(record.get(name))]
     shown = columns[0] if system is None and columns and isinstance(columns[0], str) else None
-    earlier = _exchanges(record.get("history")) if roles.count("user") == 1 else []
+    history = None if record.get("history") == "[]" else record.get("history")
+    earlier = _exchanges(history) if roles.count("user") == 1 else []
     edits = ["system_not_shown"] if any(column != (shown or system) for column in columns) else []
-    edits += [] if earlier or not _is_filled(record.get("history")) else ["history_not_shown"]
+    edits += [] if earlier or not _is_filled(history) else ["history_not_shown"]
     front = [] if shown is None else [{"role": "system", "content": shown}]
     return [*front, *turns[:first], *earlier, *turns[first:]], edits
 
@@ -45,7 +46,8 @@ def keywords_of(record: dict) -> dict[str, Any] | None:
     """Return what the record's answers were given under, for its template; `template.with_keywords` judges it. Raises
     Unusable("malformed_keywords" | "not_unicode").
     """
-    keywords = read_json(record.get("chat_template_kwargs"), "malformed_keywords")
+    given = record.get("chat_template_kwargs")
+    keywords = None if _is_nan(given) else read_json(given, "malformed_keywords")
     if not isinstance(keywords, dict | None):
         raise Unusable("malformed_keywords")
     return {name: value for name, value in (keywords or {}).items() if _is_filled(value)} or None
@@ -86,18 +88,46 @@ def _role(turn: Any) -> str | None:
 
 
 def _is_filled(value: Any) -> bool:
-    """Data sets fill the columns that a record lacks with nulls, blanks and empty lists."""
-    if isinstance(value, list):
-        return any(item not in (None, "") for item in value)
-    return value is not None and value != {} and not (isinstance(value, str) and not value.strip())
+    """Data sets fill the columns that a record lacks with nulls, NaN (pandas), blanks and empty lists."""
+    if isinstance(value, list):  # and lists of these
+        return any(_says(inner) for item in value for inner in (item if isinstance(item, list) else [item]))
+    return _says(value) and value != {}
+
+
+def _says(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    return value is not None and not _is_nan(value)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
 
 
 def _exchanges(history: Any) -> Messages:
-    """Return the turns of Alpaca's ``[[question, answer], ...]``, or a list of turns; none of something else."""
+    """Return the turns of Alpaca's ``[[question, answer], ...]`` without the blank pairs, or a list of turns; none of
+    something else.
+    """
     pairs = history if isinstance(history, list) else []
     if all(isinstance(turn, dict) for turn in pairs):
-        return pairs
+        return pairs if all(map(_is_turn, pairs)) else []
+    pairs = [pair for pair in pairs if _is_filled(pair)]
     if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
+        return []
+    if not all(text.strip() for pair in pairs for text in pair):
         return []
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+def _is_turn(turn: dict) -> bool:
+    """Return whether an object has a known role, and a text or a call."""
+    texts = either(turn, "value", "content"), turn.get("tool_calls"), turn.get("function_call")
+    return _role(turn) is not None and (isinstance(texts[0], str | list) or any(texts[1:]))
+
+
+def _text_of(system: Any) -> Any:
+    """Return the text of a system prompt in parts."""
+    if not isinstance(system, list):
+        return system
+    return "".join(str(part.get("text") or "") for part in system if isinstance(part, dict))

@@ -33,6 +33,7 @@ QUESTIONS = ("prompt", "instruction", "question", "input")
 ANSWERS = ("completion", "output", "response", "answer")
 CONTEXTS = ("input", "context")
 SHOWN, LONGEST_NAME = 8, 40  # of a record's keys and roles that a message names, and of their characters
+LONGEST_DESCRIPTION = 2000  # characters, as `schema.Accounting` has them
 
 
 class BrokenLine(str):
@@ -138,7 +139,8 @@ def description(record: Any) -> str:
     columns = [record.get(name) for name in ("conversations", "messages", "conversation")]
     turns = [turn for column in columns if isinstance(column, list) for turn in column if isinstance(turn, dict)]
     roles = [name for turn in turns if isinstance(name := either(turn, "from", "role"), str)]
-    return f"its keys are {_names(record)}" + (f", its roles {_names(roles)}" if roles else "")
+    described = f"its keys are {_names(record)}" + (f", its roles {_names(roles)}" if roles else "")
+    return described[:LONGEST_DESCRIPTION]
 
 
 def _names(names: Iterable[Any]) -> str:

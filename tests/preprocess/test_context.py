@@ -155,6 +155,20 @@ def test_a_system_prompt_that_is_not_shown_is_counted(columns):
     assert clean({"messages": turns, **columns}).edits == ("system_not_shown",)
 
 
+def test_a_system_prompt_in_parts_is_the_columns():
+    turn = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "a pirate."}]}
+    for column, edits in (("Be a pirate.", ()), ("Be brief.", ("system_not_shown",))):
+        dialogue = clean({"messages": [turn, *messages("q", "a")], "system": column})
+        assert dialogue.messages[0] == SYSTEM and dialogue.edits == edits
+
+
+def test_pandas_fills_what_is_missing_with_nan():
+    nothing = float("nan")
+    record = flagged({"weight": nothing}, {"weight": 0.0}) | {"system": nothing, "images": nothing, "mask": nothing}
+    dialogue = clean(record | {"chat_template_kwargs": nothing})
+    assert dialogue.messages == clean(flagged({}, {"weight": 0})).messages and dialogue.edits == ()
+
+
 def test_alpacas_history_stands_before_the_question_and_is_trained():
     record = {"instruction": "q2", "input": "", "output": "a2", "system": "Be a pirate.", "history": [["q1", "a1"]]}
     dialogue = clean(record)
@@ -162,11 +176,28 @@ def test_alpacas_history_stands_before_the_question_and_is_trained():
     assert runs(record) == ["a1<|end|>", "a2<|end|>"]
     turns = record | {"history": messages("q1", "a1")}
     assert clean(turns).messages == dialogue.messages
-    for nothing in (None, [], ""):
-        assert clean(record | {"history": nothing}).messages == [SYSTEM, *messages("q2", "a2")]
+    assert clean(record | {"history": [["", " "], ["q1", "a1"]]}).messages == dialogue.messages
+    for nothing in (None, [], "", "[]", [[]], [["", ""]], [None, [None, ""]], float("nan")):
+        alone = clean(record | {"history": nothing})
+        assert alone.messages == [SYSTEM, *messages("q2", "a2")] and alone.edits == ()
 
 
-@pytest.mark.parametrize("history", ["q1", [["q1"]], [["q1", None]], ["q1", "a1"], {"q1": "a1"}, 3])
+def test_turns_of_a_history_may_be_of_parts_or_call_tools():
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "q1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        {"from": "gpt", "value": "a1"},
+    ]
+    dialogue = clean({"messages": messages("q2", "a2"), "history": history})
+    assert [turn["content"] for turn in dialogue.messages] == ["q1", "", "r", "a1", "q2", "a2"]
+
+
+NO_HISTORY = ["q1", [["q1"]], [["q1", None]], ["q1", "a1"], {"q1": "a1"}, 3, [["q1", ""]], [{"a": 1}]]
+
+
+@pytest.mark.parametrize("history", [*NO_HISTORY, [{"role": "user"}], [{"role": "critic", "content": "x"}]])
 def test_a_history_that_is_none_is_counted(history):
     dialogue = clean({"messages": messages("q", "a"), "history": history})
     assert dialogue.messages == messages("q", "a") and dialogue.edits == ("history_not_shown",)

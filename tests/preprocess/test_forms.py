@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pipeline.features.schema import Accounting
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import clean
@@ -15,6 +16,8 @@ from tests.preprocess.test_dialogues import A, Q, turns
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]
+EMPTY = dict.fromkeys(("records", "further_sequences", "accepted"), 0) | {"torn_tail_after": None}
+EMPTY |= {name: {} for name in ("rejected", "skipped", "edits", "grouped")}
 STUB = turns(("human", "another"))
 
 
@@ -101,6 +104,15 @@ def test_a_text_and_tokens_win_over_the_names_that_are_read_since_later(raw):
 )
 def test_a_rejected_record_is_described_in_bounded_words(record, words):
     assert description(record).startswith(words) and len(description(record)) < 300
+
+
+def test_a_description_fits_the_accounting():
+    """Control characters are written as four each, and a manifest was refused."""
+    names = ["\x01" * 39 + letter for letter in "abcdefgh"]
+    turns_of = [{"role": name, "content": "x"} for name in names]
+    record = {"conversation": turns_of, **dict.fromkeys(names)}
+    Accounting.model_validate(EMPTY | {"examples": {"malformed": description(record)}})
+    assert description(record).startswith("its keys are 'conversation', '\\x01")
 
 
 @pytest.mark.parametrize(
