@@ -21,6 +21,7 @@ from preprocess.sources.dialogues import Dialogue, record_id
 from preprocess.sources.read import Tail, read_records
 
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
+_AGAIN = re.compile(r"@[0-9a-f]{32}\Z")  # what `intake` puts behind a repeated id; regenerated files hold it
 LOOKED_AT = 1000  # records by which a source is judged
 MOST_PARTS = 8  # of a conversation, on average: ShareGPT's have 1.9. More, and the ids only count: example_0, example_1
 SEARCH_SECONDS = 5  # of an expression of `data.group` in one id, whose worst case may be exponential
@@ -94,7 +95,7 @@ class Groups:
 
     def _search(self, doc_id: str) -> regex.Match | None:
         try:
-            return self._pattern.search(doc_id, timeout=SEARCH_SECONDS)
+            return self._pattern.search(_AGAIN.sub("", doc_id), timeout=SEARCH_SECONDS)
         except TimeoutError:
             raise PipelineError(
                 f"data.group={self._data.group!r} takes more than {SEARCH_SECONDS} s on the id {doc_id[:80]!r}: "
@@ -103,7 +104,7 @@ class Groups:
             ) from None
 
     def _conversation(self, doc_id: str) -> str | None:
-        found = _PART.search(doc_id)
+        found = _PART.search(_AGAIN.sub("", doc_id))
         name = found[1] if found else None
         if name is None or (name != self._before and name in self._lengths):  # it was over
             self._before = None
@@ -168,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _holds_parts(data: DataConfig) -> bool:
-    ids = map(record_id, islice(read_records(data, Tail()), LOOKED_AT))
+    ids = (_AGAIN.sub("", record_id(record)) for record in islice(read_records(data, Tail()), LOOKED_AT))
     parts = Counter(found[1] for found in map(_PART.search, ids) if found)
     return len(parts) < parts.total() <= MOST_PARTS * len(parts)
 

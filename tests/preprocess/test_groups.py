@@ -210,6 +210,20 @@ def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_p
     assert intake.rejected == [("0", "duplicate")] and intake.records == 5
 
 
+@pytest.mark.parametrize("group", [None, r"^([A-Za-z]{7})_\d+$"])
+def test_a_repeated_id_stays_in_its_conversation_in_a_regenerated_file(tmp_path, group):
+    """Its id ends in the hash that intake gave it, and no longer matched."""
+    said = [("abcdefg_0", "q0"), ("abcdefg_3", "q1"), ("abcdefg_3", "q2"), ("hijklmn_0", "q3")]
+    records = [{"id": doc_id, "conversations": turns(("human", text), A)} for doc_id, text in said]
+    for name in ("source.json", "regenerated.json"):
+        (tmp_path / name).write_text(json.dumps(records))
+        found = list(Intake(DataConfig(source=str(tmp_path / name), group=group, heldout_fraction=0.0)))
+        assert [dialogue.group[:7] for dialogue in found] == ["abcdefg"] * 3 + ["hijklmn"]
+        assert len({dialogue.group for dialogue in found}) == 2
+        records = [{"id": one.doc_id, "messages": one.messages} for one in found]
+    assert "@" in found[2].doc_id and not found[2].edits
+
+
 @pytest.mark.parametrize(
     "more",
     [
