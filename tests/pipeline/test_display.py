@@ -167,7 +167,7 @@ def test_durations(seconds, said):
 def test_on_a_terminal_a_line_stands_in_its_place_each_second(monkeypatch):
     out, channel, clock = io.StringIO(), io.StringIO(), Clock()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((34, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((34, 24)))
     shown = Display(out, clock)
     shown.begin("train")
     append(channel, report(1, total=0) + report(500, what="decode"))
