@@ -36,9 +36,10 @@ from pipeline.recipe.differences import differences, regenerate_keys
 from pipeline.recipe.recipe import Recipe, digest
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
-from preprocess.dump.driver import examples, listed, require_lasting, torn_tail, write_rejected
+from preprocess.dump.driver import require_lasting
 from preprocess.dump.interview import not_asked
 from preprocess.dump.pool import records
+from preprocess.dump.report import examples, listed, torn_tail, write_rejected
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
 

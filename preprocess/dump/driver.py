@@ -8,14 +8,13 @@ whole means its size: reading it all back is `verify`'s business.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.features import (
     Find,
@@ -29,7 +28,6 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_ow
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.basics.public import public_name, public_text
 from pipeline.features.checked import checked
 from pipeline.features.engines.vllm import python_of, version_of
 from pipeline.features.schema import FeatureSpec, text_schema
@@ -56,11 +54,11 @@ from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
 from preprocess.dump.plan import QUESTION, Plan, question_batch
 from preprocess.dump.pool import records
+from preprocess.dump.report import REJECTED, describe_groups, examples, report_lines, suffix, write_rejected
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker
 from preprocess.sources.sizes import require_sizes
 
-REJECTED = "rejected.jsonl"
 SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
 
 
@@ -91,7 +89,7 @@ def dump(recipe: Recipe) -> list[str]:
         if not manifest.complete:
             require_sizes(recipe)
             _run(recipe, folder, manifest, store)
-        return _report(recipe, manifest)
+        return report_lines(recipe, manifest)
 
 
 def require_lasting(folder: Path) -> None:
@@ -288,12 +286,12 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
-            f"{_behind(examples(manifest.accounting))}{_behind([_grouped(manifest)])}"
+            f"{suffix(examples(manifest.accounting))}{suffix([describe_groups(manifest)])}"
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
-            f"{f' ({grouped}, which stay together)' if (grouped := _grouped(manifest)) else ''}: "
+            f"{f' ({grouped}, which stay together)' if (grouped := describe_groups(manifest)) else ''}: "
             "raise it, or say with data.group what belongs together ('id': nothing does)"
         )
 
@@ -317,98 +315,3 @@ def _tasks(
             finished.get(shard_name(task.split, task.index)), recipe
         ):
             yield task
-
-
-def write_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
-    """(document id, reason) of each dialogue that is not used."""
-    write_text(folder / REJECTED, _lines(rejected))
-
-
-def add_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
-    with (folder / REJECTED).open("a") as file:
-        file.write(_lines(rejected))
-
-
-def _lines(rejected: Iterable[tuple[str, str]]) -> str:
-    return "".join(json.dumps({"doc_id": doc_id, "reason": reason}) + "\n" for doc_id, reason in rejected)
-
-
-def read_rejected(folder: Path) -> list[tuple[str, str]]:
-    """What was written there; without a last line that was torn."""
-    path = folder / REJECTED
-    text = path.read_text() if path.exists() else ""
-    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return [(line["doc_id"], line["reason"]) for line in lines]
-
-
-def listed(fates: dict[str, int], between: str = " ") -> str:
-    return ", ".join(f"{fate}{between}{count}" for fate, count in fates.items()) or "none"
-
-
-def torn_tail(counts: dict[str, Any]) -> list[str]:
-    """A report's line on a source that was cut; none where it was not."""
-    whole = counts["torn_tail_after"]
-    return [] if whole is None else [f"the source ends in the middle of a record: its {whole} whole records are used"]
-
-
-def examples(counts: dict[str, Any]) -> list[str]:
-    """A report's lines on the first record of each reason that a look at it explains."""
-    return [public_text(f"the first {reason} record: {text}") for reason, text in counts.get("examples", {}).items()]
-
-
-def _behind(words: list[str]) -> str:
-    return "".join(f"; {word}" for word in words if word)
-
-
-def _count(manifest: Manifest) -> int:
-    return len(manifest.shards) + len(manifest.answers)
-
-
-def _grouped(manifest: Manifest) -> str:
-    """Empty where no dialogues are."""
-    counts = manifest.accounting["grouped"]
-    parts = f"{counts['dialogues']} dialogues are parts of {counts['conversations']} conversations"
-    sharing = counts.get("sharing_dialogues")  # not counted in earlier dumps
-    questions = f"{sharing} dialogues begin with one of {counts.get('shared_questions')} questions that are repeated"
-    return ", ".join([parts] * bool(counts["dialogues"]) + [questions] * bool(sharing))
-
-
-def _report(recipe: Recipe, manifest: Manifest) -> list[str]:
-    counts, layers = manifest.accounting, manifest.spec.auxiliary_layers
-    lines = [f"auxiliary layers {layers}, of another recipe"] if manifest.spec.recipe != recipe.dump_hash else []
-    if not counts:
-        return [*lines, f"{_count(manifest)} shards, without an account of the source's records"]
-    lines, total = [*lines, *torn_tail(counts)], sum(counts["rejected"].values())
-    further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
-    lines.append(
-        f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "
-        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'], ': ')})"
-    )
-    lines += examples(counts)
-    lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
-    if grouped := _grouped(manifest):
-        lines.append(f"split: {grouped}, each on one side")
-    if alone := counts["grouped"].get("without_group"):
-        lines.append(
-            f"split: {alone} records have no group by data.group={recipe.data.group!r}: each is split by its id"
-        )
-    if fed := manifest.lacks("train"):
-        what = "answers to {} questions" if QUESTIONS in manifest.text else "states of {} dialogues"
-        lines.append(f"train: {what.format(fed)} are made while training reads them")
-    for split in SPLITS[bool(fed) :]:
-        rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
-        lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
-    answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")
-    lost = sum(len(shard.rejected) for shard in manifest.answers)
-    lines.append(
-        f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens"
-        + (f"; {lost} rejected" if lost else "")
-    )
-    if errors := [shard.off for shard in (*manifest.shards, *manifest.answers) if shard.off is not None]:
-        engine = f"{manifest.spec.engine} {manifest.spec.engine_version}"
-        lines.append(f"engine: {engine}, whose states of a sample were at most {max(errors):.1e} off transformers'")
-    size = sum(record.bytes for record in manifest.files) / 1e6
-    store = recipe.features.store
-    where = public_name(store) if store else recipe.features_dir
-    lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
-    return lines

@@ -28,18 +28,10 @@ from pipeline.features.shards import QUESTIONS, Manifest, ShardRecord, damage
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
-from preprocess.dump.driver import (
-    add_rejected,
-    listed,
-    read_rejected,
-    require_its_own,
-    require_lasting,
-    sweep,
-    worker_of,
-    write_rejected,
-)
+from preprocess.dump.driver import require_its_own, require_lasting, sweep, worker_of
 from preprocess.dump.plan import questions_of
 from preprocess.dump.pool import records
+from preprocess.dump.report import add_rejected, listed, read_rejected, write_rejected
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 

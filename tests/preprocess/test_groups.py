@@ -15,8 +15,8 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import SPLITS, Manifest, ShardRecord
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.driver import _report
 from preprocess.dump.plan import Plan
+from preprocess.dump.report import report_lines
 from preprocess.sources.groups import LONGEST, held_out
 from preprocess.sources.intake import Intake
 from tests.kit import ROOT, byte_tokenizer, write_sharegpt
@@ -311,7 +311,9 @@ def test_the_report_says_how_many_have_no_group(tiny_recipe, tmp_path):
     plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
     rows = [task.documents for task in plan.tasks() if task.split != "answers"]
     shards = [ShardRecord("", "train", n, len(one), 0, 0, 0, "") for n, one in enumerate(rows)]
-    report = _report(plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards)))
+    report = report_lines(
+        plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards))
+    )
     assert "split: 50 dialogues are parts of 25 conversations, each on one side" in report
     assert "split: 10 records have no group by data.group='user': each is split by its id" in report
 
@@ -323,5 +325,7 @@ def test_the_report_says_how_many_share_a_question(tiny_recipe, tmp_path):
     plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
     rows = [task.documents for task in plan.tasks() if task.split != "answers"]
     shards = [ShardRecord("", "train", n, len(one), 0, 0, 0, "") for n, one in enumerate(rows)]
-    report = _report(plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards)))
+    report = report_lines(
+        plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards))
+    )
     assert "split: 8 dialogues begin with one of 4 questions that are repeated, each on one side" in report

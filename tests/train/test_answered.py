@@ -23,8 +23,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
 from preprocess.dump import feeder
-from preprocess.dump.driver import read_rejected
 from preprocess.dump.plan import Plan
+from preprocess.dump.report import read_rejected
 from preprocess.dump.worker import SEVERAL, FeatureWorker
 from preprocess.sources.dialogues import Dialogue
 from preprocess.verify import damaged_shards
