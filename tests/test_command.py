@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jakiro
-from jakiro import doctor, new, push, recipes
+from jakiro import doctor, first_recipe, new, push, recipes
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import DRAFTS
@@ -69,6 +69,7 @@ for words in arguments:
     except SystemExit as ended:
         print(ended.code, *sorted(heavy & set(sys.modules)))
 """
+NEW = ("--target", "A/B", "--data", "data.json")
 WRONG = [
     (["run", "nowhere.toml"], "recipe nowhere.toml does not exist"),
     (["status", "torn.toml"], "recipe torn.toml cannot be parsed"),
@@ -78,6 +79,9 @@ WRONG = [
     (["push", "smoke", "A/B", "--set", "trian.epochs=1"], "trian: unknown key 'trian'; did you mean 'train'?"),
     (["tune", "smoke", "--set", "train.epochs=many"], "train.epochs: Input should be a valid integer"),
     (["metrics", "smoke", "--set", "epochs"], "--set 'epochs': expected section.key=value"),
+    (["new", "torn.toml", *NEW, "--license", "mit"], "torn.toml is there already"),
+    (["new", "my.toml", *NEW, "--license", "Apache 2.0"], "did you mean 'apache-2.0'?"),
+    (["new", "my.toml", *NEW, "--licence", "mit"], "the following arguments are required: --license"),
 ]
 
 
@@ -182,7 +186,7 @@ def test_recipes_says_target_and_drafts_of_each(capsys):
     assert "qwen" not in shown
 
 
-SOURCE = new.Source(records=100_000, whole=False, usable=1.0, length=300.0, report="")
+SOURCE = first_recipe.Source(records=100_000, whole=False, usable=1.0, length=300.0, report="")
 
 
 def asked(out: Path, target: Path, data: Path, **more: str) -> list[str]:
@@ -220,10 +224,10 @@ def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_
 
 
 def test_the_sizes_of_a_large_source_are_the_papers_on_gpus_and_a_quarter_of_an_hours_on_a_laptop():
-    large = new.Sizes.of(SOURCE, new.Machine(8, 80 * GB), 8)
+    large = first_recipe.Sizes.of(SOURCE, first_recipe.Machine(8, 80 * GB), 8)
     assert (large.heldout_fraction, large.validation, large.heldout_prompts, large.calibration) == (0.02, 256, 100, 16)
     assert (large.max_tokens, large.global_batch, large.epochs, large.warmup) == (None, 16, 20, 2000)
-    small = new.Sizes.of(SOURCE, new.Machine(0, 0), 2)
+    small = first_recipe.Sizes.of(SOURCE, first_recipe.Machine(0, 0), 2)
     assert (small.heldout_fraction, small.validation, small.heldout_prompts, small.calibration) == (0.02, 24, 22, 16)
     assert small.heldout_prompts - small.prompts >= 10 <= large.heldout_prompts - large.prompts  # the tuner's
     assert (small.max_tokens, small.global_batch, small.epochs, small.warmup) == (270_000, 16, 3, 16)
@@ -264,11 +268,11 @@ def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
     ],
 )
 def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpus, of, weights, share, tmp_path):
-    machine = new.Machine(gpus, of)
-    assert tuple(new.Share.of(machine, weights)) == share
+    machine = first_recipe.Machine(gpus, of)
+    assert tuple(first_recipe.Share.of(machine, weights)) == share
     config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
     given = Namespace(target="OWNER/NAME", data="data.json", draft="eagle3", license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(new.recipe_text(given, config, machine, weights, SOURCE))
+    given.out.write_text(first_recipe.recipe_text(given, config, machine, weights, SOURCE))
     recipe = load_recipe(given.out)
     recipe.train.require_exact_sum(recipe.train.accumulation(gpus))
     assert recipe.data.max_length == 1024
@@ -279,14 +283,14 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
 def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
     config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
     given = Namespace(target="OWNER/NAME", data="data.json", draft=draft, license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(new.recipe_text(given, config, new.Machine(0, 0), 16 * GB, SOURCE))
+    given.out.write_text(first_recipe.recipe_text(given, config, first_recipe.Machine(0, 0), 16 * GB, SOURCE))
     tree, in_one = load_recipe(given.out).tree(draft), draft in ("jakiro", "p-eagle")  # both levels from one forward
     assert (tree.nodes, tree.depth, tree.parallel) == ((6, 2, 2) if in_one else (6, 1, 1))
 
 
 def test_new_refuses_a_target_that_the_machine_cannot_hold():
     with pytest.raises(PipelineError, match="weights are 141 GB in bfloat16, and the 1 GPUs here have 80 GB"):
-        new.Share.of(new.Machine(1, 80 * GB), 141 * GB)
+        first_recipe.Share.of(first_recipe.Machine(1, 80 * GB), 141 * GB)
 
 
 def verdicts(part) -> dict[str, str]:
