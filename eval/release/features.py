@@ -199,7 +199,7 @@ def _keep_card(recipe: Recipe, repository: str, edited: str, card: str) -> list[
     """Leave an edited card where it is; write the dump's own into the run's folder, unless the edited one is made from
     it. Return what the user should know.
     """
-    kept, new = f"{CARD} in {repository} is edited and stays", recipe.run_dir / NEW_CARD
+    kept, new = f"{CARD} in {repository} is edited, or of an earlier version, and stays", recipe.run_dir / NEW_CARD
     if card.splitlines()[-1] in edited:
         new.unlink(missing_ok=True)
         return [kept]

@@ -44,10 +44,7 @@ class Document:
     states_TSD: torch.Tensor | None = None  # where the target's answer brought them
     asked: str | None = None  # the dialogue that the target answered, where this is what it said
 
-    @property
-    def to_read(self) -> int:
-        """Tokens that a forward adds to the progress: those that the target said were counted as it said them."""
-        return len(self.input_ids) - (int(self.loss_mask.sum()) if self.asked else 0)
+    counted: int = 0  # of its tokens, in the progress already: the target's answers are, as it gives them
 
     def content(self) -> bytes:
         ids, mask = self.input_ids.astype("<i4"), self.loss_mask.astype("u1")
@@ -83,7 +80,7 @@ class _Stored:
     """A batch in the form in which its shard stores it."""
 
     doc_ids: tuple[str, ...]
-    tokens: int  # `Document.to_read` of all
+    tokens: int  # that are not in the progress yet
     columns: list[list[torch.Tensor]]  # of each dialogue
     finite_B: torch.Tensor
     event: torch.Event | None  # of `to_host`
@@ -240,12 +237,14 @@ class FeatureWorker:
             raise Unusable(SEVERAL)
         edits.update([*conversation.edits, *filter(None, [conversation.end]), *more])
         edits.update({FURTHER: len(sequences) - 1} if len(sequences) > 1 else {})
-        documents = []
+        documents, left = [], conversation.tokens
         for doc_id, encoded in sequences:
             document = as_said(doc_id, encoded, conversation.said)
             edits.update([] if document else [RENDERED_OTHERWISE])
             document = document or Document(doc_id, encoded.input_ids, encoded.loss_mask)
-            documents.append(replace(document, asked=conversation.doc_id))
+            counted = min(left, len(document.input_ids))
+            left -= counted
+            documents.append(replace(document, asked=conversation.doc_id, counted=counted))
         return documents
 
     def _answered(self, task: ShardTask, rejected: dict[str, str]) -> list[Document]:
@@ -265,7 +264,13 @@ class FeatureWorker:
             self._busy.add(len(answer.tokens))
             ids = np.concatenate([document.input_ids, np.array(answer.tokens, np.int32)])
             mask = np.arange(len(ids)) >= len(document.input_ids)
-            return Document(document.doc_id, ids, mask.astype(np.uint8), answer.states_TSD, asked=document.doc_id)
+            return replace(
+                document,
+                input_ids=ids,
+                loss_mask=mask.astype(np.uint8),
+                states_TSD=answer.states_TSD,
+                counted=len(answer.tokens),
+            )
 
         if not self._source.one_pass:  # this thread computes
             return list(map(answered, task.documents))
@@ -288,7 +293,7 @@ class FeatureWorker:
         finite_B = torch.stack([finite for _, finite in found])
         sent, event = to_host([finite_B, *(column for columns, _ in found for column in columns)])
         rest = iter(sent[1:])
-        tokens = sum(document.to_read for document in batch)
+        tokens = sum(len(document.input_ids) - document.counted for document in batch)
         stored = _Stored(doc_ids, tokens, [[next(rest) for _ in columns] for columns, _ in found], sent[0], event)
         if event is None:
             self._busy.free(doc_ids, tokens)

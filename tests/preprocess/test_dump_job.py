@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, Manifest, usable_texts
+from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
+from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
 from preprocess.dump import driver
 from preprocess.dump.driver import dump
+from preprocess.dump.plan import Plan
 from preprocess.dump.worker import FeatureWorker
 from tests import cluster
 from tests.kit import (
@@ -118,6 +122,18 @@ def test_tokens_move_within_a_shard(tiny_recipe, monkeypatch):
     assert min(ends) >= 3 and ends[0] > 20
     done = [done for done, _ in Shown.last.shown]
     assert done == sorted(done) and done[-1] == end
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_each_token_of_the_targets_own_answers_is_counted_once(tiny_recipe, tmp_path, turns):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["data"] |= {"answers": "target", "train_turns": turns, "max_length": 400}
+    tree["regenerate"] = {"temperature": 1.0, "max_new_tokens": 12}
+    recipe = Recipe.model_validate(tree)
+    task = next(task for task in Plan(recipe, load_tokenizer(recipe.target)).tasks() if task.split == "train")
+    worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
+    record = worker.work(task)
+    assert worker._busy.done == record.tokens > 0
 
 
 def test_an_interrupted_dump_says_what_is_made_again(tiny_recipe, monkeypatch):

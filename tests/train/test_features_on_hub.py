@@ -123,7 +123,10 @@ def test_a_card_that_somebody_edited_stays_and_that_is_told(recipe, hub):
         line, *notes = push_features(recipe, "me/states", private=True)
         beside = recipe.run_dir / "features-README.new.md"
         assert hub.files["README.md"] == content and hub.files[MANIFEST] != b"another one" and "sent" in line
-        assert notes[0].startswith("README.md in me/states is edited and stays") and len(notes) == 1
+        assert (
+            notes[0].startswith("README.md in me/states is edited, or of an earlier version, and stays")
+            and len(notes) == 1
+        )
         assert (str(beside) in notes[0]) == beside.exists() == new
         assert not new or beside.read_bytes() == card
 
