@@ -23,7 +23,7 @@ from eval.release.page import samples
 from eval.release.publish import build_release, require_rows
 from eval.release.push import push
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import code_of, provenance, write_provenance
+from pipeline.artifacts.provenance import measured_by, provenance, write_provenance
 from pipeline.artifacts.reports import (
     REPORT,
     TABLE,
@@ -47,9 +47,9 @@ from pipeline.running import entry
 
 
 def measured_already(path: Path, key: str) -> bool:
-    """By this code, too: what formed the figures as well as what decoded."""
+    """By this version of the measurement, too."""
     found = read_report(path) if path.exists() else {}
-    return (found.get("key"), found.get("code")) == (key, code_of("eval.main"))
+    return (found.get("key"), found.get("code")) == (key, measured_by())
 
 
 def facts_of(job: Job, method: Method) -> dict:
@@ -98,7 +98,7 @@ def measure(job: Job) -> dict:
     measured = {
         "name": recipe.name,
         "key": job.key,
-        "code": code_of("eval.main"),
+        "code": measured_by(),
         "provenance": provenance(recipe) | {"hardware": where},
         "target": public_name(recipe.target.model),
         "settings": settings,

@@ -34,7 +34,7 @@ from eval.tune import main as tune
 from infra.plan.__main__ import SPEEDS, make, warnings
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
-from pipeline.artifacts.provenance import code_of
+from pipeline.artifacts.provenance import measured_by
 from pipeline.artifacts.reports import Row, put_rows, read_report, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
@@ -437,7 +437,7 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
             build_release(recipe)
         path.write_bytes(whole)
     assert {name: sha256(release / name) for name in files_in(release)} == before
-    assert build_release(recipe) == (release, [])
+    assert build_release(recipe)[0] == release
     evaluation = next(stage for stage in stages(str(recipe_file), [], recipe) if stage.name == "eval")
     assert evaluation.state(recipe)[0]
     change_sealed(release / "release.json", lambda raw: raw["pending"].update({"README.md": "0" * 64}))
@@ -579,21 +579,16 @@ def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept
     assert answers_of(run) == before
 
 
-def test_mended_code_releases_no_old_figures(copied, monkeypatch):
-    """Neither what decoded nor what formed the figures may be other code, committed or not."""
+def test_another_version_of_the_measurement_releases_no_old_figures(copied, monkeypatch):
     recipe, run = copied
     sets, records = [f"output={run}"], run / "eval/records.jsonl"
     before = records.read_text().splitlines()
-    for mended, again in (("eval.main", 0), ("eval.measure.tasks", len(before))):
-        for where in ("eval.main", "eval.measure.tasks", "pipeline.artifacts.reports"):
-            monkeypatch.setattr(f"{where}.code_of", lambda module, mended=mended: f"{module}, {mended} mended")
-        found = load_recipe(recipe, sets)
-        assert eval_state(found) == (False, "release of other code, torch or transformers")
-        if mended == "eval.main":  # what decodes is as it was
-            monkeypatch.setattr("eval.measure.tasks.code_of", code_of)
-        call(evaluate, str(recipe), "--set", sets[0])
-        assert len(records.read_text().splitlines()) == len(before) + again
-        assert eval_state(found)[0]
+    monkeypatch.setattr("pipeline.artifacts.provenance.MEASURE_VERSION", 0)
+    found = load_recipe(recipe, sets)
+    assert eval_state(found) == (False, f"release not by {measured_by()}")
+    call(evaluate, str(recipe), "--set", sets[0])
+    assert len(records.read_text().splitlines()) == 2 * len(before)
+    assert eval_state(found)[0]
 
 
 def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):

@@ -14,7 +14,7 @@ from eval.measure.harness import EvalTask, Harness, Outcome
 from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import code_of
+from pipeline.artifacts.provenance import measured_by
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import method_of, read_tuned_trees
 from pipeline.basics.errors import PipelineError
@@ -131,7 +131,7 @@ def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
     digests = digests_of(recipe)
     methods, tasks = methods_of(recipe, tuned_alone, digests), tasks_of(recipe)
     found = {
-        "code": code_of("eval.measure.tasks"),
+        "code": measured_by(),
         "recipe": recipe.hash,
         "methods": {name: method.to_json() for name, method in methods.items()},
         "digests": digests,

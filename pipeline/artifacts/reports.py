@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import code_of, provenance, recorded, settings_said
+from pipeline.artifacts.provenance import measured_by, provenance, recorded, settings_said
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
@@ -248,8 +248,8 @@ def read_release(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def eval_state(recipe: Recipe) -> tuple[bool, str]:
-    """Whether the release's report was measured under this recipe, by this code, on the weights that are in the draft
-    folders now; and a line for the user.
+    """Whether the release's report was measured under this recipe, by this version of the measurement, on the weights
+    that are in the draft folders now; and a line for the user.
     """
     path = recipe.release_dir / REPORT
     if not path.exists() or read_release(recipe.release_dir)["pending"]:
@@ -261,8 +261,8 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     target = identify_if_here(recipe.target)
     if target and (other := target.differences(found["target_identity"])):
         return False, f"release of what the target was before: {'; '.join(other)}"
-    if found.get("code") != code_of("eval.main"):
-        return False, "release of other code, torch or transformers"
+    if found.get("code") != measured_by():
+        return False, f"release not by {measured_by()}"
     if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():

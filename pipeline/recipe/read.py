@@ -101,7 +101,7 @@ def _require_no_credentials(value: Any, where: str) -> None:
 
 # Keys that recipes once had: what they are called now, and why others are gone.
 RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary", "sliding_window": "window"}
-_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); git tag before-the-redraw has it"
+_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); commit eb9925f has it"
 REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
     "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",
 }

@@ -296,9 +296,9 @@ def _folder(value: str) -> str:
 class Outline(Section):
     """A recipe, but for what its drafts are."""
 
-    name: Name
-    output: Annotated[str, AfterValidator(_folder)]  # of the run
-    seed: Annotated[int, Field(ge=0)] = 0
+    name: Name  # of the run: the released model's name begins with it
+    output: Annotated[str, AfterValidator(_folder)]  # the run's folder
+    seed: Annotated[int, Field(ge=0)] = 0  # of weights, orders and samples
     target: TargetConfig
     data: DataConfig
     regenerate: RegenerateConfig = RegenerateConfig()
