@@ -22,7 +22,7 @@ from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, unseale
 from pipeline.basics.public import public_name
 from pipeline.recipe.differences import differences, layers_of
 from pipeline.recipe.load import recipe_from
-from pipeline.recipe.recipe import WHERE, Recipe
+from pipeline.recipe.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
 # Raise it where a change of code moves a measured figure: reports made before are then measured again.
@@ -160,7 +160,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     for name in recipe.draft:
         resolved["draft"][name] |= recipe.settings_of(name)
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
-    resolved["train"] |= dict.fromkeys(WHERE)
+    resolved["train"] |= dict.fromkeys(("shards", "resume", "gpus"))  # places
     return resolved
 
 

@@ -1,7 +1,8 @@
 """A section of a recipe, and the types of its keys."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
@@ -33,5 +34,31 @@ def _different(gpus: list[int]) -> list[int]:
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_different)]  # a machine's
 
 
+# A file of the target's own answers, feature shards, the target's answers to calibration prompts, a draft's weights,
+# what is measured.
+Result = Literal["regenerated", "dump", "answers", "weights", "figures"]
+
+
+@dataclass(frozen=True)
+class Affects:
+    """The only results that a key changes. A key without this mark changes all that its section leads to."""
+
+    results: tuple[Result, ...] = ()
+
+
+Of = TypeVar("Of")
+Runtime = Annotated[Of, Affects()]  # how it runs: it changes no result
+Measured = Annotated[Of, Affects(("figures",))]
+Calibration = Annotated[Of, Affects(("answers", "figures"))]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def affecting(self, result: Result) -> dict[str, Any]:
+        """Return the values, as JSON, of the keys that change a result."""
+        marks = {key: field.metadata for key, field in type(self).model_fields.items()}
+        apart = {
+            key for key in marks for mark in marks[key] if isinstance(mark, Affects) and result not in mark.results
+        }
+        return self.model_dump(mode="json", exclude=apart)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.basics.section import AutoDtype, Positive, Scalar, Section
+from pipeline.basics.section import AutoDtype, Measured, Positive, Runtime, Scalar, Section
 
 ENGINE_KEYS = {"engine", "engine_python", "engine_url", "tensor_parallel", "engine_options"}
 # Of vLLM's EngineArgs: how it uses the machine. Others are keys of the recipe, or change what the target computes.
@@ -27,14 +27,14 @@ class TargetConfig(Section):
     revision: str | None = None  # a commit, branch or tag of the Hub; default: the newest
     # Of the feature dump; evaluation has its own. auto: bfloat16 where the device computes it natively, else float32.
     dtype: AutoDtype = "bfloat16"
-    engine: Literal["transformers", "vllm", "server"] = "transformers"  # what computes states and answers of the dump
-    engine_python: str | None = None  # the Python of vLLM's own environment
-    engine_url: str | None = None  # of a server that runs already: it answers, and gives no states
-    tensor_parallel: Positive = 1  # GPUs of one engine
-    engine_options: dict[str, Any] = {}  # more of vLLM's EngineArgs: OPTIONS
-    device: Literal["auto", "cpu", "cuda", "spread"] = (
-        "auto"  # of transformers; spread: layer by layer over all GPUs seen
-    )
+    # What computes states and answers of the dump.
+    engine: Measured[Literal["transformers", "vllm", "server"]] = "transformers"
+    engine_python: Runtime[str | None] = None  # the Python of vLLM's own environment
+    engine_url: Runtime[str | None] = None  # of a server that runs already: it answers, and gives no states
+    tensor_parallel: Runtime[Positive] = 1  # GPUs of one engine
+    engine_options: Runtime[dict[str, Any]] = {}  # more of vLLM's EngineArgs: OPTIONS
+    # Of transformers. spread: layer by layer over all GPUs seen.
+    device: Measured[Literal["auto", "cpu", "cuda", "spread"]] = "auto"
     trust_remote_code: bool = False  # run code that comes with the model
     chat_template: str | None = None  # a Jinja file, for a tokenizer that comes without a template
     template_keywords: dict[str, Scalar | list[Scalar]] = {}  # of the chat template: { enable_thinking = false }, ...
@@ -58,5 +58,5 @@ class TargetConfig(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What states depend on, but for rounding: not where they are computed, nor by which engine."""
-        return self.model_dump(mode="json", exclude={"device", *ENGINE_KEYS})
+        """Return what states depend on, but for rounding: not where they are computed, nor by which engine."""
+        return self.affecting("dump")

@@ -45,7 +45,7 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
     """Return the keys that one draft's weights depend on."""
     if draft in recipe.published:
         return [f"published.{draft}", f"draft.{draft}"]
-    own = ["seed", f"draft.{draft}", "features.dump", "train.window", "train.tokens", f"train.learning_rates.{draft}"]
+    own = ["seed", f"draft.{draft}", "features.dump", f"train.learning_rates.{draft}"]
     settings = recipe.training_settings(draft)
     keys = [*dump_keys(recipe), *own, *_keys({"train": settings["train"]}), f"published.{draft}"]
     if not recipe.is_watched(draft):
@@ -57,7 +57,8 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
 
 def release_keys(recipe: Recipe) -> list[str]:
     """Return the keys that a release depends on."""
-    return ["draft", "published", *_keys(recipe.settings)]
+    streamed = ["features.keep"] if recipe.data.answers == "target" else []
+    return ["draft", "published", *streamed, *_keys(recipe.settings)]
 
 
 def regenerate_keys(recipe: Recipe) -> list[str]:

@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Discriminator, Tag, model_validator
 
-from pipeline.basics.section import Name
+from pipeline.basics.section import Name, Section
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 from pipeline.drafts.lookup.corpus import corpus_sha256
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
-from pipeline.lm.config import ENGINE_KEYS, TargetConfig
+from pipeline.lm.config import TargetConfig
 from pipeline.recipe.checks import complaints
 from pipeline.recipe.sections import Outline, TrainConfig
 from pipeline.recipe.start import marked
-
-WHERE = {"shards", "resume", "gpus"}  # keys of [train] that say where, not what
-
 
 # One draft's settings, by its kind (and frame): each draft's own file has them.
 _DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) in DRAFTS.items())]  # noqa: UP007
@@ -110,16 +107,11 @@ class Recipe(Outline):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything but what the run is called, where it and its corpora lie, and how many measure it."""
-        measuring = {"workers", "gpus_per_worker", "hang_seconds", "contexts"}  # the last one: they are benchmarks
-        apart: Any = {"name": True, "output": True, "train": {"together", *WHERE} | self._unset, "eval": measuring}
-        apart["features"] = {"gpus", "store", "disk_bytes"} | (set() if self.answers_streamed else {"keep"})
-        apart["features"] |= set() if self.features.dump else {"dump"}
-        apart["target"] = ENGINE_KEYS if self.target.engine == "transformers" else {"engine_python", "engine_url"}
-        if self.data.answers == "source":
-            apart["data"] = {"answers"}
+        """What the figures of a run depend on, by section."""
+        sections = {key: getattr(self, key) for key in type(self).model_fields}
+        settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
         drafts = {name: self.settings_of(name) for name in self.draft}
-        return self.model_dump(mode="json", exclude=apart) | {"draft": drafts}
+        return self.affecting("figures") | settings | {"draft": drafts} | self._order
 
     def settings_of(self, draft: str) -> dict[str, Any]:
         """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is
@@ -134,30 +126,20 @@ class Recipe(Outline):
         return self.data.answers == "target" and self.features.keep == "window"
 
     @property
-    def _unset(self) -> set[str]:
-        """Keys of [train] that change no hash as long as nobody sets them: it is that of before they were there."""
-        return {key for key in ("window", "tokens") if getattr(self.train, key) is None}
+    def _order(self) -> dict[str, str]:
+        return {"order": "questions"} if self.answers_streamed else {}
+
+    @property
+    def _engine(self) -> dict[str, str]:
+        """The engine of the target's own answers, whose random numbers are others."""
+        return {"engine": self.target.engine} if self.target.engine != "transformers" else {}
 
     @property
     def regenerate_settings(self) -> dict[str, Any]:
         """What the target's own answers depend on, by section."""
-        target = self.target.identity()
-        asked = {
-            "source",
-            "subset",
-            "split",
-            "revision",
-            "repeated",
-            "group",
-            "languages",
-            "near_duplicates",
-            "max_length",
-        }
-        data = self.data.model_dump(mode="json", include=asked)
-        answers = self.regenerate.model_dump(mode="json", exclude={"batch"})
-        if self.target.engine != "transformers":  # its random numbers are others
-            target |= {"engine": self.target.engine}
-        return {"target": target, "data": data, "regenerate": answers, "seed": self.seed}
+        sections = {"data": self.data, "regenerate": self.regenerate}
+        settings = {name: section.affecting("regenerated") for name, section in sections.items()}
+        return {"target": self.target.identity() | self._engine, **settings, "seed": self.seed}
 
     @property
     def regenerate_hash(self) -> str:
@@ -185,20 +167,14 @@ class Recipe(Outline):
         """What the feature shards depend on, by section. Who wrote them, where, and in which batches is not part of it:
         that changes rounding at most, and a dump whose batches were too large goes on with smaller ones.
         """
-        how = {"workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens", "store", "hang_seconds"}
-        how |= {"gpus", "keep", "disk_bytes", "dump"}
-        features = self.features.model_dump(mode="json", exclude={*how, "answer_tokens"})
+        features = self.features.affecting("dump")
         features["auxiliary_layers"] = self.wanted_layers  # which of a target's a word is, its fingerprint says
         features["stored_dtype"] = self.stored_dtype
-        own = self.data.answers != "source"
-        data = self.data.model_dump(mode="json", exclude={"calibration_prompts"} | (set() if own else {"answers"}))
-        found: dict[str, Any] = {"target": self.target.identity(), "data": data, "features": features}
-        if own:
-            jobs = {"batch", "dialogues_per_part", "max_dialogues"}
-            if self.target.engine != "transformers":  # its random numbers are others
-                found |= {"engine": self.target.engine}
-            found |= {"regenerate": self.regenerate.model_dump(mode="json", exclude=jobs), "seed": self.seed}
-        return found
+        settings = {"target": self.target.identity(), "data": self.data.affecting("dump"), "features": features}
+        if self.data.answers == "source":
+            return settings
+        settings["data"]["answers"] = self.data.answers
+        return settings | self._engine | {"regenerate": self.regenerate.affecting("dump"), "seed": self.seed}
 
     def dump_hash_with(self, layers: list[int | str]) -> str:
         """Return the hash of this recipe's dump, had it these auxiliary layers."""
@@ -232,9 +208,8 @@ class Recipe(Outline):
         if draft in self.published:
             return digest({"published": self.published[draft].model_dump(), "draft": self.draft[draft].to_json()})
         dump = self.answers_hash if self.is_watched(draft) else self.dump_hash
-        order = {"order": "questions"} if self.answers_streamed else {}
-        settings = {"tree": None, **self.training_settings(draft)}
-        return digest({"dump": dump, "seed": self.seed, "draft": self.settings_of(draft), **settings, **order})
+        settings = {"tree": None, **self.training_settings(draft), **self._order}
+        return digest({"dump": dump, "seed": self.seed, "draft": self.settings_of(draft), **settings})
 
     def is_watched(self, draft: str) -> bool:
         """Whether the estimated tau decides which weights of a draft are kept."""
@@ -242,23 +217,11 @@ class Recipe(Outline):
 
     def training_settings(self, draft: str) -> dict[str, Any]:
         """What one draft's weights depend on, beside its own settings, the features and the seed."""
-        apart = {
-            *WHERE,
-            "ranks",
-            "together",
-            "micro_batch",
-            "checkpoint_every",
-            "verify_checksums",
-            "recompute",
-            "decode",
-            "tracker",
-        }
-        settings, watched = self.training(draft), self.is_watched(draft)
-        apart |= {"learning_rates"} if watched else {"learning_rates", "validate_every"}
-        apart |= self._unset | ({"epochs"} if settings.tokens else set())
-        train = {"train": settings.model_dump(mode="json", exclude=apart)}
+        settings = self.training(draft).affecting("weights")
+        if not self.is_watched(draft):
+            return {"train": {key: value for key, value in settings.items() if key != "validate_every"}}
         tree = self.eval.methods.get(draft, Method()).tree or self.eval.tree
-        return train | ({"tree": tree.to_json()} if watched else {})
+        return {"train": settings, "tree": tree.to_json()}
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""

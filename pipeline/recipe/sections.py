@@ -5,19 +5,36 @@ Imports no torch: a typo is refused at once.
 
 import math
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import regex
 from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.section import AutoDtype, Dtype, Folder, Fraction, Gpus, Name, Positive, Processes, Section
+from pipeline.basics.section import (
+    Affects,
+    AutoDtype,
+    Calibration,
+    Dtype,
+    Folder,
+    Fraction,
+    Gpus,
+    Measured,
+    Name,
+    Positive,
+    Processes,
+    Runtime,
+    Section,
+)
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.license import Language, License
 
 HELDOUT = "heldout"
+Of = TypeVar("Of")
+Cut = Annotated[Of, Affects(("dump", "figures"))]  # what becomes of dialogues, whoever answers in them
+Job = Annotated[Of, Affects(("regenerated",))]  # of preprocess/regenerate.py alone
 
 
 class DataConfig(Section):
@@ -29,23 +46,26 @@ class DataConfig(Section):
     split: str = "train"  # of a "datasets:" source
     revision: str | None = None  # of a "datasets:" or hf:// source: a commit, branch or tag; default: the newest
     max_length: Positive = 2048  # tokens of a dialogue
-    min_length: Positive = 1  # tokens that a dialogue has at least
-    long: Literal["cut", "turns", "windows"] = "cut"  # what becomes of longer ones (preprocess/sources/sequences.py)
+    min_length: Cut[Positive] = 1  # tokens that a dialogue has at least
+    # What becomes of longer ones (preprocess/sources/sequences.py).
+    long: Cut[Literal["cut", "turns", "windows"]] = "cut"
     # Of two turns of one role in a row, or a blank one (preprocess/sources/dialogues.py).
     repeated: Literal["join", "cut", "reject"] = "join"
     # Whose answers: the source's, or those that the target gives to its questions (by [regenerate]) as they are dumped.
-    answers: Literal["source", "target"] = "source"
-    train_turns: Literal["all", "last"] = "all"  # answers with a loss: of a dialogue, or of each window of one
+    answers: Measured[Literal["source", "target"]] = "source"
+    train_turns: Cut[Literal["all", "last"]] = "all"  # answers with a loss: of a dialogue, or of each window of one
     # A record's key, or a regular expression on its id, whose value is its conversation's name: one side of the split.
     group: str | None = None  # default: the first question, and parts by ShareGPT's ids (preprocess/sources/groups.py)
     languages: list[str] = []  # ISO 639-1; empty: all
     near_duplicates: Annotated[float, Field(ge=0.5, le=1)] | None = None  # similarity from which two dialogues are one
-    max_tokens: Positive | None = None  # stop accepting training dialogues beyond this many tokens
-    max_dialogues: Positive | None = None  # stop accepting training dialogues beyond so many
-    heldout_fraction: Fraction = 0.02  # of dialogues, by hash of their group: never trained on
-    validation_dialogues: Positive = 256  # held-out dialogues whose features are dumped, for validation
-    heldout_prompts: Positive = 100  # held-out dialogues whose first turn may be an evaluation prompt, or the tuner's
-    calibration_prompts: Annotated[int, Field(ge=0)] = 16  # more of them: the target's answers tell training its tau
+    max_tokens: Cut[Positive | None] = None  # stop accepting training dialogues beyond this many tokens
+    max_dialogues: Cut[Positive | None] = None  # stop accepting training dialogues beyond so many
+    heldout_fraction: Cut[Fraction] = 0.02  # of dialogues, by hash of their group: never trained on
+    validation_dialogues: Cut[Positive] = 256  # held-out dialogues whose features are dumped, for validation
+    # Held-out dialogues whose first turn may be an evaluation prompt, or the tuner's.
+    heldout_prompts: Cut[Positive] = 100
+    # More of them: the target's answers tell training its tau.
+    calibration_prompts: Calibration[Annotated[int, Field(ge=0)]] = 16
 
     @model_validator(mode="after")
     def _sound(self):
@@ -68,22 +88,24 @@ class FeaturesConfig(Section):
     stored_dtype: Dtype | Literal["float8_e4m3fn"] | None = None
     # Decoder layers (from 1) whose outputs are stored, too; default: those that the drafts want.
     auxiliary_layers: list[Positive] | None = None
-    answer_tokens: Positive = 64  # at most, of the target's answer to a calibration prompt
+    answer_tokens: Calibration[Positive] = 64  # at most, of the target's answer to a calibration prompt
     rows_per_shard: Positive = 256  # dialogues of one file
-    batch_tokens: Positive = 8192  # padded tokens of one forward
-    workers: Processes = 1  # Ray actors that compute states, each with the target
-    planners: Processes = 1  # from 2 on, processes beside the driver that encode dialogues for it
-    cpus_per_worker: Processes = 1  # cores that Ray keeps for each
+    batch_tokens: Runtime[Positive] = 8192  # padded tokens of one forward
+    workers: Runtime[Processes] = 1  # Ray actors that compute states, each with the target
+    planners: Runtime[Processes] = 1  # from 2 on, processes beside the driver that encode dialogues for it
+    cpus_per_worker: Runtime[Processes] = 1  # cores that Ray keeps for each
     # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
-    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
-    gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
-    store: str | None = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
+    gpus_per_worker: Runtime[Annotated[float, Field(ge=0)] | None] = None
+    gpus: Runtime[Gpus | None] = None  # of the machine, for `pipeline run`; default: all that are visible
+    store: Runtime[str | None] = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     # The hash of somebody's dump in `store`, as its card gives it: what it was dumped from is then not asked.
-    dump: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
-    hang_seconds: Positive = 900  # without a heartbeat (a batch, or the whole of loading), then a worker is replaced
+    dump: Measured[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None] = None
+    # Without a heartbeat (a batch, or the whole of loading), then a worker is replaced.
+    hang_seconds: Runtime[Positive] = 900
     # "window": training's shards are made while it reads them, and go (preprocess/feed.py).
-    keep: Literal["all", "window"] = "all"
-    disk_bytes: Positive | None = None  # that these may take of the disk; default: what two of its windows take
+    keep: Runtime[Literal["all", "window"]] = "all"
+    # That these may take of the disk; default: what two of its windows take.
+    disk_bytes: Runtime[Positive | None] = None
 
     @model_validator(mode="after")
     def _sound(self):
@@ -105,9 +127,9 @@ class RegenerateConfig(Section):
     top_k: Positive | None = None  # draw from so many tokens; default: all
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the likeliest tokens of this share together
     max_new_tokens: Positive = 512  # of one answer
-    batch: Positive = 32  # dialogues that are answered together
-    dialogues_per_part: Positive = 64  # of one file of the result
-    max_dialogues: Positive | None = None  # of the source; default: all
+    batch: Runtime[Positive] = 32  # dialogues that are answered together
+    dialogues_per_part: Job[Positive] = 64  # of one file of the result
+    max_dialogues: Job[Positive | None] = None  # of the source; default: all
 
     @model_validator(mode="after")
     def _greedy_is_greedy(self):
@@ -122,12 +144,13 @@ class TrainConfig(Section):
     epochs: Positive = 20  # passes over the training dialogues
     tokens: Positive | None = None  # with a loss, after which training ends, in however many epochs; instead of epochs
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
-    micro_batch: Positive = 4  # rows per forward of one rank
+    micro_batch: Runtime[Positive] = 4  # rows per forward of one rank
     pack_tokens: Positive | None = None  # of a row that holds several dialogues; default: each row is one dialogue
     window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as 4 GB are
-    together: bool = False  # all drafts at once, a step of each in turn: one pass over the states serves them all
-    ranks: Processes | None = None  # for `pipeline run` on one machine; default: one for each of its GPUs
-    gpus: Gpus | None = None  # of the machine, for `pipeline run`; default: all that are visible
+    # All drafts at once, a step of each in turn: one pass over the states serves them all.
+    together: Runtime[bool] = False
+    ranks: Runtime[Processes | None] = None  # for `pipeline run` on one machine; default: one for each of its GPUs
+    gpus: Runtime[Gpus | None] = None  # of the machine, for `pipeline run`; default: all that are visible
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5  # the highest, behind the warm-up
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
@@ -137,23 +160,25 @@ class TrainConfig(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 0.5  # of the gradient, at most
     noise: Annotated[float, Field(ge=0)] = 0.1  # half-width of the uniform noise on input features
     noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
-    mask: Literal["predicted", "legacy"] = (
-        "predicted"  # legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's
-    )
+    # Legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's.
+    mask: Literal["predicted", "legacy"] = "predicted"
     # That the draft is trained in. auto: bfloat16 where the device computes it natively, else float32.
     dtype: AutoDtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
-    recompute: bool = False  # activations again in the backward instead of keeping them
+    recompute: Runtime[bool] = False  # activations again in the backward instead of keeping them
     not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out
-    checkpoint_every: Positive = 500  # steps
+    checkpoint_every: Runtime[Positive] = 500  # steps
     validate_every: Positive = 500  # steps
     keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau
     patience: Positive | None = None  # validations without a larger estimated tau after which training ends
-    decode: Literal["never", "last", "always"] = "never"  # when rank 0 decodes the calibration prompts with the target
-    tracker: Literal["wandb", "trackio", "mlflow"] | None = None  # beside TensorBoard, through its own package
-    verify_checksums: bool = True  # read every shard through before training begins
-    shards: Folder | None = None  # of each node's own disk, where features are brought; default: where they are
-    resume: Folder | None = None  # that all nodes see, for resume states; default: beside the draft, in `output`
+    # When rank 0 decodes the calibration prompts with the target.
+    decode: Runtime[Literal["never", "last", "always"]] = "never"
+    tracker: Runtime[Literal["wandb", "trackio", "mlflow"] | None] = None  # beside TensorBoard, through its own package
+    verify_checksums: Runtime[bool] = True  # read every shard through before training begins
+    # Of each node's own disk, where features are brought; default: where they are.
+    shards: Runtime[Folder | None] = None
+    # That all nodes see, for resume states; default: beside the draft, in `output`.
+    resume: Runtime[Folder | None] = None
     deepspeed: dict[str, Any] = {}  # more of its configuration; what follows from the keys above is refused here
 
     def accumulation(self, ranks: int) -> int:
@@ -230,7 +255,8 @@ class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]  # prompts, by a name of yours
-    contexts: list[Positive] = []  # tokens: each "heldout" benchmark again, behind other dialogues up to each length
+    # Tokens: each "heldout" benchmark again, behind other dialogues up to each length.
+    contexts: Runtime[list[Positive]] = []
     tree: TreeConfig = TreeConfig()  # of every method that has none of its own
     # Every draft is a method of its own name; it stands here where its tree is another.
     methods: dict[Name, Method] = {}
@@ -246,9 +272,11 @@ class EvalConfig(Section):
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
     gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always
-    workers: Processes = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
-    gpus_per_worker: Annotated[int, Field(ge=0)] | None = None  # as the dump's; who shares one measures others' work
-    hang_seconds: Positive = 900  # without a heartbeat (a round, or the whole of loading), then a worker is replaced
+    workers: Runtime[Processes] = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
+    # As the dump's; who shares one measures others' work.
+    gpus_per_worker: Runtime[Annotated[int, Field(ge=0)] | None] = None
+    # Without a heartbeat (a round, or the whole of loading), then a worker is replaced.
+    hang_seconds: Runtime[Positive] = 900
 
     @model_validator(mode="after")
     def _sound(self):
@@ -296,8 +324,8 @@ def _folder(value: str) -> str:
 class Outline(Section):
     """A recipe, but for what its drafts are."""
 
-    name: Name  # of the run: the released model's name begins with it
-    output: Annotated[str, AfterValidator(_folder)]  # the run's folder
+    name: Runtime[Name]  # of the run: the released model's name begins with it
+    output: Runtime[Annotated[str, AfterValidator(_folder)]]  # the run's folder
     seed: Annotated[int, Field(ge=0)] = 0  # of weights, orders and samples
     target: TargetConfig
     data: DataConfig

@@ -419,68 +419,45 @@ def leaves(recipe: Recipe, *prefixes: str) -> set[str]:
 
 
 ANSWERED = {"data.calibration_prompts", "features.answer_tokens"}
-NOT_WHAT_SHARDS_HOLD = {  # but for the answers to calibration prompts
-    *(f"target.{key}" for key in ENGINE_KEYS),
-    "target.device",
-    *(f"features.{key}" for key in ("workers", "planners", "cpus_per_worker", "gpus_per_worker", "batch_tokens")),
-    *(f"features.{key}" for key in ("gpus", "store", "hang_seconds", "keep", "disk_bytes")),
-    *ANSWERED,
+ENGINE = {f"target.{key}" for key in ENGINE_KEYS - {"engine"}}
+FEATURES = "workers planners cpus_per_worker gpus_per_worker batch_tokens gpus store hang_seconds keep disk_bytes"
+TRAIN = "ranks together checkpoint_every verify_checksums recompute decode tracker micro_batch shards resume gpus"
+RUNTIME = {  # keys that change no result
+    *ENGINE,
+    *(f"features.{key}" for key in FEATURES.split()),
+    *(f"train.{key}" for key in TRAIN.split()),
+    *("name", "output", "regenerate.batch"),
+    *(f"eval.{key}" for key in ("workers", "gpus_per_worker", "hang_seconds", "contexts")),  # contexts are benchmarks
 }
+JOBS = {"regenerate.dialogues_per_part", "regenerate.max_dialogues"}
+MEASURED = {"target.device", "target.engine"}
+LATER = "max_tokens max_dialogues min_length long train_turns heldout_fraction validation_dialogues heldout_prompts"
+of_any_value = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_the_hash_depends_on_every_key_but_name_and_output(tree):
+@of_any_value
+def test_the_hash_depends_on_every_key_that_changes_a_figure(tree):
     recipe = Recipe.model_validate(tree)
-    assert changing(recipe, lambda r: r.hash) == leaves(recipe, "") - {
-        "name",
-        "output",
-        *(f"features.{key}" for key in ("gpus", "store", "keep", "disk_bytes")),
-        "train.gpus",
-        "train.together",
-        "train.shards",
-        "train.resume",
-        "eval.workers",
-        "eval.gpus_per_worker",
-        "eval.hang_seconds",
-        "eval.contexts",  # they are benchmarks
-        *(f"target.{key}" for key in ENGINE_KEYS - {"engine"}),  # of another engine than the recipe's
-    }
+    assert changing(recipe, lambda r: r.hash) == leaves(recipe, "") - RUNTIME - JOBS
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@of_any_value
 def test_the_dump_hash_depends_on_what_shards_hold(tree):
     recipe = Recipe.model_validate(tree)
-    expected = leaves(recipe, "target.", "data.", "features.") - NOT_WHAT_SHARDS_HOLD
+    expected = leaves(recipe, "target.", "data.", "features.") - RUNTIME - MEASURED - ANSWERED
     assert changing(recipe, lambda r: r.dump_hash) == expected
     assert changing(recipe, lambda r: r.answers_hash) == expected | ANSWERED
     tree["data"]["answers"] = "target"
-    jobs = {f"regenerate.{key}" for key in ("batch", "dialogues_per_part", "max_dialogues")}
-    asked = leaves(recipe, "seed", "regenerate.") - jobs
+    asked = leaves(recipe, "seed", "regenerate.") - RUNTIME - JOBS
     assert changing(Recipe.model_validate(tree), lambda r: r.dump_hash) == expected | asked | {"target.engine"}
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@of_any_value
 def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     tree["eval"]["methods"] = {"jakiro": {"tree": {"depth": 2, "top_k": 3, "nodes": 6}}}
     recipe = Recipe.model_validate(tree)
-    apart = (
-        "learning_rates",  # of other drafts
-        "ranks",
-        "together",
-        "checkpoint_every",
-        "validate_every",
-        "verify_checksums",
-        "recompute",
-        "decode",
-        "tracker",
-        "micro_batch",
-        "shards",
-        "resume",
-        "gpus",
-    )
-    schedules = {f"train.{key}" for key in apart}
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
-    expected -= NOT_WHAT_SHARDS_HOLD | schedules
+    expected -= RUNTIME | MEASURED | ANSWERED | {"train.learning_rates", "train.validate_every"}  # rates of others
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
     assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
     watched = Recipe.model_validate({**tree, "train": {**tree["train"], "keep": "best"}})  # the estimated tau decides
@@ -488,27 +465,11 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     assert changing(watched, lambda r: r.train_hash("jakiro")) == expected
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@of_any_value
 def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     recipe = Recipe.model_validate(tree)
-    later = {
-        "answers",
-        "max_tokens",
-        "max_dialogues",
-        "min_length",
-        "long",
-        "train_turns",
-        "heldout_fraction",
-        "validation_dialogues",
-        "heldout_prompts",
-        "calibration_prompts",
-    }
-    expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - {
-        "target.device",
-        *(f"target.{key}" for key in ENGINE_KEYS - {"engine"}),
-        "regenerate.batch",
-        *(f"data.{key}" for key in later),
-    }
+    later = {"data.answers", "data.calibration_prompts", *(f"data.{key}" for key in LATER.split())}
+    expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - RUNTIME - {"target.device"} - later
     assert changing(recipe, lambda r: r.regenerate_hash) == expected
 
 
