@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,28 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     size = sum(file.bytes for file in (*manifest.shards, *manifest.text.values()))
     assert abs(figures["dump: tokens"] / tokens - 1) < 0.1
     assert abs(figures["dump: disk"] / size - 1) < 0.2  # so small shards are mostly frame
+
+
+def test_a_dump_is_timed_by_whole_batches_and_in_its_time(monkeypatch):
+    """A processor that takes 0.1 s for a token, and gives the rows of a batch together behind it."""
+    now, sizes = [0.0], []
+
+    class Worker:
+        def batches(self, documents, rejected):
+            return [documents]
+
+        def rows(self, batches, texts, rejected):
+            for batch in batches:
+                now[0] += sum(len(document.input_ids) for document in batch) / 10
+                sizes.append(len(batch))
+                yield from (SimpleNamespace(tokens=len(document.input_ids)) for document in batch)
+
+    monkeypatch.setattr(speeds.time, "perf_counter", lambda: now[0])
+    documents = [SimpleNamespace(input_ids=range(5 + number % 3)) for number in range(99)]
+    assert speeds.worker_speed(Worker(), documents) == pytest.approx(10)
+    assert sizes == [1, 2, 4, 8, 16] and now[0] < speeds.PROBE
+    assert speeds.worker_speed(Worker(), documents, 1e9) == pytest.approx(10)
+    assert speeds.worker_speed(Worker(), documents[:3], 0) == pytest.approx(10)
 
 
 def test_a_probe_ends_after_its_time_with_what_it_measured(monkeypatch):

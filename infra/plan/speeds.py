@@ -42,17 +42,24 @@ def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
 
 
 def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = PROBE) -> float:
-    """Tokens a second of a worker here, as it works but for the writing, in about so many seconds."""
-    mixed = random.Random(0).sample(documents, len(documents))  # of all lengths, in any part of it
-    for _ in worker.rows(worker.batches(mixed[:1], {}), mixed[:1], {}):  # warms up
-        pass
-    tokens, begin = 0, time.perf_counter()
-    parts = (mixed[first : first + TOGETHER] for first in range(0, len(mixed), TOGETHER))
-    for row in (row for part in parts for row in worker.rows(worker.batches(part, {}), part, {})):
-        tokens += row.tokens
-        if time.perf_counter() - begin > seconds:
+    """Tokens a second of a worker here, as it works but for the writing. Parts are whole batches, and grow until one
+    more would take longer than `seconds`; the largest ones count.
+    """
+    left, size = random.Random(0).sample(documents, len(documents)), 1  # of all lengths, in any part of it
+    timed: dict[int, tuple[int, float]] = {}  # tokens and seconds, by the size of a part
+    begin = time.perf_counter()
+    while left:
+        part, left = left[:size], left[size:]
+        start = time.perf_counter()
+        part_tokens = sum(row.tokens for row in worker.rows(worker.batches(part, {}), part, {}))
+        end = time.perf_counter()
+        tokens, took = timed.get(size, (0, 0.0))
+        timed[size] = tokens + part_tokens, took + end - start
+        size = min(2 * size, TOGETHER)
+        if end - begin + (end - start) * size / len(part) > seconds:
             break
-    return tokens / (time.perf_counter() - begin)
+    tokens, took = timed[max(timed)]
+    return tokens / took
 
 
 def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
