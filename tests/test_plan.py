@@ -268,9 +268,9 @@ def test_memory_of_a_step(tiny_recipe, dtype):
 FORWARDS = {
     "jakiro": JakiroConfig(vocabulary=128),
     "balanced": JakiroConfig(experts=8, contrast="none", balance_loss=0.01),
-    "dflash": DFlashConfig(layers=2, block=4, anchors=40, experts=2),
+    "dflash": DFlashConfig(layers=2, block=4, anchors=40),
     "dspark": DSparkConfig(layers=2, block=4, anchors=40),
-    "p-eagle": PEagleConfig(layers=2, depths=4, experts=2),
+    "p-eagle": PEagleConfig(layers=2, depths=4),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
 }
 

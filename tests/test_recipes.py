@@ -239,7 +239,6 @@ def test_every_recipe_is_covered_and_loads():
         "methods",
         "experts",
         "experts-3",
-        "block-experts",
         "contexts",
         "pruned",
         "fresh",
@@ -277,13 +276,6 @@ def test_pairs_of_the_experts_question_read_as_many_weights():
     for one, unread in passed_over.items():
         for frame in ("", "3"):
             assert 0 <= counts[one + frame] - unread - counts["dense" + frame] <= 9 * 576, one + frame
-
-
-def test_experts_by_place_read_as_many_weights_as_an_mlp_of_their_width_together():
-    recipe, target = load_recipe(RECIPES / "block-experts.toml"), shapes(576, 1536, 9, 3, 49152)
-    counts = dict(zip(recipe.trained, counted(recipe, tuple(recipe.trained), target), strict=True))
-    for kind in ("dflash", "p-eagle"):
-        assert counts[f"{kind}-places"] == counts[f"{kind}-wide"] == counts[kind] + 2 * 3 * 576 * 768
 
 
 def test_the_experts_recipes_differ_in_drafts_and_rates_alone():

@@ -175,14 +175,11 @@ def tree_said(facts: dict[str, Any]) -> str:
     words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
     if tree.forwards < tree.depth:
         words.append(f"the last {tree.parallel} levels from one draft forward")
-    if tree.candidates != "plain":
-        words.append(
-            {"decoupled": "the experts' candidates merged", "mixture": "candidates of the experts' mixture"}[
-                tree.candidates
-            ]
-        )
+    by_expert = tree.candidates == "decoupled"
+    if by_expert:
+        words.append("the experts' candidates merged")
     if tree.siblings != "best":
-        words.append("siblings drawn" + (" from each expert in turn" if tree.siblings == "drawn-by-expert" else ""))
+        words.append("siblings drawn" + (" from each expert in turn" if by_expert else ""))
     if method.secondary:
         words.append(f"{' and '.join(method.secondary)} beside the draft")
     if facts["corpora"]:

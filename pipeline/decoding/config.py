@@ -25,9 +25,8 @@ class TreeConfig(Settings):
     top_k: int = None  # type: ignore[assignment]
     nodes: int = None  # type: ignore[assignment]
     paths: Any = None  # "eagle-1", or lists of ranks
-    # the averaged head's; the experts' lists merged; their mixture's
-    candidates: Literal["plain", "decoupled", "mixture"] = "plain"
-    siblings: Literal["best", "drawn", "drawn-by-expert"] = "best"  # how a static tree takes them above temperature 0
+    candidates: Literal["plain", "decoupled"] = "plain"  # the averaged head's; the experts' lists merged
+    siblings: Literal["best", "drawn"] = "best"  # how a static tree takes them above temperature 0
     parallel: int | None = None  # so many last levels come from one draft forward; default: as many as the draft offers
 
     def __post_init__(self):
@@ -44,7 +43,11 @@ class TreeConfig(Settings):
             )
         if self.parallel is not None and self.parallel > self.depth:
             raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
-        self._require_siblings()
+        if self.siblings != "best" and self.paths is None:
+            raise ValueError(
+                f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of what was drawn would "
+                "change the output's distribution"
+            )
 
     def _made_by_paths(self) -> dict[str, int]:
         """What follows from `paths`. Raises ValueError for paths that make no tree."""
@@ -61,19 +64,6 @@ class TreeConfig(Settings):
                     "siblings"
                 )
         return {"depth": max(map(len, known)), "top_k": 1 + max(map(max, known)), "nodes": 1 + len(known)}
-
-    def _require_siblings(self) -> None:
-        if self.siblings != "best" and self.paths is None:
-            raise ValueError(
-                f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of what was drawn would "
-                "change the output's distribution"
-            )
-        drawn_from = {"drawn": ("plain", "mixture"), "drawn-by-expert": ("decoupled",)}
-        if self.candidates not in drawn_from.get(self.siblings, (self.candidates,)):
-            raise ValueError(
-                f"siblings={self.siblings!r} cannot be had with candidates={self.candidates!r}: 'drawn' takes one "
-                "distribution ('plain' or 'mixture'), 'drawn-by-expert' each expert's own ('decoupled')"
-            )
 
     @property
     def forwards(self) -> int:

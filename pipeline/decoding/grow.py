@@ -1,5 +1,5 @@
-"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain,
-decoupled or of the mixture, and their last levels from one forward (Jakiro).
+"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain or decoupled,
+and their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
 says why each is lossless. Growing never asks the device for a number; the tree is copied to the host once,
@@ -130,7 +130,7 @@ def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     assert output.experts_WKU is not None and output.log_weights_WK is not None
     each_WKU = output.experts_WKU.float().log_softmax(-1) + output.log_weights_WK.float()[:, :, None]
     mixed = each_WKU.logsumexp(1).clamp_max(0)
-    return (mixed if spec.candidates == "mixture" else each_WKU.amax(1)), mixed
+    return each_WKU.amax(1), mixed
 
 
 def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -241,23 +241,19 @@ class _Siblings:
 
     def __init__(self, tree: TreeConfig, draws: Draws):
         self._processing, self._randomness = draws.processing, draws.randomness
-        self._by_expert, self._mixed = tree.siblings == "drawn-by-expert", tree.candidates == "mixture"
+        self._by_expert = tree.candidates == "decoupled"
 
     def of(self, draft: Draft, output: DraftOutput, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
         """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
         ``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each
         parent draws for itself.
         """
-        if beyond > 0:
-            q_WKU = self._processing.probabilities(output.logits_LWU[beyond][rows])[:, None]
-        elif self._by_expert or self._mixed:
-            assert output.experts_WKU is not None and output.log_weights_WK is not None
+        if self._by_expert and beyond <= 0:
+            assert output.experts_WKU is not None
             logits_WKU = output.experts_WKU[rows]
-            q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU).float()
-            if self._mixed:
-                q_WKU = (output.log_weights_WK[rows].float().exp()[:, :, None] * q_WKU).sum(1, keepdim=True)
+            q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU)
         else:
-            q_WKU = self._processing.probabilities(output.logits_LWU[0][rows])[:, None]
+            q_WKU = self._processing.probabilities(output.logits_LWU[max(beyond, 0)][rows])[:, None]
         return self._draw(draft, q_WKU, count, draft.target_vocabulary)
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -22,23 +22,14 @@ class EagleFrameConfig(OneLayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(EagleFrameConfig):
-    """With more horizons, each has a down projection of its own: the control for Jakiro's branch."""
-
     description: ClassVar = "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,"
 
     kind: Literal["eagle"] = "eagle"
     mlp_width: int | None = None  # default: the target's
-    horizons: int = 1
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "mlp_width", "horizons")
-        if self.horizons > 5:
-            raise ValueError(f"horizons={self.horizons}: expected at most 5")
-
-    @property
-    def levels(self) -> int:
-        return self.horizons
+        self.at_least(1, "mlp_width")
 
 
 class EagleFrame(OneLayer):
@@ -64,11 +55,6 @@ class EagleFrame(OneLayer):
 
 class Eagle(Dense, EagleFrame):
     config: EagleConfig
-
-    def follow(self, llama: Any) -> dict[str, nn.Module]:
-        parts, mlp = super().follow(llama), self.config.mlp_width or llama.intermediate_size
-        further = (nn.Linear(mlp, llama.hidden_size, bias=False) for _ in range(1, self.config.horizons))
-        return parts | {"ahead_projs": nn.ModuleList(further)}
 
 
 RELEASED = Released(facts=window_facts, keys=WINDOW)

@@ -10,7 +10,7 @@ the gate, softmaxed; the larger is beta and names E_a. ``contrast = "scalar"`` l
 better-routed expert. A token is computed by the experts that it keeps; decoding does not even read the others.
 
 Each expert has an output of its own, u + E_j(n) (the paper's left and right; scaling ONE vector twice, its eq. 4, would
-rank tokens identically). Trees with ``candidates = "decoupled"`` or ``"mixture"`` take their candidates from these.
+rank tokens identically). Trees with ``candidates = "decoupled"`` take their candidates from these.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import RELEASED as RELEASED_EAGLE3
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.eagle3 import released_facts as eagle3_facts
-from pipeline.drafts.parts.layers import in_parts, swiglu
+from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import WINDOW, Heads, OneLayer, window_facts
@@ -123,7 +123,10 @@ class MixtureOfExperts(nn.Module):
         slots = kept.reshape(-1)  # of all tokens, K each
         order = slots.argsort(stable=True)
         parts = n.reshape(-1, n.shape[-1])[order // self.kept].split(self._counts(slots))
-        return in_parts(self.experts, parts)[order.argsort()].view(*kept.shape, n.shape[-1])
+        # All ranks of a training, and of its validation, run the same modules, also those that they have no row for.
+        all_run = not torch.is_inference_mode_enabled()
+        outputs = torch.cat([expert(x) for expert, x in zip(self.experts, parts, strict=True) if len(x) or all_run])
+        return outputs[order.argsort()].view(*kept.shape, n.shape[-1])
 
     def _counts(self, slots: Tensor) -> list[int]:
         """How many slots each expert has."""

@@ -34,7 +34,6 @@ from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.mask import MASK
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.drafts.parallel.places import PlacesConfig
 from pipeline.drafts.parts.released import AUXILIARY
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig
 from pipeline.lm.attention import FULL, SLIDING
@@ -162,8 +161,6 @@ def _eagle(
     our plug-in keeps it.
     """
     is_dense = isinstance(config, EagleConfig)
-    if isinstance(config, EagleConfig) and config.horizons > 1:
-        raise PipelineError(f"horizons={config.horizons}: no engine takes levels ahead of a dense draft")
     if engine == "speculators":
         raise PipelineError("speculators has no EAGLE-1/2 any more: export to vllm or sglang, or train eagle3")
     if engine == GGUF:
@@ -307,8 +304,6 @@ def _small(draft: TrainedDraft) -> Written:
 
 def _require_experts_served(config: DraftConfig, engine: str) -> None:
     """Raises PipelineError for experts that no engine runs."""
-    if isinstance(config, PlacesConfig) and config.experts > 1:
-        raise PipelineError(f"experts={config.experts}: no engine has an MLP for each group of places; train with 1")
     if isinstance(config, ExpertsConfig) and engine != "vllm":
         raise PipelineError(f"{engine} loads no draft with experts: export to vllm, which does with {PLUG_IN}")
 

@@ -33,14 +33,14 @@ CHAIN = TreeConfig(depth=3, top_k=1, nodes=4)
         ),
         # all places, whose keys and values are made apart from the context's
         (
-            DFlashConfig(layers=1, block=6, experts=2),
-            D * D + ATTENTION + D * D + 2 * 3 * D * MLP + HEAD,
-            D * D + ATTENTION + 2 * 3 * D * MLP + HEAD,
+            DFlashConfig(layers=1, block=6),
+            D * D + ATTENTION + D * D + 3 * D * MLP + HEAD,
+            D * D + ATTENTION + 3 * D * MLP + HEAD,
         ),
-        # three of four guesses; its attention takes two halves
+        # its attention takes two halves
         (
-            PEagleConfig(layers=1, depths=4, experts=4),
-            2 * D * D + 2 * ATTENTION - D * D + 3 * 3 * D * MLP + HEAD,
+            PEagleConfig(layers=1, depths=4),
+            2 * D * D + 2 * ATTENTION - D * D + 3 * D * MLP + HEAD,
             None,
         ),
         (MedusaConfig(heads=3), 3 * (D * D + D + HEAD), 3 * (D * D + D + HEAD)),

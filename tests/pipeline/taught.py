@@ -33,7 +33,6 @@ VARIANTS = {
     "four-experts": JakiroConfig(kind="jakiro", experts=4, experts_per_token=2, expert_width=24),
     "scalar": JakiroConfig(kind="jakiro", contrast="scalar", fc_bias=True, window=6),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "dense-ahead": EagleConfig(kind="eagle", horizons=2, window=5),
     "eagle3": Eagle3Config(ttt_steps=3),
     "eagle3, 3.1's norms": Eagle3Config(ttt_steps=2, fc_norm=True, norm_output=True, norm_before_residual=True),
     "eagle3, others' options": Eagle3Config(
@@ -45,9 +44,7 @@ VARIANTS = {
         frame="eagle-3", experts=8, expert_width=16, ttt_steps=4, vocabulary=100, balance_loss=0.01
     ),
     "p-eagle": PEagleConfig(layers=2, depths=4),
-    "p-eagle, reduced": PEagleConfig(
-        layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3, experts=3
-    ),
+    "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3),
     "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
     "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1, window=8),
     "medusa": MedusaConfig(),
@@ -58,7 +55,7 @@ VARIANTS = {
     "hydra++, the target's head": HydraConfig(heads=5, blocks=1, own_head=False, vocabulary=100),
     "dflash": DFlashConfig(layers=2, block=8, dpace=0.5),
     "dflash, reduced": DFlashConfig(
-        layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", experts=2, window=7
+        layers=1, block=6, vocabulary=100, auxiliary_layers=[1, 2], objective="soft-ce", window=7
     ),
     "dspark, reduced": DSparkConfig(layers=2, block=6, rank=16, vocabulary=100),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
@@ -72,18 +69,16 @@ KINDS = {
     "jakiro, static": ("jakiro", {"paths": "eagle-1", "parallel": 2}),
     "jakiro, static, drawn": ("jakiro", {"paths": "eagle-1", "parallel": 2, "siblings": "drawn"}),
     "jakiro, decoupled": ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "decoupled", "parallel": 2}),
-    "jakiro, mixture": ("four-experts", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
-    "jakiro, static, mixture": ("jakiro", {"paths": "eagle-1", "candidates": "mixture", "siblings": "drawn"}),
     "jakiro, static, by expert": (
         "four-experts",
-        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
+        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn", "parallel": 2},
     ),
     "jakiro, reduced vocabulary, drawn": ("reduced", {"paths": "eagle-1", "siblings": "drawn", "parallel": 1}),
     "eagle-3": ("eagle3", {"depth": 4, "top_k": 4, "nodes": 20}),
     "eagle-3, drawn": ("eagle3, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "sparse on eagle-3, by expert": (
         "sparse on eagle-3",
-        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn-by-expert", "parallel": 2},
+        {"paths": "eagle-1", "candidates": "decoupled", "siblings": "drawn", "parallel": 2},
     ),
     "p-eagle, drawn": ("p-eagle", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]], "siblings": "drawn"}),
     "gumiho, seven levels": ("gumiho", {"depth": 7, "top_k": 4, "nodes": 24}),
@@ -95,9 +90,7 @@ KINDS = {
     "dflash, drawn": ("dflash, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "dspark, drawn": ("dspark, reduced", {"paths": "eagle-1", "siblings": "drawn"}),
     "hydra++, drawn": ("hydra++, the target's head", {"paths": "eagle-1", "siblings": "drawn"}),
-    "three levels at once": ("three-branches", {"depth": 4, "top_k": 4, "nodes": 20, "parallel": 3}),
 }
-VARIANTS["three-branches"] = EagleConfig(horizons=3)
 ONE_LAYER = [
     name
     for name, config in VARIANTS.items()

@@ -69,7 +69,6 @@ BEST = {
     "dynamic, two levels at once": {"depth": 3, "top_k": 2, "nodes": 8, "parallel": 2},
     "dynamic, three levels at once": {"depth": 3, "top_k": 2, "nodes": 8, "parallel": 3},
     "dynamic, decoupled": {"depth": 3, "top_k": 2, "nodes": 7, "candidates": "decoupled"},
-    "dynamic, mixture": {"depth": 3, "top_k": 2, "nodes": 7, "candidates": "mixture", "parallel": 2},
     "static": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     "static, decoupled, two levels at once": {
         "paths": [[0], [1], [0, 0], [1, 0], [1, 1]],
@@ -81,17 +80,16 @@ DRAWN = {
     "drawn": {"paths": [[0], [1], [0, 0], [1, 0]], "siblings": "drawn"},
     "drawn, three siblings": {"paths": [[0], [1], [2], [0, 0]], "siblings": "drawn"},
     "drawn, two levels at once": {"paths": [[0], [1], [0, 0], [1, 0]], "siblings": "drawn", "parallel": 2},
-    "drawn from the mixture": {"paths": [[0], [1], [0, 0]], "siblings": "drawn", "candidates": "mixture"},
     "drawn from each expert": {
         "paths": [[0], [1], [2], [1, 0]],
-        "siblings": "drawn-by-expert",
+        "siblings": "drawn",
         "candidates": "decoupled",
     },
 }
 KINDS = BEST | DRAWN
 SMALL = {  # enough for the flaws
     "two siblings": {"paths": [[0], [1]], "siblings": "drawn"},
-    "one sibling of each expert": {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled"},
+    "one sibling of each expert": {"paths": [[0], [1]], "siblings": "drawn", "candidates": "decoupled"},
 }
 
 

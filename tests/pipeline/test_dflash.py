@@ -30,12 +30,11 @@ LOSSES = {
     "decay": (DFlashConfig, {"gamma": 2.0}),
     "a window": (DFlashConfig, {"gamma": 2.0, "window": 6}),
     "causal, a window": (DFlashConfig, {"gamma": 2.0, "window": 6, "causal": True}),
-    "D-PACE, three experts": (DFlashConfig, {"dpace": 0.4, "experts": 3}),
+    "D-PACE": (DFlashConfig, {"dpace": 0.4}),
     "dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6}),
     "causal dspark": (DSparkConfig, {"gamma": 3.0, "rank": 6, "causal": True}),
-    "dspark, D-PACE, three experts": (DSparkConfig, {"dpace": 0.4, "rank": 6, "objective": "hard-ce", "experts": 3}),
+    "dspark, D-PACE": (DSparkConfig, {"dpace": 0.4, "rank": 6, "objective": "hard-ce"}),
 }
-EXPERT = {4: [0, 0, 0, 1, 2], 5: [0, 0, 1, 1, 2]}  # by guesses, of each place, where there are three
 
 
 def config_of(kind=DFlashConfig, **more) -> DFlashConfig:
@@ -95,12 +94,7 @@ def block_by_hand(draft, one: Row, anchor: int):
             heads.append(p @ values[:, shared])
         x = x + own.o_proj(torch.cat(heads, dim=1))
         n = normed(x, layer.post_attention_layernorm)
-        mlps = (
-            [layer.mlp] * BLOCK
-            if draft.config.experts == 1
-            else [layer.mlp.experts[e] for e in EXPERT[draft.config.levels]]
-        )
-        x = x + torch.stack([m.down_proj(silu(m.gate_proj(a)) * m.up_proj(a)) for m, a in zip(mlps, n, strict=True)])
+        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(n)) * layer.mlp.up_proj(n))
     return draft.embed_head.head(normed(x, draft.norm))[-draft.config.levels :]
 
 

@@ -373,19 +373,6 @@ def test_branches_add_the_residual():
     assert torch.equal(eagle.heads(u).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
 
 
-@torch.no_grad()
-def test_a_dense_draft_with_more_horizons_shares_all_but_the_last_projection():
-    draft = build(EagleConfig(kind="eagle", horizons=3), shapes(*TINY))
-    draft.initialise(0)
-    u, layer = inputs(5), draft.layers[0]
-    n = layer.post_attention_layernorm(u)
-    heads = draft.heads(u)
-    assert len(heads.ahead) == 3 and torch.equal(heads.ahead[0], u + layer.mlp(n))
-    activation = torch.nn.functional.silu(n @ layer.mlp.gate_proj.weight.T) * (n @ layer.mlp.up_proj.weight.T)
-    for got, down in zip(heads.ahead[1:], layer.ahead_projs, strict=True):
-        assert torch.allclose(got, u + activation @ down.weight.T, atol=1e-6)
-
-
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @torch.no_grad()
 def test_the_trunk_is_fc_over_embedding_and_feature_then_attention_without_a_norm(scale):

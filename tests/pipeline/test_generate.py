@@ -9,7 +9,7 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, prefill, speculative
-from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import ttt_visible
 from pipeline.features.batch import collate
@@ -50,7 +50,7 @@ def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, embed
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        *[("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2), ("dense-ahead", 2)],
+        *[("eagle", 1), ("jakiro", 1), ("jakiro", 2), ("reduced", 1), ("reduced", 2)],
         *[("eagle3", 1), ("eagle3, 3.1's norms", 1), ("jakiro on eagle-3", 2)],
         ("sparse on eagle-3", 1),
         *[("gumiho", None), ("gumiho, reduced", None), ("medusa", None)],
@@ -210,7 +210,7 @@ class Oracle:
     """
 
     stepwise, token_ids_U, target_vocabulary, needs = True, None, 260, Needs()
-    config = EagleConfig(horizons=2)
+    config = JakiroConfig()
     propose = TrainedDraft.propose
 
     def __init__(self, sequence, right, vocabulary=260):

@@ -250,7 +250,7 @@ CONFIGS = {
     "eagle": EagleConfig(kind="eagle"),
     "jakiro": JakiroConfig(kind="jakiro", window=4),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "two-step": EagleConfig(kind="eagle", horizons=2, ttt_steps=2, window=3),
+    "two-step": JakiroConfig(kind="jakiro", ttt_steps=2, window=3),
     "eagle3": Eagle3Config(ttt_steps=3, fc_norm=True, norm_output=True),
     "eagle3, masked": Eagle3Config(ttt_steps=2, vocabulary=100),
     "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, window=4),
@@ -269,12 +269,12 @@ CONFIGS = {
 
 OTHERS = {
     "gumiho": GumihoConfig(mlps=3, blocks=2, window=3),
-    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100, experts=3),
+    "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
     "hydra++": HydraConfig(heads=3, blocks=2),
     "dflash": DFlashConfig(layers=2, block=6),
-    "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5, experts=2),
+    "dflash, D-PACE": DFlashConfig(layers=1, block=8, dpace=0.5),
     "dspark": DSparkConfig(layers=1, block=5, rank=8, vocabulary=100),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from pipeline.decoding.contract import DraftRequest, RoundInput
 from pipeline.drafts import objective_of
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.drafts.parallel.places import route
 from pipeline.features.batch import collate, collate_packed
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive, behind
@@ -20,8 +19,8 @@ SOURCES = 2  # layers of the small target that it fuses
 ALL = {"keep": 1.0, "least": 1.0}  # no guess is dropped
 CONFIGS = {
     "plain": PEagleConfig(layers=2, depths=3, **ALL),
-    "a window": PEagleConfig(layers=3, depths=4, window=5, qk_norm=True, mask_token=9, experts=3, **ALL),
-    "drawn": PEagleConfig(layers=2, depths=4, vocabulary=100, keep=0.5, least=0.3, experts=2),
+    "a window": PEagleConfig(layers=3, depths=4, window=5, qk_norm=True, mask_token=9, **ALL),
+    "drawn": PEagleConfig(layers=2, depths=4, vocabulary=100, keep=0.5, least=0.3),
 }
 
 
@@ -49,9 +48,8 @@ def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
     features = torch.cat([states, masked.expand(depth, -1)])[None]
     tokens = [*row.input_ids[1 : place + 2].tolist(), *[int(draft.mask_token_id)] * depth]
     mask = additive(behind(0, len(tokens), states.device, draft.config.window), features.dtype)[None, None]
-    to = route(draft.config, np.arange(-place, depth + 1).clip(0), states.device)
     positions = torch.arange(len(tokens))[None]
-    return draft._layers(features, torch.tensor([tokens]), positions, mask, to, DynamicCache())[0, -1]
+    return draft._layers(features, torch.tensor([tokens]), positions, mask, DynamicCache())[0, -1]
 
 
 @torch.inference_mode()
@@ -116,7 +114,6 @@ def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():
     [
         ({"depths": 1}, "depths=1"),
         ({"keep": 0.0}, "keep=0.0"),
-        ({"experts": 9}, "experts=9 is more than the 8 tokens that a forward guesses"),
         ({"ttt_steps": 2}, "ttt_steps: P-EAGLE never reads features of its own"),
     ],
 )

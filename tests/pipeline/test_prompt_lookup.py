@@ -195,4 +195,4 @@ def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="no ranks for a static tree"):
         PromptLookupConfig().resolve(TreeConfig(paths="eagle-1"))
     with pytest.raises(ValueError, match="needs several experts"):
-        PromptLookupConfig().resolve(TreeConfig(candidates="mixture"))
+        PromptLookupConfig().resolve(TreeConfig(candidates="decoupled"))

@@ -185,21 +185,12 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (["eval.methods.main.tree={paths='eagle-1', depth=3}"], "depth=3, but paths make it 5: leave it out"),
         (["eval.methods.main.tree={siblings='drawn'}"], "siblings='drawn' needs a static tree"),
         (
-            ["eval.methods.main.tree={paths='eagle-1', siblings='drawn', candidates='decoupled'}"],
-            "takes one distribution",
-        ),
-        (
-            ["eval.methods.main.tree={paths='eagle-1', siblings='drawn-by-expert'}"],
-            "cannot be had with candidates='plain'",
-        ),
-        (
-            ["eval.methods.other.tree={depth=2, top_k=2, nodes=4, candidates='mixture'}"],
+            ["eval.methods.other.tree={depth=2, top_k=2, nodes=4, candidates='decoupled'}"],
             "needs several experts a token",
         ),
         (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft can take 1"),
         (["draft.main.contrast=experts"], "draft.main.contrast: 'experts' is gone: it did not pay"),
         (["draft.main.experts_per_token=1"], "experts_per_token=1: expected at least 2"),
-        (["draft.other.horizons=6"], "draft.other: horizons=6: expected at most 5"),
         (["eval.temperatures=[1.0, 1.0]"], "names one twice"),
         (["eval.compile=true", "eval.pack_linears=true"], "choose one"),
         (["eval.methods.x={draft='nobody', tree={}}"], "eval.methods.x.draft='nobody' is not one of the drafts"),

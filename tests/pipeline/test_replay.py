@@ -22,7 +22,7 @@ def text(loaded_target):
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
-        *[("eagle", 0.1), ("jakiro", 0.0), ("three-branches", 0.1), ("reduced", 0.0), ("eagle3, 3.1's norms", 0.0)],
+        *[("eagle", 0.1), ("jakiro", 0.0), ("reduced", 0.0), ("eagle3, 3.1's norms", 0.0)],
         *[("jakiro on eagle-3", 0.1), ("gumiho", 0.0), ("medusa", 0.1), ("hydra++", 0.0), ("small-llama", 0.0)],
         *[("skipper", 0.1), ("dflash", 0.0), ("dflash, reduced", 0.0), ("dspark, reduced", 0.0), ("p-eagle", 0.0)],
     ],
@@ -52,9 +52,9 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
     [
         ("eagle", {"paths": "eagle-1"}),
         ("jakiro", {"paths": "eagle-1", "parallel": 2}),
-        ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture", "parallel": 1}),
+        ("jakiro", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "decoupled", "parallel": 1}),
         ("eagle3, reduced", {"depth": 4, "top_k": 3, "nodes": 9}),
-        ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "mixture"}),
+        ("sparse on eagle-3", {"depth": 4, "top_k": 4, "nodes": 20, "candidates": "decoupled"}),
         ("gumiho", {"depth": 7, "top_k": 4, "nodes": 30}),
         ("p-eagle", {"depth": 4, "top_k": 4, "nodes": 20}),
         ("medusa", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),

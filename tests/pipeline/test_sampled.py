@@ -37,7 +37,7 @@ ENUMERATED = {
     "drawn from left to right": ("dspark, reduced", {"paths": [[0], [0, 0]], "siblings": "drawn"}),
     "drawn by expert": (
         "jakiro",
-        {"paths": [[0], [1]], "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 1},
+        {"paths": [[0], [1]], "siblings": "drawn", "candidates": "decoupled", "parallel": 1},
     ),
 }
 
@@ -101,7 +101,7 @@ def test_the_rule_for_drawn_candidates_gives_real_rounds_the_targets_distributio
         ("eagle", {"paths": "eagle-1", "siblings": "drawn"}, {"top_p": 0.3}),
         (
             "jakiro",
-            {"paths": "eagle-1", "siblings": "drawn-by-expert", "candidates": "decoupled", "parallel": 2},
+            {"paths": "eagle-1", "siblings": "drawn", "candidates": "decoupled", "parallel": 2},
             {"top_k": 5, "top_p": 0.6, "temperature": 1.5},
         ),
     ],

@@ -142,10 +142,9 @@ def test_a_mixtures_child_never_outranks_its_parent():
     """
     sure = torch.full((7,), -1e4).index_fill_(0, torch.tensor([3]), 0.0)
     weights = torch.tensor([0.3, 0.7]).log() + 2e-7  # a softmax rounded up
-    for candidates in ("mixture", "decoupled"):
-        draft = ScriptedDraft(lambda path: sure, experts=lambda path: (torch.stack([sure, sure]), weights))
-        tree = draft.grow(depth=4, top_k=2, nodes=5, candidates=candidates)
-        assert tree.depths == [0, 1, 2, 3, 4] and tree.tokens[1:] == [3, 3, 3, 3]
+    draft = ScriptedDraft(lambda path: sure, experts=lambda path: (torch.stack([sure, sure]), weights))
+    tree = draft.grow(depth=4, top_k=2, nodes=5, candidates="decoupled")
+    assert tree.depths == [0, 1, 2, 3, 4] and tree.tokens[1:] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -167,7 +166,7 @@ def specs():
         shape = {"depth": depth, "top_k": top_k, "nodes": min(nodes, most)}
         return TreeConfig(**shape, parallel=min(parallel, depth), candidates=candidates)
 
-    kinds = st.sampled_from(["plain", "decoupled", "mixture"])
+    kinds = st.sampled_from(["plain", "decoupled"])
     return st.builds(whole, st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(1, 3), kinds)
 
 
@@ -276,36 +275,32 @@ def of_two(balance):
 
 
 @pytest.mark.parametrize(
-    ("balance", "candidates", "expected"),
+    ("balance", "expected"),
     [
         # .6 left: A .30  B .18  C .06;  .4 right: D .22  A .10  E .06 -> A, D, B by the better of the two
-        (0.6, "decoupled", [A, D, B]),
-        (0.4, "decoupled", [D, A, B]),  # A .20 (left), D .33, B .12, E .09
-        (0.6, "mixture", [A, D, B]),  # A .40, D .256, B .192
-        (0.4, "mixture", [D, A, B]),  # D .354, A .35, B .138
-        (0.44, "mixture", [A, D, B]),  # A .36, D .3344: the lists, merged, would have D first (.308 against .22)
-        (0.44, "decoupled", [D, A, B]),
+        (0.6, [A, D, B]),
+        (0.4, [D, A, B]),  # A .20 (left), D .33, B .12, E .09
+        (0.44, [D, A, B]),  # D .308, A .22: their mixture would have A first (.36 against .3344)
     ],
 )
-def test_two_experts_lists_are_merged_by_hand(balance, candidates, expected):
-    tree = of_two(balance).grow(depth=1, top_k=3, nodes=4, candidates=candidates)
+def test_two_experts_lists_are_merged_by_hand(balance, expected):
+    tree = of_two(balance).grow(depth=1, top_k=3, nodes=4, candidates="decoupled")
     assert tree.tokens[1:] == sorted(expected, key=expected.index)
 
 
 def test_nodes_of_merged_lists_are_scored_by_the_mixture():
     """So that cumulative scores stay comparable: the best grandchild is found by the product of mixtures."""
     scripts = [noise_by_path(seed, 6) for seed in (1, 2, 3)]
-    spec = {"depth": 2, "top_k": 6, "nodes": 9}
-    for candidates in ("decoupled", "mixture"):
-        tree = ScriptedDraft(scripts[0], experts=two_experts(*scripts[1:])).grow(**spec, candidates=candidates)
+    spec = {"depth": 2, "top_k": 6, "nodes": 9, "candidates": "decoupled"}
+    tree = ScriptedDraft(scripts[0], experts=two_experts(*scripts[1:])).grow(**spec)
 
-        def mixed(path):
-            logits, weights = two_experts(*scripts[1:])(path)
-            return (logits.softmax(-1) * weights.exp()[:, None]).sum(0).double()
+    def mixed(path):
+        logits, weights = two_experts(*scripts[1:])(path)
+        return (logits.softmax(-1) * weights.exp()[:, None]).sum(0).double()
 
-        scores = {(a,): mixed(())[a].item() for a in range(6)}
-        scores |= {(a, b): scores[a,] * mixed((a,))[b].item() for a in range(6) for b in range(6)}
-        assert set(paths_of(tree)[1:]) == set(sorted(scores, key=lambda path: -scores[path])[:8])
+    scores = {(a,): mixed(())[a].item() for a in range(6)}
+    scores |= {(a, b): scores[a,] * mixed((a,))[b].item() for a in range(6) for b in range(6)}
+    assert set(paths_of(tree)[1:]) == set(sorted(scores, key=lambda path: -scores[path])[:8])
 
 
 # -- static ---------------------------------------------------------------------------------------------------------
@@ -350,15 +345,7 @@ def static_specs():
 @given(
     paths=static_specs(),
     parallel=st.integers(1, 3),
-    kind=st.sampled_from(
-        [
-            ("plain", "best"),
-            ("plain", "drawn"),
-            ("mixture", "best"),
-            ("mixture", "drawn"),
-            ("decoupled", "drawn-by-expert"),
-        ]
-    ),
+    kind=st.tuples(st.sampled_from(["plain", "decoupled"]), st.sampled_from(["best", "drawn"])),
     seed=st.integers(0, 10**6),
     top_k=st.sampled_from([None, 2]),
 )
@@ -379,13 +366,13 @@ def test_every_static_tree_is_well_formed(paths, parallel, kind, seed, top_k):
             q_V, earlier = tree.proposals[node], [n for n in tree.children()[tree.parents[node]] if n < node]
             assert q_V[tree.tokens[node]] > 0 and q_V.sum().item() == pytest.approx(1)
             assert all(q_V[tree.tokens[n]] == 0 for n in earlier)
-            assert top_k is None or kind[0] == "mixture" or (q_V > 0).sum() <= top_k
+            assert top_k is None or (q_V > 0).sum() <= top_k
 
 
 def test_siblings_are_drawn_in_turn_from_each_expert():
     scripts = [noise_by_path(seed, 7) for seed in (1, 2, 3)]
     draft = ScriptedDraft(scripts[0], experts=two_experts(*scripts[1:]), vocabulary=7)
-    spec = {"paths": [[0], [1], [2]], "candidates": "decoupled", "siblings": "drawn-by-expert"}
+    spec = {"paths": [[0], [1], [2]], "candidates": "decoupled", "siblings": "drawn"}
     tree = draft.grow(processing=Sampling(8, frozenset(), temperature=0.5), chance=Sampler(3), **spec)
     free = torch.ones(7).double()
     for rank, node in enumerate((1, 2, 3)):

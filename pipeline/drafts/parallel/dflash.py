@@ -28,9 +28,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
-from pipeline.drafts.parallel.places import PlacesConfig, Route, mlp_of, route
-from pipeline.drafts.parts.base import fused, require_layers
-from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary
+from pipeline.drafts.parts.base import DraftConfig, fused, require_layers
+from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
@@ -45,13 +44,14 @@ TOGETHER = 256  # places whose blocks share a mask in training: it grows with th
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig(PlacesConfig):
+class DFlashConfig(DraftConfig):
     description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
     trains_behind_gaps: ClassVar[bool] = True  # places of a block behind a user's turn in it
 
     kind: Literal["dflash"] = "dflash"
     vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     layers: int = 5
+    mlp_width: int | None = None  # default: the target's
     block: int = 16  # places; one forward guesses one token less
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: as many as `layers`, from 2 to L - 2
     mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
@@ -63,10 +63,9 @@ class DFlashConfig(PlacesConfig):
     objective: LossKind = "hard-ce"
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "layers", "anchors")
+        self.at_least(1, "vocabulary", "layers", "mlp_width", "anchors")
         self.at_least(2, "block")
         self.at_least(self.block, "window")
-        self.check_mlps()
         self.at_least(0, "mask_token")
         require_layers(self.auxiliary_layers)
         if not self.gamma > 0:
@@ -116,8 +115,9 @@ def even_layers(target_layers: int, count: int) -> list[int]:
 class Layer(AttentionBlock):
     """Qwen3's, but for keys and values of a context, which are in the cache before it is called."""
 
-    def __init__(self, llama: Any, mlp: nn.Module, number: int):
-        super().__init__(llama, {"mlp": mlp, "input_layernorm": norm(llama)}, None, number, True)
+    def __init__(self, llama: Any, width: int, number: int):
+        parts = {"mlp": swiglu(llama, width), "input_layernorm": norm(llama)}
+        super().__init__(llama, parts, None, number, True)
         self.self_attn.is_causal = False  # where no mask is given, all places see each other
 
     def remember(self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)) -> None:
@@ -128,10 +128,10 @@ class Layer(AttentionBlock):
         keys, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], *rope, unsqueeze_dim=2)
         cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], own.layer_idx)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any, to: Route) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
         parts: Any = self
         x = x + self.attend(parts.input_layernorm(x), rope, mask, cache)
-        return x + parts.mlp(self.post_attention_layernorm(x), *to)
+        return x + parts.mlp(self.post_attention_layernorm(x))
 
 
 class DFlash(Masked, TrainedDraft):
@@ -144,7 +144,8 @@ class DFlash(Masked, TrainedDraft):
         width = llama.hidden_size
         self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
         self.hidden_norm, self.norm = norm(llama), norm(llama)
-        self.layers = nn.ModuleList(Layer(llama, mlp_of(config, llama), number) for number in range(config.layers))
+        mlp_width = config.mlp_width or llama.intermediate_size
+        self.layers = nn.ModuleList(Layer(llama, mlp_width, number) for number in range(config.layers))
         self._add_mask_token()
         self._rope = [rotary(llama)]  # out of the module tree: a cast to bf16 must not touch its frequencies
 
@@ -170,11 +171,6 @@ class DFlash(Masked, TrainedDraft):
         x = nn.functional.embedding(tokens_CAB.flatten(1), self.embed_head.embedding_VD).to(like.dtype)
         return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
 
-    def _route(self, blocks: int, device: torch.device) -> Route:
-        """The places of each block that answer are its guesses."""
-        levels = self.config.levels
-        return route(self.config, np.tile(np.arange(levels - self.config.block, levels).clip(0), blocks), device)
-
     def _seen(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
         return seen(first_CA, last_CA, count, self.config.block, self.config.window, self.config.causal)
 
@@ -193,9 +189,8 @@ class DFlash(Masked, TrainedDraft):
         x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
         mask = additive(self._seen(begins_CA, places_CA, width), x.dtype)[:, None]
         angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
-        to = self._route(bundles_CA.size, device)
         for layer in self._layers:
-            given = layer, x, context_BTD, angles, rows_C, rope, mask, to
+            given = layer, x, context_BTD, angles, rows_C, rope, mask
             again = self.recompute and torch.is_grad_enabled()
             x = checkpoint(_behind, *given, use_reentrant=False) if again else _behind(*given)
         levels = self.config.levels
@@ -232,19 +227,18 @@ class DFlash(Masked, TrainedDraft):
         mask, here_CA = None, last_CA - state.gone  # in the cache
         if places > 1 or self.config.window or self.config.causal:
             mask = additive(self._seen(torch.zeros_like(here_CA), here_CA, end - state.gone), x.dtype)[:, None]
-        to = self._route(places, device)
         for layer in self._layers:
-            x = layer(x, rope, mask, state.cache, to)
+            x = layer(x, rope, mask, state.cache)
         return self.norm(x[0]).unflatten(0, (places, -1))[:, -self.config.levels :].transpose(0, 1)
 
 
 def _behind(
-    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor, to: Route
+    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
 ) -> Tensor:
     """A layer's answer with a cache of its own, since it may run twice."""
     cache = DynamicCache()
     layer.remember(context_BTD, angles, cache, rows_C)
-    return layer(x, rope, mask, cache, to)
+    return layer(x, rope, mask, cache)
 
 
 def seen(

@@ -23,7 +23,6 @@ from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts import eagle3
 from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
-from pipeline.drafts.parallel.places import PlacesConfig, Route, mlp_of, route
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.objective import Objective
@@ -40,11 +39,12 @@ STREAM = 0x70656167  # of random numbers: apart from others with the same seeds
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEagleConfig(PlacesConfig, Eagle3FrameConfig):
+class PEagleConfig(Eagle3FrameConfig):
     description: ClassVar = "P-EAGLE, EAGLE-3's layer and plain ones that guess several tokens in one forward,"
 
     kind: Literal["p-eagle"] = "p-eagle"
     layers: int = 4
+    mlp_width: int | None = None  # of each layer; default: the target's
     depths: int = 8  # tokens that a forward guesses
     mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
     keep: float = 0.8
@@ -54,9 +54,8 @@ class PEagleConfig(PlacesConfig, Eagle3FrameConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers")
+        self.at_least(1, "layers", "mlp_width")
         self.at_least(2, "depths")
-        self.check_mlps()
         self.at_least(0, "mask_token")
         for key in ("keep", "least"):
             if not 0 < getattr(self, key) <= 1:
@@ -110,9 +109,6 @@ class PEagle(Masked, Dense, Eagle3Frame):
             self.layers[str(number)] = block
         self._add_mask_token()
 
-    def follow(self, llama: Any) -> dict[str, nn.Module]:
-        return {"mlp": mlp_of(self.config, llama)}
-
     @property
     def _masked_1SD(self) -> Tensor:
         """What stands in the place of the target's states."""
@@ -124,16 +120,14 @@ class PEagle(Masked, Dense, Eagle3Frame):
         sees = torch.where(d == 0, b <= a, (b == a) & (d <= s))
         return sees & (a + s - b - d < self.config.window) if self.config.window else sees
 
-    def _layers(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, to: Route, cache: Any = None
-    ) -> Tensor:
+    def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
         """What the head takes before its norm, of rows (B, R)."""
         x_BRD, residual = self.inputs(features, self.embedded(tokens, features))
         rope = self._rope[0].to(residual.device)(residual, positions)
         for number in range(self.config.layers):
             block: Any = self.layers[str(number)] if number else self.midlayer
             x_BRD = residual + block.attend(block.input_layernorm(residual) if number else x_BRD, rope, mask, cache)
-            residual = x_BRD + block.mlp(block.post_attention_layernorm(x_BRD), *to)
+            residual = x_BRD + block.mlp(block.post_attention_layernorm(x_BRD))
         return residual
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -153,8 +147,7 @@ class PEagle(Masked, Dense, Eagle3Frame):
         begins_BR = begins_BT.gather(1, own_BR)
         visible = self._seen(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
         mask = additive(visible, features_BRD.dtype)[:, None]
-        to = route(self.config, laid_out[1], device)
-        given = features_BRD, tokens_BR, own_BR - begins_BR + depth_BR, mask, to
+        given = features_BRD, tokens_BR, own_BR - begins_BR + depth_BR, mask
         again = self.recompute and torch.is_grad_enabled()
         f_BRD = checkpoint(self._layers, *given, use_reentrant=False) if again else self._layers(*given)
         return [f_BRD.flatten(0, 1).index_select(0, sent(rows, device)) for rows in row_of], None
@@ -170,14 +163,13 @@ class PEagle(Masked, Dense, Eagle3Frame):
         guessed = torch.arange(end - places, end).repeat_interleave(further)
         place_C = torch.cat([torch.arange(state.gone, end), guessed])
         depth_C = torch.cat([torch.zeros(cached + count), torch.arange(1, request.levels).repeat(places)]).long()
-        to = route(self.config, depth_C[cached:].numpy(), device)
         place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
         place_R, depth_R = place_C[cached:], depth_C[cached:]
         both = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
         features_RD = torch.cat([both[:count], both[count:].expand(places * further, -1)])
         tokens_R = torch.cat([sent(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
         mask = additive(self._seen(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
-        f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, to, state.cache)[0]
+        f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
         state.verified = end
         ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
         f_LWD = torch.cat([f_RD[count - places : count, None], ahead_WSD], dim=1).transpose(0, 1)

@@ -1,6 +1,5 @@
 """The parts that one-layer drafts share, built from transformers' Llama modules in the target's shapes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,13 +67,6 @@ def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
 
 def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
     return LlamaMLP(LlamaConfig(**{**config.to_dict(), "intermediate_size": width}))
-
-
-def in_parts(experts: nn.ModuleList, parts: Sequence[Tensor]) -> Tensor:
-    """What each expert makes of its own rows (R, D), one part behind the other."""
-    # All ranks of a training, and of its validation, run the same modules, also those that they have no row for.
-    all_run = not torch.is_inference_mode_enabled()
-    return torch.cat([expert(x) for expert, x in zip(experts, parts, strict=True) if len(x) or all_run])
 
 
 class AttentionBlock(nn.Module):

@@ -53,7 +53,7 @@ class OneLayerConfig(DraftConfig):
     # of classifications: cross-entropy, or the acceptance itself (losses.py)
     objective: LossKind = "soft-ce"
     next: Weights = Weights(regression=1.0, classification=0.1)
-    ahead: Weights = Weights(regression=1.0, classification=0.05)  # of each horizon further ahead, where there is one
+    ahead: Weights = Weights(regression=1.0, classification=0.05)  # of the token after the next, where it is guessed
     # Training-time test (EAGLE-3): forwards of a training batch; from the second on, features are the draft's own.
     ttt_steps: int = 1
     ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these forwards from the second on,
@@ -276,9 +276,7 @@ class OneLayer(TrainedDraft):
 
 
 class Dense(OneLayer):
-    """A SwiGLU behind the attention. With more levels than one, each further one is ``f_h = u + D_h(a)`` from the same
-    activation a: what a second prediction from one forward is worth without experts.
-    """
+    """A SwiGLU behind the attention."""
 
     def follow(self, llama: Any) -> dict[str, nn.Module]:
         width = self.config.mlp_width or llama.intermediate_size  # type: ignore[attr-defined]
@@ -286,11 +284,7 @@ class Dense(OneLayer):
 
     def heads(self, u: Tensor) -> Heads:
         block: Any = self.block
-        n, further = block.post_attention_layernorm(u), getattr(block, "ahead_projs", ())
-        if not further:
-            return Heads([u + block.mlp(n)])
-        activation = block.mlp.act_fn(block.mlp.gate_proj(n)) * block.mlp.up_proj(n)
-        return Heads([u + down(activation) for down in (block.mlp.down_proj, *further)])
+        return Heads([u + block.mlp(block.post_attention_layernorm(u))])
 
 
 WINDOW: dict[str, tuple] = {"sliding_window": (), "target_layer_count": ()}  # of a checkpoint's config.json
