@@ -384,7 +384,7 @@ def main() -> None:
         servers[False] = Server(arguments.plain_url, recipe, arguments.model)
     rows, differ = measure(recipe, servers, arguments.concurrency)
     known = {row.figure for row in rows}
-    print(results.table(results.found_by(recipe, rows), [figure for figure in SHOWN if figure in known]))
+    print(results.table(rows, [figure for figure in SHOWN if figure in known]))
     if refused := sum(row.value or 0 for row in rows if row.figure == "refused"):
         print(f"{refused} prompts were refused (status 400, 413 or 422) and are left out: too long for the server?")
     if failed := sum(row.value or 0 for row in rows if row.figure == "failed"):

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from huggingface_hub import set_client_factory
@@ -29,13 +28,12 @@ from eval.release.folder import files_in
 from eval.release.hub import require_repository_name
 from eval.release.publish import build_release
 from eval.results import main as show_results
-from eval.studies.reads import main as count_reads
 from eval.tune import main as tune
 from infra.plan.__main__ import SPEEDS, make, warnings
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import measured_by
-from pipeline.artifacts.reports import Row, put_rows, read_report, read_rows
+from pipeline.artifacts.reports import Row, read_report, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -591,21 +589,6 @@ def test_another_version_of_the_measurement_releases_no_old_figures(copied, monk
     assert eval_state(found)[0]
 
 
-def test_the_methods_of_a_run_stand_side_by_side(copied, capsys):
-    recipe, run = copied
-    call(count_reads, str(recipe), "--set", f"output={run}")
-    report = json.loads((run / "eval/report.json").read_text())
-    figures = {(row.figure, row.method): row.value for row in read_rows(run / "eval") if row.instrument == "read"}
-    said = capsys.readouterr().out
-    for name, facts in report["drafts"].items():
-        assert figures["parameters", name] == facts["parameters"] and f"|  | {name} | {facts['parameters']:,} |" in said
-    matrices = [x.numel() for x in load_file(run / "drafts/eagle/model.safetensors").values() if x.ndim == 2]
-    assert figures["active", "eagle"] == sum(matrices) + 260 * 32  # its own, and the target's head
-    (run / "eval/report.json").unlink()
-    with pytest.raises(PipelineError, match=r"report.json is missing: run jakiro eval"):
-        call(count_reads, str(recipe), "--set", f"output={run}")
-
-
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
     recipe, run = copied
     sets = ["--set", f"output={run}"]
@@ -785,44 +768,3 @@ def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, besi
             write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
             ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={beside}"],
         )
-
-
-def test_ablations_compare_methods_over_seeds(finished, tmp_path):
-    """Two seeds share a dump and are compared prompt by prompt."""
-    recipe, run, _ = finished
-    tree = json.loads(recipe.read_text())
-    tree["eval"]["methods"] = {"one-level": {"draft": "eagle", "tree": {"depth": 1, "top_k": 6, "nodes": 7}}}
-    del tree["draft"]["jakiro"]
-    tree["publish"]["draft"] = "eagle"
-    tree["output"] = str(tmp_path / "all")
-    changed = write_recipe(tree, tmp_path / "recipe")
-    for stage in ("features", "drafts"):
-        shutil.copytree(run / stage, tmp_path / "all/seed-0" / stage)
-    shutil.copytree(run / "drafts", tmp_path / "all/seed-1/drafts")  # as if it had been trained with another seed
-    config = tmp_path / "all/seed-1/drafts/eagle/config.json"
-    other_seed = load_recipe(changed, ["seed=1"]).train_hash("eagle")
-    change_sealed(config, lambda raw: raw.update(train_hash=other_seed))
-    older = [Row("replayed", "one-level", "tau", 9.0, "b", 0.0, counts={"q": [9, 1]}, origin={"run": "older"})]
-    put_rows(tmp_path / "all/seed-2/eval", older)  # of a study with more seeds
-    done = run_warm(
-        [sys.executable, "-m", "eval.studies.ablations", str(changed), "--seeds", "2", "--against", "eagle"]
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert {(r["method"], r["temperature"]) for r in figures} == {("one-level", t) for t in (0.0, 1.0)}
-    for one in figures:
-        assert one["seeds"] == ["seed-0", "seed-1"] and len(one["tau_by_seed"]) == 2 and one["prompts"] == 3
-    want = decoded(run)["heldout", 0, "eagle"]["tau"].value
-    rows = read_rows(tmp_path / "all/seed-0/eval")
-    assert want == next(
-        row.value for row in rows if (row.method, row.temperature) == ("eagle", 0)
-    )  # replayed: the same
-    assert (tmp_path / "all/seed-1/features/manifest.json").stat().st_nlink == 2
-    assert (tmp_path / "all/ablations.png").stat().st_size > 5000
-    line = next(x for x in done.stdout.splitlines() if x.startswith("| one-level | eagle |"))
-    mean_tau, mean_difference = np.mean([(one["tau"][1], one["difference"]) for one in figures], axis=0)
-    assert f"| {mean_tau:.3f} | {mean_difference:+.3f} [" in line
-    assert line.count("[") == 3 and line.count("|") == 8  # over all, and two cells, with their intervals
-    (over_all,) = json.loads(done.stdout.splitlines()[-1])["means"]
-    assert over_all["difference"] == pytest.approx(mean_difference, abs=1e-4)
-    assert (over_all["method"], over_all["against"]) == ("one-level", "eagle")

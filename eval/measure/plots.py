@@ -1,4 +1,4 @@
-"""Pictures: acceptance by depth, tau and speed by benchmark, loss curves; of result rows and of differences."""
+"""Pictures: acceptance by depth, tau and speed by benchmark, loss curves; of result rows."""
 
 from itertools import product
 from pathlib import Path
@@ -161,29 +161,3 @@ def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> P
     if temperatures != [None]:
         axes[0][0].legend(fontsize=8)
     return _save(figure_, path)
-
-
-def draw_differences(results: list[dict], path: Path) -> Path:
-    """Each method's tau less that of the one it is compared with, with its interval; the seeds as crosses; a panel a
-    benchmark and temperature.
-    """
-    cells = list(dict.fromkeys((r["benchmark"], r["temperature"]) for r in results))
-    against = {r["method"]: r["against"] for r in results}
-    names = list(against)
-    size = (3.2 * len(cells) + 2, 1.2 + 0.3 * len(names))
-    figure, axes = plt.subplots(1, len(cells), figsize=size, sharey=True, squeeze=False)
-    for axis, cell in zip(axes[0], cells, strict=True):
-        found = {r["method"]: r for r in results if (r["benchmark"], r["temperature"]) == cell}
-        for place, name in enumerate(names):
-            if (one := found.get(name)) is None:
-                continue
-            low, high = one["interval"] or [one["difference"]] * 2
-            axis.plot([low, high], [place, place], color=COLOURS[0], lw=2)
-            axis.plot(one["difference"], place, "o", color=COLOURS[0])
-            axis.plot(one["difference_by_seed"], [place] * len(one["seeds"]), "x", color="grey", ms=4)
-        axis.axvline(0, color="grey", lw=1, ls="--")
-        axis.set(title=f"{cell[0]}, T = {cell[1]:g}", xlabel="difference of tau", yticks=range(len(names)))
-        axis.set_yticklabels([f"{name} - {against[name]}" for name in names], fontsize=8)
-        axis.locator_params(axis="x", nbins=5)
-    axes[0][0].invert_yaxis()
-    return _save(figure, path)

@@ -53,7 +53,7 @@ Number = int | float
 class Row:
     """One figure that one instrument measured. Tables, plots and comparisons are views of such rows."""
 
-    instrument: str  # "decoded", "replayed", "predicted", "trained", "served", "pruned", "read"
+    instrument: str  # "decoded", "predicted", "served", "pruned"
     method: str
     figure: str  # "tau", "speedup", ...
     value: Number | None  # None: withheld, because the losslessness check failed

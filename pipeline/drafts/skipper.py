@@ -62,7 +62,7 @@ class SkipperConfig(DraftConfig):
 
     kind: Literal["skipper"] = "skipper"
     sparsity: float | list[float] = 0.5  # shares of tokens that pass by: of all blocks' (the first and the last compute
-    # every token), or each block's (`python -m eval.pruned --search` finds some)
+    # every token), or each block's
     router_width: int = 8
     sparsity_loss: float = 1.0  # weight of sum_l (share that passes by - s_l)^2 in each dialogue
     objective: LossKind = "soft-ce"
@@ -305,11 +305,6 @@ class Skipper(ReadsText, TrainedDraft):
         """Sets out with tokens at these positions, (B, T)."""
         none = torch.zeros(positions.shape, device=positions.device)
         self.walk = Walk(torch.log2(1.0 + positions) / 16, positions < FIRST, none, none, calibrates=calibrates)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The target's, as tokens pass them by; after `bind`."""
-        return self._with_routers().layers
 
     # -- training -------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ Guarantees: a shard is whole or absent; the manifest is the only truth about wha
 anything whose size, checksum, structure or origin differs from the manifest and from its own recipe.
 """
 
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -204,16 +202,6 @@ def _shard_record(raw: dict[str, Any]) -> ShardRecord:
 def _as_json(record: ShardRecord) -> dict[str, Any]:
     """`asdict`, which would copy each value."""
     return vars(record) if record.text is None else vars(record) | {"text": vars(record.text)}
-
-
-def link_features(source: Path, folder: Path) -> None:
-    """Another run's dump as this one's, without a copy of its bytes; what is in `folder` already stays."""
-    if not folder.exists():
-        unfinished = folder.with_name(f"{folder.name}.linking")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, unfinished, copy_function=os.link)
-        unfinished.replace(folder)
 
 
 def shard_name(split: str, index: int) -> str:

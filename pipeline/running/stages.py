@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,14 +18,13 @@ import torch
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import MADE, answers_hash, of_another_target, wanted_file
-from pipeline.artifacts.features import fetch as fetch_features
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts, read_report, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.reasons import describe_reasons
-from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, link_features, prompts_damage
+from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import hand_over, load_recipe
@@ -348,27 +346,3 @@ def status(recipe_path: str, overrides: list[str], watch: float | None = None) -
         if watch is None or not undone:
             return
         time.sleep(watch)
-
-
-def run_until(recipe: str, overrides: list[str], stage: str) -> None:
-    """`python -m pipeline run --until`: what is done is not done again. Raises PipelineError where it fails."""
-    handed, environment = hand_over(recipe, overrides)
-    command = [sys.executable, "-m", "pipeline", "run", *handed, "--until", stage]
-    if children.call(command, environment, ROOT):
-        raise PipelineError("the study stopped where that command failed; run it again to continue")
-
-
-def train_variant(arguments: Namespace, changes: list[str], name: str, source: Recipe | None = None) -> Recipe:
-    """Train the recipe of a command's `arguments` with `changes` (overrides) in OUTPUT/`name`, on the shards of
-    `source`, where there is one; return it: what studies over seeds and learning rates are made of.
-    """
-    output = Path(load_recipe(arguments.recipe, arguments.overrides).output)
-    dtype = [f"target.dtype={source.target.dtype}"] if source is not None else []  # of the features that it reads
-    overrides = [*arguments.overrides, *dtype, *changes, f"output={output / name}"]
-    recipe = load_recipe(arguments.recipe, overrides)
-    if source is not None and source.features_dir.exists():
-        if source.features.store:
-            fetch_features(source)  # once
-        link_features(source.features_dir, recipe.features_dir)
-    run_until(arguments.recipe, overrides, "train")
-    return recipe

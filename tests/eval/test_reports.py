@@ -69,7 +69,7 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
     """Lines that were removed or cut off are seen before, by whoever reads the table."""
     rows = [Row("decoded", "draft", "tau", 2.5), Row("decoded", "draft", "lossless", 0)]
     report = FOUND | {"rows": digest_of(rows)}
-    put_rows(path.parent, [*rows, Row("read", "draft", "MB read", 1.0)])
+    put_rows(path.parent, [*rows, Row("served", "draft", "tau", 1.0)])
     assert measured_rows(path.parent, report) == rows
     lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
     for left in ([], lines[:2], lines[:3], [lines[0], *lines[2:]]):
@@ -77,7 +77,7 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
         with pytest.raises(PipelineError, match=r"results.jsonl lost its end, or lines of it.*Remove the file"):
             measured_rows(path.parent, report)
         with pytest.raises(PipelineError, match=r"results.jsonl lost its end"):
-            put_rows(path.parent, [Row("read", "draft", "MB read", 2.0)])  # the loss is not made lasting
+            put_rows(path.parent, [Row("served", "draft", "tau", 2.0)])  # the loss is not made lasting
     write_rows(path.parent, rows[:1])
     with pytest.raises(PipelineError, match=r"results.jsonl does not hold the rows that report.json was written with"):
         measured_rows(path.parent, report)

@@ -13,7 +13,7 @@ import pytest
 
 from eval import served
 from eval.served import Counts, counts_of
-from pipeline.artifacts.reports import Row, put_rows, read_rows
+from pipeline.artifacts.reports import read_rows
 from pipeline.basics.errors import PipelineError
 from tests.kit import call, recipe_tree, write_recipe
 from tests.loopback import Handler, Loopback
@@ -159,14 +159,6 @@ def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
     assert f"| 0 | plain | - | {base:,.6g} | - |" in said
     of = {(row.method, row.origin["server"], row.origin["model"]) for row in read_rows(recipe.parent / "run/eval")}
     assert of == {("server", "vllm", "target"), ("plain", "silent", "without")}
-
-
-def test_the_table_is_of_this_measurement_alone(recipe, capsys):
-    """Another run's folder may lie within this one."""
-    put_rows(recipe.parent / "run/seed-9/eval", [Row("served", "server", "tau", 9.0, "b", 0.0)])
-    with Engine("vllm") as engine:
-        measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert "| 0 | server | 2.00 |" in capsys.readouterr().out
 
 
 def test_so_many_answers_are_asked_for_at_once(recipe, monkeypatch):
