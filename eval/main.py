@@ -20,7 +20,7 @@ from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of, tuned_a
 from eval.published import propose, recipe_of
 from eval.release.hub import require_repository_name
 from eval.release.page import samples
-from eval.release.publish import build_release, require_rows
+from eval.release.publish import build_release
 from eval.release.push import push
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import measured_by, provenance, write_provenance
@@ -140,7 +140,6 @@ def main() -> None:
         require_repository_name(arguments.push)
     publish(recipe.run_dir, "eval")
     path = recipe.eval_dir / REPORT
-    require_rows(recipe.release_dir)  # told now, not after all decoding
     with evaluation_lock(recipe):
         job = job_of(recipe, arguments.tuned)
         for name in tuned_as_written(recipe):

@@ -16,12 +16,13 @@ import pytest
 
 import jakiro
 from jakiro import doctor, first_recipe, new, push, recipes
+from jakiro.presets import presets
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import DRAFTS
 from pipeline.recipe.dtypes import native_dtype
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.read import shipped
+from pipeline.recipe.recipe import Recipe
 from preprocess.sources.sizes import look_at, require_sizes
 from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
@@ -82,6 +83,7 @@ WRONG = [
     (["new", "torn.toml", *NEW, "--license", "mit"], "torn.toml is there already"),
     (["new", "my.toml", *NEW, "--license", "Apache 2.0"], "did you mean 'apache-2.0'?"),
     (["new", "my.toml", *NEW, "--licence", "mit"], "the following arguments are required: --license"),
+    (["new", "my.toml", *NEW, "--license", "mit", "--draft", "eagel"], "argument --draft: invalid choice: 'eagel'"),
 ]
 
 
@@ -159,7 +161,7 @@ def test_every_command_has_a_parser_and_completion_offers_its_options(tmp_path):
         return set(subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split())
 
     assert completed("jakiro", "") >= set(jakiro.COMMANDS)
-    assert completed("jakiro", "run", "demo") == {"demo"} and "papers/" in " ".join(completed("jakiro", "plan", "pap"))
+    assert completed("jakiro", "run", "demo") == {"demo"} and completed("jakiro", "plan", "vic") == {"vicuna-7b"}
     assert completed("jakiro", "run", "--until", "") == {"preprocess", "train", "eval"}
     assert {"--push", "--set", "--tuned"} <= completed("jakiro", "eval", "--")
     assert "--draft" in completed("jakiro", "train", "--")
@@ -169,7 +171,7 @@ def test_every_command_has_a_parser_and_completion_offers_its_options(tmp_path):
 def test_a_recipe_of_the_project_is_found_by_its_name_and_a_file_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe("demo").hash == load_recipe(ROOT / "infra/recipes/demo.toml").hash
-    assert "parallel/qwen3-8b" in shipped() and load_recipe("parallel/qwen3-8b").name == "qwen3-8b-parallel"
+    assert "qwen3-8b" in shipped() and load_recipe("qwen3-8b").name == "qwen3-8b"
     with pytest.raises(PipelineError, match=r"recipe dmeo does not exist; did you mean demo\?"):
         load_recipe("dmeo")
     Path("demo").write_text("nonsense")
@@ -182,7 +184,7 @@ def test_recipes_says_target_and_drafts_of_each(capsys):
     shown = capsys.readouterr().out
     assert all(f"\n{name}: " in f"\n{shown}" for name in shipped())
     call(recipes.main, "gpt-oss")
-    assert "parallel/gpt-oss-20b: openai/gpt-oss-20b; dflash, p-eagle\n" in (shown := capsys.readouterr().out)
+    assert "gpt-oss-20b: openai/gpt-oss-20b; jakiro, eagle\n" in (shown := capsys.readouterr().out)
     assert "qwen" not in shown
 
 
@@ -224,10 +226,10 @@ def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_
 
 
 def test_the_sizes_of_a_large_source_are_the_papers_on_gpus_and_a_quarter_of_an_hours_on_a_laptop():
-    large = first_recipe.Sizes.of(SOURCE, first_recipe.Machine(8, 80 * GB), 8)
+    large = first_recipe.Sizes.of(SOURCE, 8, presets()["eagle"].training)
     assert (large.heldout_fraction, large.validation, large.heldout_prompts, large.calibration) == (0.02, 256, 100, 16)
     assert (large.max_tokens, large.global_batch, large.epochs, large.warmup) == (None, 16, 20, 2000)
-    small = first_recipe.Sizes.of(SOURCE, first_recipe.Machine(0, 0), 2)
+    small = first_recipe.Sizes.of(SOURCE, 2, None)
     assert (small.heldout_fraction, small.validation, small.heldout_prompts, small.calibration) == (0.02, 24, 22, 16)
     assert small.heldout_prompts - small.prompts >= 10 <= large.heldout_prompts - large.prompts  # the tuner's
     assert (small.max_tokens, small.global_batch, small.epochs, small.warmup) == (270_000, 16, 3, 16)
@@ -258,6 +260,16 @@ def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
     assert (load_recipe(out).data.subset, load_recipe(out).data.split) == ("b", "dev")
 
 
+def written_for(machine: first_recipe.Machine, folder: Path, weights: float = 16 * GB, **more: str | None) -> Recipe:
+    """The recipe that `new` writes on a machine for a target of 1,024 positions."""
+    shapes = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "model_type": "llama"}
+    config = Namespace(**shapes, max_position_embeddings=1024)
+    asked_for = {"target": "OWNER/NAME", "data": "data.json", "draft": "eagle3", "license": "mit", "preset": None}
+    given = Namespace(**asked_for | more, out=folder / "my.toml")
+    given.out.write_text(first_recipe.recipe_text(given, config, machine, weights, SOURCE))
+    return load_recipe(given.out)
+
+
 @pytest.mark.parametrize(
     ("gpus", "of", "weights", "share"),
     [
@@ -270,22 +282,27 @@ def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
 def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpus, of, weights, share, tmp_path):
     machine = first_recipe.Machine(gpus, of)
     assert tuple(first_recipe.Share.of(machine, weights)) == share
-    config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
-    given = Namespace(target="OWNER/NAME", data="data.json", draft="eagle3", license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(first_recipe.recipe_text(given, config, machine, weights, SOURCE))
-    recipe = load_recipe(given.out)
+    recipe = written_for(machine, tmp_path, weights=weights)
     recipe.train.require_exact_sum(recipe.train.accumulation(gpus))
     assert recipe.data.max_length == 1024
     assert (recipe.features.gpus_per_worker or 1) * recipe.features.workers <= gpus
 
 
-@pytest.mark.parametrize("draft", [name for name, known in DRAFTS.items() if known.config.trained and " " not in name])
+@pytest.mark.parametrize("draft", presets())
 def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
-    config = Namespace(num_hidden_layers=32, hidden_size=4096, max_position_embeddings=1024)
-    given = Namespace(target="OWNER/NAME", data="data.json", draft=draft, license="mit", out=tmp_path / "my.toml")
-    given.out.write_text(first_recipe.recipe_text(given, config, first_recipe.Machine(0, 0), 16 * GB, SOURCE))
-    tree, in_one = load_recipe(given.out).tree(draft), draft in ("jakiro", "p-eagle")  # both levels from one forward
+    recipe = written_for(first_recipe.Machine(0, 0), tmp_path, draft=draft)
+    tree, in_one = recipe.tree(draft), recipe.draft[draft].kind in ("jakiro", "p-eagle")  # both levels from one forward
     assert (tree.nodes, tree.depth, tree.parallel) == ((6, 2, 2) if in_one else (6, 1, 1))
+
+
+def test_a_preset_is_the_machines_unless_it_is_named(tmp_path):
+    """A short training takes no key of the draft that counts a long one's steps."""
+    gpus, cpu = first_recipe.Machine(8, 80 * GB), first_recipe.Machine(0, 0)
+    for machine, preset, rate in ((gpus, None, 2e-4), (gpus, "laptop", 2e-3), (cpu, None, 2e-3), (cpu, "paper", 2e-4)):
+        recipe = written_for(machine, tmp_path, draft="gumiho", preset=preset)
+        assert recipe.train.learning_rate == rate and recipe.target.device == ("auto" if machine.gpus else "cpu")
+        assert recipe.draft["gumiho"].regression_steps == (8_500 if rate == 2e-4 else 0)
+        assert recipe.data.max_tokens == (None if rate == 2e-4 else 270_000)
 
 
 def test_new_refuses_a_target_that_the_machine_cannot_hold():

@@ -23,7 +23,7 @@ from pipeline.recipe.read import RECIPES
 from tests.kit import BIN, ROOT, call, command_environment, recipe_tree, write_recipe, write_sharegpt
 
 SCHEMAS = ROOT / "tests/schemas"
-OF_ALL_KINDS = ["llama3.1-instruct-8b", "llama3.3-instruct-70b", "parallel/qwen3-8b", "demo"]
+OF_ALL_KINDS = ["llama3.1-instruct-8b", "llama3.3-instruct-70b-eagle-3", "qwen3-8b-parallel", "demo"]
 
 
 def made(place: str, out: Path, recipe: str, *more: str) -> Path:

@@ -1,4 +1,4 @@
-"""The shipped recipes: they load, and their drafts have the pinned number of parameters on the meta device."""
+"""The shipped recipes load, and the papers' drafts have the pinned number of parameters on the meta device."""
 
 from pathlib import Path
 
@@ -6,41 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pipeline.drafts import build, parameter_count
+from jakiro.first_recipe import settings_for
+from jakiro.presets import presets
+from pipeline.drafts import DraftConfig, build, parameter_count, settings_from
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.lm.chat import encode
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.read import shipped
 from tests.kit import ROOT, byte_tokenizer
-
-RECIPES = ROOT / "infra/recipes"
-
-
-def shapes(hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) -> dict:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 4096,
-        "vocab_size": vocabulary,
-        "target_layers": 32,
-    }
-
-
-SEVEN, THIRTEEN = shapes(4096, 11008, 32, 32, 32000), shapes(5120, 13824, 40, 40, 32000)
-PAPER = {
-    "vicuna-7b": SEVEN,
-    "vicuna-13b": THIRTEEN,
-    "vicuna-33b": shapes(6656, 17920, 52, 52, 32000),
-    "llama2-chat-7b": SEVEN,
-    "llama2-chat-13b": THIRTEEN,
-    "llama2-chat-70b": shapes(8192, 28672, 64, 8, 32000),
-    "llama3-instruct-8b": shapes(4096, 14336, 32, 8, 128256),
-    "llama3-instruct-70b": shapes(8192, 28672, 64, 8, 128256),
-}
 
 
 def config_of(kind: str, hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int, **more) -> dict:
@@ -48,13 +21,24 @@ def config_of(kind: str, hidden: int, mlp: int, heads: int, kv_heads: int, vocab
     return {"model_type": kind, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
 
 
+SEVEN, THIRTEEN = config_of("llama", 4096, 11008, 32, 32, 32000), config_of("llama", 5120, 13824, 40, 40, 32000)
+PAPER = {  # target: its configuration
+    "vicuna-7b": SEVEN,
+    "vicuna-13b": THIRTEEN,
+    "vicuna-33b": config_of("llama", 6656, 17920, 52, 52, 32000),
+    "llama2-chat-7b": SEVEN,
+    "llama2-chat-13b": THIRTEEN,
+    "llama2-chat-70b": config_of("llama", 8192, 28672, 64, 8, 32000),
+    "llama3-instruct-8b": config_of("llama", 4096, 14336, 32, 8, 128256),
+    "llama3-instruct-70b": config_of("llama", 8192, 28672, 64, 8, 128256),
+}
 LLAMA_3 = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
 LLAMA_3["rope_scaling"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 # What drafts' sizes and RoPE follow from in the config.json of meta-llama/Llama-3.1-8B-Instruct,
 # meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B-Instruct-2507 and openai/gpt-oss-20b on the Hub,
 # in its own words.
-TODAY = {  # recipe: (its target's configuration, base and kind of the drafts' RoPE)
+TODAY = {  # target: (its configuration, base and kind of the drafts' RoPE)
     "llama3.1-instruct-8b": (config_of("llama", 4096, 14336, 32, 8, 128256, **LLAMA_3), (500000.0, "llama3")),
     "llama3.3-instruct-70b": (config_of("llama", 8192, 28672, 64, 8, 128256, **LLAMA_3), (500000.0, "llama3")),
     "qwen3-8b": (
@@ -78,9 +62,18 @@ PINNED = {  # parameters of jakiro and eagle; on EAGLE-3's frame of jakiro and e
 }
 
 
-def counted(recipe, names: tuple[str, ...], target: dict) -> list[int]:
+def configuration(name: str):
+    return AutoConfig.for_model(**(TODAY[name][0] if name in TODAY else PAPER[name]))
+
+
+def drafts_for(config, *names: str) -> list[DraftConfig]:
+    """Those that `jakiro new --preset paper` writes for a target."""
+    return [settings_from(settings_for(presets()[name], config, paper=True)) for name in names]
+
+
+def counted(drafts: list[DraftConfig], target: dict) -> list[int]:
     with torch.device("meta"):
-        return [parameter_count(build(recipe.draft[name], target)) for name in names]
+        return [parameter_count(build(draft, target)) for draft in drafts]
 
 
 def by_hand(target: dict, eagle: int, on_eagle_3: int, vocabulary: int, bias: bool) -> list[int]:
@@ -102,28 +95,28 @@ def by_hand(target: dict, eagle: int, on_eagle_3: int, vocabulary: int, bias: bo
     ]
 
 
+ON_BOTH_FRAMES = ("jakiro", "eagle", "jakiro-eagle-3", "eagle3")
+
+
 @pytest.mark.parametrize("name", sorted({*PAPER, *TODAY}))
 def test_drafts_of_the_papers_targets_and_of_those_that_are_served_today(name):
+    config = configuration(name)
+    target = shapes_of(config)
     if name in TODAY:
-        config, rope = TODAY[name]
-        target = shapes_of(AutoConfig.for_model(**config))
-        assert (target["rope_parameters"]["rope_theta"], target["rope_parameters"]["rope_type"]) == rope
-    else:
-        target = PAPER[name]
-    recipe, other = load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / "eagle-3" / f"{name}.toml")
-    counts = counted(recipe, ("jakiro", "eagle"), target) + counted(other, ("jakiro", "eagle3"), target)
+        rope = target["rope_parameters"]
+        assert (rope["rope_theta"], rope["rope_type"]) == TODAY[name][1]
+    drafts = jakiro, eagle, on_eagle_3, eagle3 = drafts_for(config, *ON_BOTH_FRAMES)
+    counts = counted(drafts, target)
     print(f"{name}: jakiro, eagle; jakiro on eagle-3, eagle3: {counts} parameters")
-    mlp, mlp_3 = (
-        one.mlp_width or target["intermediate_size"] for one in (recipe.draft["eagle"], other.draft["eagle3"])
-    )
-    vocabulary = other.draft["eagle3"].vocabulary or target["vocab_size"]
-    assert counts == by_hand(target, mlp, mlp_3, vocabulary, recipe.draft["jakiro"].fc_bias)
+    mlp, mlp_3 = (one.mlp_width or target["intermediate_size"] for one in (eagle, eagle3))
+    vocabulary = eagle3.vocabulary or target["vocab_size"]
+    assert counts == by_hand(target, mlp, mlp_3, vocabulary, jakiro.fc_bias)
     assert counts == PINNED.get(name, counts)
-    assert vocabulary == 32_000 and other.stored_dtype == "float8_e4m3fn"
-    assert other.draft["eagle3"].ttt_steps == other.draft["jakiro"].ttt_steps == 7
+    assert vocabulary == 32_000
+    assert eagle3.ttt_steps == on_eagle_3.ttt_steps == 7
     if name in TODAY:
         assert mlp >= 3 * target["hidden_size"]  # a dense MLP, not one expert of a mixture
-        assert recipe.draft["jakiro"].vocabulary is recipe.draft["eagle"].vocabulary is None
+        assert jakiro.vocabulary is eagle.vocabulary is None
 
 
 def dflash_by_hand(target: dict, mlp: int) -> int:
@@ -147,19 +140,23 @@ def test_drafts_of_one_forward_for_targets_that_are_served_today(name):
     of two norms.
     """
     layers, *read, pinned = IN_PARALLEL[name]
-    recipe = load_recipe(RECIPES / "parallel" / f"{name}.toml")
-    target = shapes_of(AutoConfig.for_model(**TODAY[name][0])) | {"target_layers": layers}
-    d, size, mlp_width = target["hidden_size"], target["head_dim"], recipe.draft["dflash"].mlp_width
-    mlp = mlp_width or target["intermediate_size"]
+    config = configuration(name)
+    target = shapes_of(config) | {"target_layers": layers}
+    drafts = drafts_for(config, "dflash", "p-eagle")
+    d, size, mlp = target["hidden_size"], target["head_dim"], drafts[0].mlp_width or target["intermediate_size"]
     heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
     first = 2 * d * size * (heads + 2 * groups) + size * heads * d + 3 * d * mlp + 3 * d * d + 4 * d + 32_000 * d
     others = 3 * (2 * d * size * (heads + groups) + 3 * d * mlp + 2 * d)
-    counts = counted(recipe, ("dflash", "p-eagle"), target)
-    assert counts == [dflash_by_hand(target, mlp), first + 3 * d + others] == pinned
-    assert [list(recipe.draft[one].needs(layers).auxiliary) for one in ("dflash", "p-eagle")] == read
-    assert recipe.auxiliary_layers(layers) == sorted({*read[0], *read[1]}) and mlp >= 3 * d
-    assert recipe.name == f"{name}-parallel" and recipe.stored_dtype == "float8_e4m3fn"
-    assert recipe.target == load_recipe(RECIPES / f"{name}.toml").target
+    assert counted(drafts, target) == [dflash_by_hand(target, mlp), first + 3 * d + others] == pinned
+    assert [list(draft.needs(layers).auxiliary) for draft in drafts] == read and mlp >= 3 * d
+
+
+def test_drafts_of_one_recipe_read_all_their_layers():
+    recipe = load_recipe("qwen3-8b-parallel")
+    layers, *read, _ = IN_PARALLEL["qwen3-8b"]
+    assert recipe.auxiliary_layers(layers) == sorted({*read[0], *read[1]})
+    assert recipe.stored_dtype == load_recipe("llama3.3-instruct-70b-eagle-3").stored_dtype == "float8_e4m3fn"
+    assert recipe.target == load_recipe("qwen3-8b").target
 
 
 def others_by_hand(target: dict) -> dict[str, int]:
@@ -190,15 +187,13 @@ OTHERS = ("dflash", "eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skip
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_drafts_of_other_papers(name):
-    recipe, target = load_recipe(RECIPES / "papers" / f"{name}.toml"), PAPER["llama3-instruct-8b"]
-    assert counted(recipe, (name,), target) == [others_by_hand(target)[name]]
-    assert recipe.name == f"{name}-llama3{'.1' if name == 'small-llama' else ''}-instruct-8b"
+    target = shapes_of(configuration("llama3-instruct-8b"))
+    assert counted(drafts_for(configuration("llama3-instruct-8b"), name), target) == [others_by_hand(target)[name]]
 
 
 def test_plain_hydra_trains_as_medusa_does():
-    hydra, medusa = (load_recipe(RECIPES / "papers" / f"{name}.toml") for name in ("hydra-plain", "medusa"))
-    assert hydra.train == medusa.train
-    one, other = hydra.draft["hydra-plain"], medusa.draft["medusa"]
+    assert presets()["hydra-plain"].training == presets()["medusa"].training
+    one, other = drafts_for(configuration("llama3-instruct-8b"), "hydra-plain", "medusa")
     assert (one.objective, one.decay, one.heads) == (other.objective, other.decay, other.heads) == ("hard-ce", 0.8, 4)
 
 
@@ -217,35 +212,16 @@ METHODS = {  # docs/results/comparison.md has them
 
 
 def test_drafts_side_by_side_for_the_embedded_target():
-    recipe = load_recipe(RECIPES / "methods.toml")
-    assert counted(recipe, tuple(METHODS), shapes(576, 1536, 9, 3, 49152)) == list(METHODS.values())
+    recipe = load_recipe("methods")
+    target = shapes_of(AutoConfig.for_model(**config_of("llama", 576, 1536, 9, 3, 49152)))
+    assert counted([recipe.draft[name] for name in METHODS], target) == list(METHODS.values())
     assert set(METHODS) == set(recipe.trained)
 
 
-def test_every_recipe_is_covered_and_loads():
-    assert {path.stem for path in RECIPES.glob("papers/*.toml")} == set(OTHERS)
-    assert {path.stem for path in RECIPES.glob("parallel/*.toml")} == set(IN_PARALLEL)
-    on_eagle_3 = {path.stem for path in RECIPES.glob("eagle-3/*.toml")}
-    assert on_eagle_3 == set(PAPER) | set(TODAY)
-    for path in RECIPES.glob("eagle-3/*.toml"):
-        assert load_recipe(path).name == f"{path.stem}-eagle-3"
-    own = {
-        "demo",
-        "smoke",
-        "serve",
-        "ablations",
-        "frames",
-        "losses",
-        "methods",
-        "experts",
-        "experts-3",
-        "contexts",
-        "pruned",
-        "fresh",
-    }
-    assert {path.stem for path in RECIPES.glob("*.toml")} == set(PAPER) | set(TODAY) | own
-    for path in RECIPES.glob("*.toml"):
-        assert load_recipe(path).name == path.stem
+def test_recipes_are_few_and_load():
+    assert len(shipped()) <= 18
+    for name in shipped():
+        assert load_recipe(name).name == name
 
 
 def test_the_vicuna_template_masks_the_answers():
@@ -264,22 +240,3 @@ def test_the_vicuna_template_masks_the_answers():
     )
     assert encoded.input_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask.astype(bool)]) == " Hello.</s> See you.</s>"
-
-
-def test_pairs_of_the_experts_question_read_as_many_weights():
-    """A token's own: the gate apart, which is 9 * d at most."""
-    target = shapes(576, 1536, 9, 3, 49152)
-    counts = {}
-    for recipe in (load_recipe(RECIPES / "experts.toml"), load_recipe(RECIPES / "experts-3.toml")):
-        counts |= dict(zip(recipe.trained, counted(recipe, tuple(recipe.trained), target), strict=True))
-    passed_over = {"sparse": 6 * 3 * 576 * 768, "two": 0}
-    for one, unread in passed_over.items():
-        for frame in ("", "3"):
-            assert 0 <= counts[one + frame] - unread - counts["dense" + frame] <= 9 * 576, one + frame
-
-
-def test_the_experts_recipes_differ_in_drafts_and_rates_alone():
-    one, other = (load_recipe(RECIPES / f"{name}.toml").model_dump() for name in ("experts", "experts-3"))
-    differ = {key for key in one if one[key] != other[key]}
-    assert differ == {"name", "output", "draft", "train", "publish"}
-    assert {key for key in one["train"] if one["train"][key] != other["train"][key]} == {"learning_rate"}

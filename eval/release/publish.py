@@ -13,7 +13,6 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.reports import (
     REPORT,
-    ROWS,
     Row,
     alone,
     faster_drafts,
@@ -82,21 +81,10 @@ def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
     """
     known, kept = set(map(measurement, now)), []
     for folder in folders:
-        require_rows(folder)
         found = [row for row in read_rows(folder) if row.origin.get("weights_sha256") == weights]
         kept += [row for row in found if measurement(row) not in known]
         known |= set(map(measurement, found))
     return kept
-
-
-def require_rows(folder: Path) -> None:
-    """Raises PipelineError for a release whose figures are in the form of a version before this one."""
-    old = [folder / name for name in (REPORT, "elsewhere.json") if (folder / name).exists()]
-    if old and not (folder / ROWS).exists():
-        raise PipelineError(
-            f"{' and '.join(map(str, old))}: a version before this one wrote these figures, and they cannot be "
-            "carried on. Move them away and run again"
-        )
 
 
 def measurement(row: Row) -> str:

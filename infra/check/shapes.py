@@ -30,7 +30,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document
 
-RECIPE = ROOT / "infra/recipes/llama3-instruct-8b.toml"  # drafts, trees and training are those of the 8B recipe
+RECIPE = ROOT / "infra/recipes/llama3.1-instruct-8b.toml"  # drafts, trees and training are those of the 8B recipe
 WORDS = 256  # of the tokenizer: the numbers 0 ... 255, and the end of a turn
 WEIGHTS = "model.safetensors"
 GIB = 1 << 30

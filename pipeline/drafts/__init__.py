@@ -53,9 +53,6 @@ DRAFTS: dict[str, Kind] = {
     "small-model": Kind(SmallModelConfig, SmallModel),
 }
 
-# Kinds that recipes and releases once had, and what they are called now.
-RENAMED = {"copier": "prompt-lookup"}
-
 
 def kind_of(settings: Any) -> str:
     """The key of `DRAFTS` for some settings, as a dictionary or made."""
@@ -66,11 +63,10 @@ def kind_of(settings: Any) -> str:
 
 
 def settings_from(raw: dict[str, Any]) -> DraftConfig:
-    """A draft's settings as an artifact holds them. Raises ValueError for those that this version does not know."""
-    kind = kind_of(raw)
-    if kind in RENAMED:
-        raise ValueError(f"kind={kind!r} is called {RENAMED[kind]!r} now: release again with that kind")
-    return from_json(DRAFTS[kind].config, raw)
+    """A draft's settings as an artifact holds them. Raises KeyError for a kind that this version does not know, and
+    ValueError for settings.
+    """
+    return from_json(DRAFTS[kind_of(raw)].config, raw)
 
 
 def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:

@@ -118,7 +118,7 @@ class Manifest:
                 answers=list(map(_shard_record, raw["answers"])),
                 answers_hash=raw["answers_hash"],
                 prompts_sha256=raw["prompts_sha256"],
-                fed=raw.get("fed", False),
+                fed=raw["fed"],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PipelineError(

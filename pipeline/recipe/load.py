@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.drafts import DRAFTS, RENAMED
+from pipeline.drafts import DRAFTS
 from pipeline.recipe.dtypes import resolve_dtypes
 from pipeline.recipe.read import changed, explain, read_tree, recipe_file, refusal
 from pipeline.recipe.recipe import Recipe
@@ -59,8 +59,5 @@ def _explain(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     settings = error["input"] if isinstance(error["input"], dict) else {}
     got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)
-    now = RENAMED.get(str(settings.get("kind")))
-    if now is not None:
-        return f"{where}: {got}: that kind is called {now!r} now; write kind = {now!r}"
     kinds = [" with frame = ".join(map(repr, key.split(" on "))) for key in DRAFTS]
     return f"{where}: {got or 'no key kind'}: expected {', '.join(kinds)}"

@@ -86,8 +86,8 @@ def recipe_file(path: str | Path) -> Path:
 
 
 def shipped() -> list[str]:
-    """The names of the recipes that come with the project: demo, papers/NAME, ..."""
-    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.toml"))
+    """The names of the recipes that come with the project: demo, ..."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def _require_no_credentials(value: Any, where: str) -> None:
@@ -97,15 +97,6 @@ def _require_no_credentials(value: Any, where: str) -> None:
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         require_no_credential(str(key), where or "the recipe")
         _require_no_credentials(inner, f"{where}.{key}".lstrip("."))
-
-
-# Keys that recipes once had: what they are called now, and why others are gone.
-RENAMED_KEYS = {"rollout": "ttt_steps", "own": "ttt", "beside": "secondary", "sliding_window": "window"}
-_STUDIED = "it did not pay (docs/results/experts.md, ablations.md); commit eb9925f has it"
-REMOVED_KEYS = dict.fromkeys(("routing", "expert_loss", "mixture_loss"), _STUDIED) | {
-    "sized": "rounds with a size of their own were not faster than a tuned tree (docs/results/sources.md)",
-}
-REMOVED_VALUES = {("contrast", "experts"): _STUDIED}
 
 
 def _apply(tree: dict, override: str) -> None:
@@ -129,16 +120,10 @@ def explain(error: Any, recipe: type[Section], kinds: Mapping[str, type]) -> str
     location = error["loc"]
     shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
     where = ".".join(str(part) for part in shown)
-    if error["type"] == "literal_error" and (why := REMOVED_VALUES.get((str(location[-1]), error["input"]))):
-        return f"{where}: {error['input']!r} is gone: {why}"
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
         what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
         return f"{where or 'recipe'}: {what}{got}"
-    if (key := str(location[-1])) in RENAMED_KEYS:
-        return f"{where}: that key is called {RENAMED_KEYS[key]!r} now"
-    if key in REMOVED_KEYS:
-        return f"{where}: that key is gone: {REMOVED_KEYS[key]}"
     known = _fields_at(location[:-1], recipe, kinds)
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"

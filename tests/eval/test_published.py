@@ -288,13 +288,6 @@ def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_r
         assert released_method(Recipe.model_validate(tree), measured, given) == expected
 
 
-@pytest.mark.parametrize("name", ["report.json", "elsewhere.json"])
-def test_figures_of_a_version_before_are_not_lost_without_a_word(tmp_path, name):
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(PipelineError, match=f"{name}: a version before this one wrote these figures.*Move them away"):
-        earlier([tmp_path], "w", [])
-
-
 def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_recipe):
     """An EAGLE-3 draft wants three more states of every token, but only from who trains it."""
     tree = tiny_recipe.model_dump(mode="json")

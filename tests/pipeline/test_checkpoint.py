@@ -163,7 +163,6 @@ def test_weights_that_are_missing_or_changed_are_refused(make, embed_head, place
         (lambda raw: raw["method"].update(beside=[]), "damaged.*beside"),
         (lambda raw: raw["method"].update(secondary=["lookup"]), "damaged.*lookup"),
         (lambda raw: raw["draft"].update(kind="mamba"), "damaged.*mamba"),
-        (lambda raw: raw["draft"].update(kind="copier"), "kind='copier' is called 'prompt-lookup' now: release again"),
         (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
         (lambda raw: raw["draft"].update(surprise=1), "damaged.*surprise"),
         (lambda raw: raw["draft"].update(experts=3), "does not fit its config.json"),

@@ -16,7 +16,6 @@ from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import ENGINE_KEYS
-from pipeline.recipe import read
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
@@ -141,20 +140,6 @@ def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
     assert re.search(words, refusal(recipe_file, *overrides))
 
 
-@pytest.mark.parametrize(("old", "now"), read.RENAMED_KEYS.items())
-def test_an_old_key_is_told_its_new_name(recipe_file, old, now):
-    assert f"draft.eagle.{old}: that key is called {now!r} now" in refusal(
-        recipe_file, "draft.eagle.kind=eagle", f"draft.eagle.{old}=3"
-    )
-
-
-@pytest.mark.parametrize("old", read.REMOVED_KEYS)
-def test_a_key_that_is_gone_says_why(recipe_file, old):
-    assert f"eval.methods.x.{old}: that key is gone: " in refusal(
-        recipe_file, f"eval.methods.x={{draft='main', {old}=3}}"
-    )
-
-
 # -- contradictions --------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +174,6 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
             "needs several experts a token",
         ),
         (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft can take 1"),
-        (["draft.main.contrast=experts"], "draft.main.contrast: 'experts' is gone: it did not pay"),
         (["draft.main.experts_per_token=1"], "experts_per_token=1: expected at least 2"),
         (["eval.temperatures=[1.0, 1.0]"], "names one twice"),
         (["eval.compile=true", "eval.pack_linears=true"], "choose one"),
@@ -209,10 +193,6 @@ def test_a_key_that_is_gone_says_why(recipe_file, old):
         (
             ["draft.main.kind=mamba"],
             "draft.main: kind='mamba': expected 'dflash', 'dspark', 'eagle', 'eagle3', 'gumiho', 'hydra'",
-        ),
-        (
-            ["draft.copier={kind='copier'}"],
-            "draft.copier: kind='copier': that kind is called 'prompt-lookup' now; write kind = 'prompt-lookup'",
         ),
         (
             ["train.learning_rates.mian=1e-3"],

@@ -14,9 +14,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, sha256
 from train.engine.ranks import place_on_host
 
-FORMAT = (
-    2  # of a state: goes up when DeepSpeed's files of an older one no longer fit, as when a parameter's name changes
-)
+FORMAT = 2  # of a state: goes up when DeepSpeed's files do not fit any more, as when a parameter's name changes
 RESUME = "resume.json"  # the only truth about which resume state is whole
 BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
 _OWNER = re.compile(r"zero_pp_rank_(\d+)_")  # DeepSpeed: a file of one rank's share
@@ -54,8 +52,8 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     state = read_sealed(path, _remedy(folder))
     if state.get("format") != FORMAT:
         raise PipelineError(
-            f"{path}: a resume state of format {state.get('format', 1)!r}, expected {FORMAT}: another version of this "
-            f"project saved it. Finish it with that one, or remove {folder} to train this draft from the start"
+            f"{path}: format {state.get('format')!r}, expected {FORMAT}: it was made by another version of this "
+            f"project. Finish it with that one, or remove {folder} to train this draft from the start"
         )
     kinds = {"tag": str, "step": int, "ranks": int, "train_hash": str, "progress": dict, "files": dict}
     wrong = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]

@@ -2,9 +2,11 @@
 
     jakiro new my.toml --target meta-llama/Llama-3.1-8B-Instruct --data /data/sharegpt.json --license llama3.1
     jakiro new my.toml --target ./model --data hf://datasets/OWNER/NAME/file.json --draft eagle3 --license apache-2.0
+    jakiro new my.toml --target Qwen/Qwen3-8B --draft dflash --preset paper --license apache-2.0
 
-Its sizes follow from the number of records, of which 20,000 are counted at most. Nothing of the weights is read. What
-the recipe takes: `jakiro plan my.toml`.
+`--preset paper` writes the hyper-parameters of the draft's paper (infra/templates/presets.toml), `laptop` those of a
+quarter of an hour on a CPU. Sizes follow from the number of records, of which 20,000 are counted at most. Nothing of
+the weights is read. What the recipe takes: `jakiro plan my.toml`.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from jakiro.presets import NAMES, presets
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.license import License
 from pipeline.running import entry
@@ -21,10 +24,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the recipe to write; it is not to be there yet")
     parser.add_argument("--target", required=True, help="OWNER/NAME on the Hub, or a folder")
-    parser.add_argument("--data", required=True, help="conversations or messages: a path, hf://, s3://, datasets:NAME")
+    data = "conversations or messages: a path, hf://, s3://, datasets:NAME; default: the papers' ShareGPT"
+    parser.add_argument("--data", help=data)
     parser.add_argument("--subset", help="of a data set of the Hub that has several")
     parser.add_argument("--split", help="of a data set; default: train")
-    parser.add_argument("--draft", default="eagle3", help="its kind: jakiro, eagle, ...; default: %(default)s")
+    drafts = f"{', '.join(presets())}; default: %(default)s"
+    parser.add_argument("--draft", default="eagle3", choices=presets(), metavar="NAME", help=drafts)
+    parser.add_argument("--preset", choices=NAMES, help="default: paper where there is a GPU, else laptop")
     parser.add_argument("--license", required=True, help="of the draft, as the Hub spells it: apache-2.0, ...")
     given = parser.parse_args()
     if given.out.exists():

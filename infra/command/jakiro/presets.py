@@ -1,0 +1,51 @@
+"""The hyper-parameters of the papers, by draft: infra/templates/presets.toml. Imports no torch."""
+
+import json
+import tomllib
+from typing import Any
+
+import jakiro
+from pipeline.basics.section import Section
+from pipeline.recipe.sections import TrainConfig
+
+TABLE = jakiro.HOME / "infra/templates/presets.toml"
+NAMES = ("paper", "laptop")  # a quarter of an hour on a CPU
+
+
+class Preset(Section):
+    """A draft with the hyper-parameters of its paper; what `train` and `tree` lack is a recipe's default."""
+
+    about: str
+    settings: dict[str, Any]  # of the draft
+    data: dict[str, Any]  # where the user names none
+    llama_2: dict[str, Any] = {}  # more settings, for targets of LLaMA's first two generations
+    long: dict[str, Any] = {}  # more settings, for trainings as long as the paper's
+    train: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
+
+    @property
+    def training(self) -> TrainConfig:
+        """What the paper trains with. `micro_batch` is no paper's: the most that a rank takes."""
+        return TrainConfig(**{"micro_batch": 2, "zero_stage": 1, **self.train})
+
+
+def presets() -> dict[str, Preset]:
+    """The drafts that `jakiro new` writes a recipe for, by name."""
+    table = tomllib.loads(TABLE.read_text())
+    return {
+        name: Preset(**{**draft, "data": {**table["data"], **draft.get("data", {})}})
+        for name, draft in table["draft"].items()
+    }
+
+
+def toml(value: Any) -> str:
+    """A value as a recipe spells it."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml(inner)}' for key, inner in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, float):
+        return repr(value).replace("e-0", "e-")
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:_}"
+    return json.dumps(value)
