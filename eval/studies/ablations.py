@@ -44,7 +44,7 @@ def replayed(harness: Harness, answers: list[Answered]) -> dict[tuple[str, float
             tokens, begin = one.prompt + one.answer, len(one.prompt)
             states = harness.states(tokens, [draft for draft, _ in grown])
             for names, (draft, largest) in zip(groups.values(), grown, strict=True):
-                counted = replay.counter(draft, states, tokens, begin, largest, one.task.temperature)
+                counted = replay.counter(draft, states, tokens, begin, largest)
                 for name in names:
                     found = counted(methods[name].tree)
                     counts = out.setdefault((one.task.benchmark, one.task.temperature, name), {})
